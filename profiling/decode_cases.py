@@ -74,6 +74,14 @@ class Side:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
+def _generator(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def _normal(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(size, generator=generator, device=generator.device, dtype=torch.bfloat16)
+
+
 @dataclass(frozen=True)
 class Inputs:
     q: Tensor  # (B, 1, H, D)
@@ -83,14 +91,10 @@ class Inputs:
 
     @staticmethod
     def random(shape: Shape, sizes: Sizes, device: torch.device, seed: int) -> Inputs:
-        generator = torch.Generator(device).manual_seed(seed)
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
-
-        k, v = (normal(shape.batch, shape.length, sizes.heads_kv, sizes.head_dim) for _ in range(2))
+        generator = _generator(device, seed)
+        k, v = (_normal((shape.batch, shape.length, sizes.heads_kv, sizes.head_dim), generator) for _ in range(2))
         lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=device)
-        return Inputs(normal(shape.batch, 1, sizes.heads, sizes.head_dim), k, v, lengths)
+        return Inputs(_normal((shape.batch, 1, sizes.heads, sizes.head_dim), generator), k, v, lengths)
 
 
 def exact_rows(q: Tensor, k: Tensor, v: Tensor, sequence: int, head_kv: int) -> Tensor:
@@ -163,9 +167,9 @@ def _paged(inputs: Inputs, page_size: int, seed: int) -> Callable[[], Tensor]:
     return partial(cute_flash.attn_decode, inputs.q, *pages, **options)
 
 
-def _several_tokens(inputs: Inputs) -> Side:
+def _several_tokens(inputs: Inputs, seed: int) -> Side:
     batch, _, heads, head_dim = inputs.q.shape
-    q = torch.randn(batch, TOKENS, heads, head_dim, device=inputs.q.device, dtype=inputs.q.dtype)
+    q = _normal((batch, TOKENS, heads, head_dim), _generator(inputs.q.device, seed))
     call = partial(cute_flash.attn_decode, q, inputs.k, inputs.v, cache_seqlens=inputs.lengths)
     return Side(call, partial(exact_rows, q, inputs.k, inputs.v))
 
@@ -190,12 +194,12 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
-def _appending(inputs: Inputs) -> Side:
+def _appending(inputs: Inputs, seed: int) -> Side:
     """Append the last row of each sequence. All calls write the same row, so the cache stays as after the first."""
     batch, length, heads_kv, head_dim = inputs.k.shape
-    device = inputs.q.device
+    device, generator = inputs.q.device, _generator(inputs.q.device, seed)
     caches = [x.clone() for x in (inputs.k, inputs.v)]
-    new = [torch.randn(batch, 1, heads_kv, head_dim, device=device, dtype=inputs.q.dtype) for _ in range(2)]
+    new = [_normal((batch, 1, heads_kv, head_dim), generator) for _ in range(2)]
     frequencies = 10000.0 ** (-torch.arange(head_dim // 2, device=device) * 2 / head_dim)
     angles = torch.outer(torch.arange(length, device=device), frequencies)
     cos, sin = angles.cos(), angles.sin()
@@ -221,9 +225,9 @@ def variants(inputs: Inputs, seed: int) -> dict[str, Side]:
     made = {
         PLAIN: Side(plain, exact),
         **{f"page {size}": Side(_paged(inputs, size, seed), exact) for size in (16, 64, 1)},
-        f"{TOKENS} tokens": _several_tokens(inputs),
+        f"{TOKENS} tokens": _several_tokens(inputs, seed),
         FP8_CACHE: _fp8(inputs),
-        APPEND: _appending(inputs),
+        APPEND: _appending(inputs, seed),
         "attn": Side(attention, exact),
         "sm80": Side(plain, exact, partial(cute_flash.use_kernels, "sm80")),
     }
