@@ -1,9 +1,9 @@
 """Divides the keys of all sequences of a decode call among the CTAs of the grid, on the device.
 
-An *item* is a sequence, a K/V head and a tile of query rows. Its visible keys are divided into *units* of 32 keys, or
-into `num_splits` equal parts if the caller fixes their number. Units of all items form one line, and each CTA computes
-an equal interval of it. A CTA's part of one item is a *piece*. Lengths are read on the device, so the host neither
-synchronizes nor plans again when they change.
+A *query tile* is a tile of query rows of one sequence and K/V head. Its visible keys are divided into *units* of 32
+keys, or into `num_splits` equal parts if the caller fixes their number. Units of all query tiles form one line, and
+each CTA computes an equal interval of it. A CTA's part of one query tile is a *split*. Lengths are read on the device,
+so the host neither synchronizes nor plans again when they change.
 
 Every warp of a CTA computes the same values, without shared memory: a lane reads the length of one sequence, and a
 prefix sum over the lanes finds the sequence of a unit.
@@ -21,23 +21,23 @@ LANES = 32
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A CTA's part of an item."""
+class Split:
+    """A CTA's part of the keys of a query tile."""
 
     batch: Int32
     head_kv: Int32
     row_tile: Int32
-    item: Int32  # index of the item among all items
-    begin: Int32  # keys, multiples of `UNIT_KEYS`; the last piece of an item may end after its last key
+    query_tile: Int32  # index among all query tiles
+    begin: Int32  # keys, multiples of `UNIT_KEYS`; the last split of a query tile may end after its last key
     end: Int32
-    next_unit: Int32  # the first unit after the piece
-    first_cta: Int32  # CTAs that compute pieces of the item: first_cta ... last_cta
+    next_unit: Int32  # the first unit after the split
+    first_cta: Int32  # CTAs that compute splits of the query tile: first_cta ... last_cta
     last_cta: Int32
-    is_first: cutlass.Boolean  # the piece starts at the item's first unit
+    is_first: cutlass.Boolean  # the split starts at the first unit of the query tile
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Lengths:
     """The lengths of one sequence."""
 
     key_len: Int32  # keys, including those that the call appends
@@ -63,7 +63,7 @@ class KvSplits:
     heads_kv: Int32
     num_splits: Int32  # 0: units have `UNIT_KEYS` keys
     num_ctas: Int32
-    max_items: Int32  # counters of the workspace
+    max_query_tiles: Int32  # counters of the workspace
     tile_m: cutlass.Constexpr
     least_units: cutlass.Constexpr  # of a CTA, so that all its warps have keys
 
@@ -88,7 +88,7 @@ class KvSplits:
         return cutlass.max(self.cu_seqlens_k[batch], 0)
 
     @cute.jit
-    def sequence(self, batch: Int32) -> Sequence:
+    def sequence(self, batch: Int32) -> Lengths:
         """The lengths of a sequence, limited to the tensors."""
         tokens = self.tokens
         if cutlass.const_expr(self.cu_seqlens_q is not None):
@@ -102,9 +102,9 @@ class KvSplits:
             first_key = cutlass.max(key_len - tokens - self.window_left, 0)
         if cutlass.const_expr(self.leftpad is not None):
             first_key = cutlass.max(first_key, cutlass.max(self.leftpad[batch], 0))
-        return Sequence(key_len, tokens, first_key)
+        return Lengths(key_len, tokens, first_key)
 
-    def first_unit(self, sequence: Sequence) -> Int32:
+    def first_unit(self, sequence: Lengths) -> Int32:
         """The first `UNIT_KEYS` keys to visit. Appended keys are always visited, because a visit appends them."""
         first = sequence.first_key
         if self.appends:
@@ -112,88 +112,88 @@ class KvSplits:
             first = cutlass.min(first, cutlass.max(sequence.key_len - new, 0))
         return first // UNIT_KEYS
 
-    def num_units(self, sequence: Sequence) -> Int32:
+    def num_units(self, sequence: Lengths) -> Int32:
         """Units of `UNIT_KEYS` keys to visit; at least one, in which a sequence without keys writes its output."""
         return cutlass.max((sequence.key_len + UNIT_KEYS - 1) // UNIT_KEYS - self.first_unit(sequence), 1)
 
-    def row_tiles(self, sequence: Sequence) -> Int32:
+    def row_tiles(self, sequence: Lengths) -> Int32:
         return (sequence.tokens * self.group + self.tile_m - 1) // self.tile_m
 
     @cute.jit
-    def item_counts(self, batch: Int32) -> tuple[Int32, Int32]:
-        """Items and units of a sequence; 0 past the last sequence."""
-        items, units = Int32(0), Int32(0)
+    def tile_counts(self, batch: Int32) -> tuple[Int32, Int32]:
+        """Query tiles and units of a sequence; 0 past the last sequence."""
+        tiles, units = Int32(0), Int32(0)
         if batch < self.num_sequences:
             sequence = self.sequence(batch)
-            items = self.row_tiles(sequence) * self.heads_kv
-            per_item = self.num_splits
-            if per_item == 0:
-                per_item = self.num_units(sequence)
-            units = items * per_item
-        return items, units
+            tiles = self.row_tiles(sequence) * self.heads_kv
+            per_tile = self.num_splits
+            if per_tile == 0:
+                per_tile = self.num_units(sequence)
+            units = tiles * per_tile
+        return tiles, units
 
     @cute.jit
     def units_per_cta(self) -> Int32:
-        """Units of all items divided by the number of CTAs, rounded up; at least `least_units`."""
+        """Units of all query tiles divided by the number of CTAs, rounded up; at least `least_units`."""
         lane, total = cute.arch.lane_idx(), Int32(0)
         for first in cutlass.range(0, self.num_sequences, LANES, unroll=1):
-            total += self.item_counts(first + lane)[1]
+            total += self.tile_counts(first + lane)[1]
         for step in cutlass.range_constexpr(5):
             total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
         least = Int32(self.least_units) if self.num_splits == 0 else Int32(1)
         return cutlass.max((total + self.num_ctas - 1) // self.num_ctas, least)
 
     @cute.jit
-    def piece(self, unit: Int32, end_unit: Int32, per_cta: Int32) -> tuple[cutlass.Boolean, Piece]:
-        """The piece that begins at a unit and ends at `end_unit` or with its item; and whether it exists.
+    def split(self, unit: Int32, end_unit: Int32, per_cta: Int32) -> tuple[cutlass.Boolean, Split]:
+        """The split that begins at a unit and ends at `end_unit` or with its query tile; and whether it exists.
 
-        Wrong offsets of queries may give more items than the workspace has counters; those do not exist.
+        Wrong offsets of queries may give more query tiles than the workspace has counters; those do not exist.
         """
         lane, num_sequences = cute.arch.lane_idx(), self.num_sequences
         first, batch = Int32(0), Int32(-1)  # the sequences of the lanes; the sequence of the unit
-        items_before, units_before = Int32(0), Int32(0)
+        tiles_before, units_before = Int32(0), Int32(0)
         while batch < 0 and first < num_sequences:
-            items, units = self.item_counts(first + lane)
-            items_end, units_end = items, units
+            tiles, units = self.tile_counts(first + lane)
+            tiles_end, units_end = tiles, units
             for step in cutlass.range_constexpr(5):
-                other_items = cute.arch.shuffle_sync_up(items_end, offset=1 << step)
+                other_tiles = cute.arch.shuffle_sync_up(tiles_end, offset=1 << step)
                 other_units = cute.arch.shuffle_sync_up(units_end, offset=1 << step)
                 if lane >= 1 << step:
-                    items_end, units_end = items_end + other_items, units_end + other_units
+                    tiles_end, units_end = tiles_end + other_tiles, units_end + other_units
             is_past = vote_count(unit >= units_before + units_end)
             # Lanes whose units all come before: their number is the lane of the unit.
             if is_past < LANES:
                 batch = first + is_past
-                items_before += cute.arch.shuffle_sync(items_end - items, is_past)
+                tiles_before += cute.arch.shuffle_sync(tiles_end - tiles, is_past)
                 units_before += cute.arch.shuffle_sync(units_end - units, is_past)
             else:
-                items_before += cute.arch.shuffle_sync(items_end, LANES - 1)
+                tiles_before += cute.arch.shuffle_sync(tiles_end, LANES - 1)
                 units_before += cute.arch.shuffle_sync(units_end, LANES - 1)
                 first += LANES
         is_found = batch >= 0 and batch < num_sequences
         sequence = self.sequence(cutlass.max(cutlass.min(batch, num_sequences - 1), 0))
         num_units, row_tiles = self.num_units(sequence), cutlass.max(self.row_tiles(sequence), 1)
-        per_item = num_units
+        per_tile = num_units
         if self.num_splits > 0:
-            per_item = self.num_splits
-        item = (unit - units_before) // per_item
-        item_unit = units_before + item * per_item
-        next_unit = cutlass.min(end_unit, item_unit + per_item)
-        begin, end = unit - item_unit, next_unit - item_unit
+            per_tile = self.num_splits
+        index = (unit - units_before) // per_tile
+        tile_unit = units_before + index * per_tile
+        next_unit = cutlass.min(end_unit, tile_unit + per_tile)
+        begin, end = unit - tile_unit, next_unit - tile_unit
         if self.num_splits > 0:
-            begin, end = begin * num_units // per_item, end * num_units // per_item
+            begin, end = begin * num_units // per_tile, end * num_units // per_tile
         first_unit = self.first_unit(sequence)
-        return is_found and items_before + item < self.max_items, Piece(
+        return is_found and tiles_before + index < self.max_query_tiles, Split(
             batch=batch,
-            head_kv=item // row_tiles,
-            row_tile=item % row_tiles,
-            item=items_before + item,
+            head_kv=index // row_tiles,
+            row_tile=index % row_tiles,
+            query_tile=tiles_before + index,
             begin=(first_unit + begin) * UNIT_KEYS,
             end=(first_unit + end) * UNIT_KEYS,
             next_unit=next_unit,
-            first_cta=item_unit // per_cta,
-            last_cta=(item_unit + per_item - 1) // per_cta,
-            is_first=unit == item_unit,
+            first_cta=tile_unit // per_cta,
+            last_cta=(tile_unit + per_tile - 1) // per_cta,
+            is_first=unit == tile_unit,
         )
 
 

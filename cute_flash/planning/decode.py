@@ -51,7 +51,7 @@ class DecodeStatic:
     page_lookup: str = ""  # "": no pages; "chunk": a lookup for 16 keys; "row": a lookup for every key
     has_seqlens: bool = True  # False: every sequence fills its cache
     ragged: bool = False  # q is (1, T, H, D), with cu_seqlens_q
-    packed_keys: bool = False  # all sequences share one cache (1, T, Hkv, D), with cu_seqlens_k
+    varlen_keys: bool = False  # all sequences share one cache (1, T, Hkv, D), with cu_seqlens_k
     has_leftpad: bool = False
     has_batch_idx: bool = False
     appends: bool = False
@@ -85,7 +85,7 @@ class DecodeStatic:
     @property
     def tags(self) -> tuple[str, ...]:
         """What differs from plain decode, for kernel names."""
-        flags = ("ragged", "packed_keys", "has_leftpad", "has_batch_idx", "appends")
+        flags = ("ragged", "varlen_keys", "has_leftpad", "has_batch_idx", "appends")
         pages = (f"page_{self.page_lookup}",) if self.page_lookup else ()
         rotary = (f"rotary_{self.rotary}",) if self.rotary else ()
         fp8 = ("fp8",) if self.is_fp8 else ()
@@ -99,7 +99,7 @@ class DecodeStatic:
             "cache_seqlens": self.has_seqlens,
             "page_table": bool(self.page_lookup),
             "cu_seqlens_q": self.ragged,
-            "cu_seqlens_k": self.packed_keys,
+            "cu_seqlens_k": self.varlen_keys,
             "leftpad": self.has_leftpad,
             "cache_batch_idx": self.has_batch_idx,
             "k_new": self.appends,
@@ -126,7 +126,7 @@ class DecodeTile:
     stages: int
     element_bytes: int = 2  # of the caches
     least_keys: int = 128  # of a CTA, unless `num_splits` asks for fewer
-    # Whether warps exchange outputs through memory of their own. The loads of the next piece then start before the
+    # Whether warps exchange outputs through memory of their own. The loads of the next split then start before the
     # exchange. Else the exchange reuses the stages.
     own_exchange: bool = False
 
@@ -173,13 +173,13 @@ class DecodePlan:
     key: CompileKey
     tile: DecodeTile
     num_ctas: int
-    num_items: int  # an upper bound of the number of (sequence, K/V head, row tile)
+    num_query_tiles: int  # an upper bound of the number of (sequence, K/V head, row tile)
     num_splits: int | None
 
     @property
     def num_counters(self) -> int:
-        """Arrival counters: those of the items, rounded up so that batches of many sizes share a workspace."""
-        return ceil_div(self.num_items, COUNTERS_STEP) * COUNTERS_STEP
+        """Arrival counters: one for each query tile, rounded up so that batches of many sizes share a workspace."""
+        return ceil_div(self.num_query_tiles, COUNTERS_STEP) * COUNTERS_STEP
 
     @property
     def num_slots(self) -> int:
@@ -201,12 +201,13 @@ def decode_tile(static: DecodeStatic, rows: int, arch: ArchSpec) -> DecodeTile:
     tiles = [replace(wide, tile_n=16, stages=stages) for stages in range(2, 7)]
     pairs = [tile for tile in tiles[1:] if tile.ctas_per_sm(arch) >= 2]
     fitting = [tile for tile in tiles if tile.smem_bytes <= arch.smem_per_cta]
-    tile = (pairs or fitting or tiles[:1])[-1]
+    # Half the warps where even two stages do not fit.
+    tile = (pairs or fitting or [replace(tiles[0], num_warps=NUM_WARPS // 2)])[-1]
     # 32 rows of 32 keys would spill.
     if wide.smem_bytes <= arch.smem_per_cta and tile_m == 16:
         tile = wide
     own = replace(tile, own_exchange=True)
-    # The output of a piece stays in registers while the next one begins, which leaves none for an append.
+    # The output of a split stays in registers while the next one begins, which leaves none for an append.
     has_registers = tile_m == 16 and not static.appends
     if has_registers and own.smem_bytes <= arch.smem_per_cta and own.ctas_per_sm(arch) == tile.ctas_per_sm(arch):
         tile = own
@@ -237,23 +238,24 @@ def plan_decode(
         row_tiles = ceil_div(tokens * group, tile.tile_m) + batch
     else:
         row_tiles = batch * ceil_div(tokens * group, tile.tile_m)
-    num_items = row_tiles * heads_kv
+    num_query_tiles = row_tiles * heads_kv
     num_ctas = arch.num_sms * max(1, min(tile.ctas_per_sm(arch), 4))
     if num_splits is not None:
         if num_splits > MAX_SPLITS:
             raise UnsupportedError(f"num_splits={num_splits} on cuda: at most {MAX_SPLITS}")
         # One unit for each CTA.
-        num_ctas = num_items * num_splits
+        num_ctas = num_query_tiles * num_splits
     key = CompileKey.of("decode", static, tile, arch.name)
-    plan = DecodePlan(key=key, tile=tile, num_ctas=num_ctas, num_items=num_items, num_splits=num_splits)
-    units = num_items * (num_splits or ceil_div(capacity, UNIT_KEYS))
+    plan = DecodePlan(key=key, tile=tile, num_ctas=num_ctas, num_query_tiles=num_query_tiles, num_splits=num_splits)
+    units = num_query_tiles * (num_splits or ceil_div(capacity, UNIT_KEYS))
     # The kernel counts keys, units and elements of the workspace in 32 bits.
     elements = plan.num_slots * tile.tile_m * tile.head_dim
     products = ceil_div(capacity, UNIT_KEYS) * (num_splits or 1)
     if max(capacity, units, elements, products) >= MAX_COUNT:
         fewer = ", or ask for fewer splits" if num_splits else ""
         raise UnsupportedError(
-            f"attn_decode with {num_items} tiles of queries, caches of {capacity} keys on cuda: split the call{fewer}"
+            f"attn_decode with {num_query_tiles} tiles of queries and caches of {capacity} keys on cuda: split the "
+            f"call{fewer}"
         )
     return plan
 

@@ -114,10 +114,10 @@ _DECODE = (
     Operand("sinks", "strided f32", ("H",)),
     Operand("k_scale", "strided f32", ("Hkv",)),
     Operand("v_scale", "strided f32", ("Hkv",)),
-    # Outputs and softmax statistics of pieces: two slots for each CTA. Arrivals at each item.
+    # Outputs and softmax statistics of splits: two slots for each CTA. Arrivals at each query tile.
     Operand("partial_out", "partial_out", ("slots",)),
     Operand("partial_stats", "partial_stats", ("slots",)),
-    Operand("arrivals", "compact i32", ("items",)),
+    Operand("arrivals", "compact i32", ("query tiles",)),
     *_scalars("f32", "scale", "softcap"),
     *_scalars("i32", "window_left", "window_right", "num_splits", "num_ctas"),
 )

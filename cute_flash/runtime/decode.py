@@ -156,7 +156,7 @@ def _launch(
         for position, name, convert in tensors:
             x = getattr(args, name)
             values[position] = x if convert is None else convert(x)
-        _fill_workspace(values, at, plan, index)
+        _add_workspace(values, at, plan, index)
         kernel(*values)
         if result is not out:
             out.copy_(result)
@@ -209,8 +209,8 @@ def _conversions(static: DecodeStatic, problem: DecodeProblem, args: DecodeArgs)
     return found
 
 
-def _fill_workspace(values: list[Any], at: dict[str, int], plan: DecodePlan, index: int) -> None:
-    """Outputs and statistics of pieces, and arrival counters."""
+def _add_workspace(values: list[Any], at: dict[str, int], plan: DecodePlan, index: int) -> None:
+    """Outputs and statistics of splits, and arrival counters."""
     slots, tile = plan.num_slots, plan.tile
 
     def make(counters: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,7 +224,7 @@ def _fill_workspace(values: list[Any], at: dict[str, int], plan: DecodePlan, ind
         )
 
     if torch._C._cuda_isCurrentStreamCapturing():
-        workspace = make(graph_counters(plan.num_items, index))
+        workspace = make(graph_counters(plan.num_query_tiles, index))
     elif plan.num_splits:
         # Workspace of a fixed number of splits has the size of the batch, and is not kept.
         workspace = make()
@@ -248,7 +248,7 @@ def bind_attention(problem: Problem, gpu: ArchSpec, device: torch.device) -> Cal
         features=problem.features,
         has_seqlens=problem.seqused_k,
         ragged=problem.varlen,
-        packed_keys=problem.varlen,
+        varlen_keys=problem.varlen,
         overlaps_previous=gpu.capability >= DEPENDENT_LAUNCH,
     )
     plan = plan_decode(
@@ -290,7 +290,7 @@ def bind_attention(problem: Problem, gpu: ArchSpec, device: torch.device) -> Cal
         values = template.copy()
         for name, value in operands.items():
             values[at[name]] = value
-        _fill_workspace(values, at, plan, q.device.index)
+        _add_workspace(values, at, plan, q.device.index)
         kernel(*values)
         if result is not rows:
             rows.copy_(result)

@@ -139,7 +139,7 @@ class DecodeExplanation:
         return ceil_div(self.num_tiles * self.units, self.units_per_cta)
 
     @cached_property
-    def pieces(self) -> tuple[int, int]:
+    def splits(self) -> tuple[int, int]:
         """The fewest and the most CTAs that share the keys of a tile."""
         per_cta, units = self.units_per_cta, self.units
         firsts = (tile * units for tile in range(self.num_tiles))
@@ -164,7 +164,7 @@ class DecodeExplanation:
 
     @property
     def workspace_bytes(self) -> int:
-        """Outputs and statistics of pieces."""
+        """Outputs and statistics of splits."""
         tile = self.plan.tile
         return self.plan.num_slots * tile.tile_m * (tile.head_dim + 2) * STATISTIC_BYTES
 
@@ -192,8 +192,8 @@ class DecodeExplanation:
         widths = f"{shape.head_dim}" + ("" if shape.head_dim_v is None else f"/{shape.head_dim_v}")
         cache = shape.cache_dtype or shape.dtype
         pages = "contiguous" if shape.page_size is None else f"pages of {shape.page_size}"
-        low, high = self.pieces
-        pieces = f"{low}" if low == high else f"{low} to {high}"
+        low, high = self.splits
+        splits = f"{low}" if low == high else f"{low} to {high}"
         function = "attn, few queries: the keys are split among CTAs" if shape.is_attn else "attn_decode"
         times = ", ".join(f"{unit} {1e6 * seconds:.2f} us" for unit, seconds in self.unit_seconds.items())
         return aligned(
@@ -209,7 +209,7 @@ class DecodeExplanation:
                 f"shared {tile.smem_bytes / 1024:.0f} KB of {arch.smem_per_cta / 1024:.0f} KB a CTA, "
                 f"up to {tile.ctas_per_sm(arch)} CTA(s) an SM by shared memory",
                 f"grid {plan.num_ctas} CTAs, {self.busy_ctas} have keys, at most {self.keys_per_cta} keys each",
-                f"pieces {pieces} CTA(s) share the keys of a tile of query rows; {self.num_tiles} tiles",
+                f"splits {splits} CTA(s) share the keys of a tile of query rows; {self.num_tiles} tiles",
                 f"K/V {self.kv_bytes / 1e6:.3f} MB, read by {self.row_tiles} tile(s) of rows",
                 f"traffic {self.least_bytes / 1e6:.3f} MB if every tensor moves once; workspace "
                 f"{self.workspace_bytes / 1e6:.3f} MB",
@@ -235,7 +235,7 @@ class DecodeExplanation:
             "blocks": plan.num_ctas,
             "busy_blocks": self.busy_ctas,
             "keys_per_block": self.keys_per_cta,
-            "pieces": list(self.pieces),
+            "splits": list(self.splits),
             "kv_bytes": self.kv_bytes,
             "least_bytes": self.least_bytes,
             "workspace_bytes": self.workspace_bytes,

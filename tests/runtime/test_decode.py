@@ -31,7 +31,7 @@ from tests.gpu import decode_cases
 
 OPERANDS = {operand.name: operand for operand in KERNELS["decode"].operands}
 # Tests replace it.
-FILL_WORKSPACE = decode._fill_workspace
+FILL_WORKSPACE = decode._add_workspace
 ELEMENTS = {"f32": torch.float32, "i32": torch.int32}
 
 
@@ -376,7 +376,7 @@ def filled(
         FILL_WORKSPACE(values, {name: i for i, name in enumerate(names)}, plan, 0)
         assert values[0].shape == (plan.num_slots, plan.tile.tile_m, plan.tile.head_dim)
         assert values[1].shape == (plan.num_slots, plan.tile.tile_m, 2)
-        assert values[2].numel() >= plan.num_items and not values[2].any()
+        assert values[2].numel() >= plan.num_query_tiles and not values[2].any()
         return values
 
     return fill

@@ -58,7 +58,7 @@ def test_keys_are_divided_as_by_the_kernel(gpu: str, changes: dict) -> None:
     one = DecodeExplanation.of(replace(BASE, **changes), arch.by_name(gpu))
     tiles = pieces_of(one)
     counts = [len(tile) for tile in tiles]
-    assert one.pieces == (min(counts), max(counts))
+    assert one.splits == (min(counts), max(counts))
     assert one.busy_ctas == len({cta for tile in tiles for cta, _ in tile}) <= one.plan.num_ctas
     per_cta: dict[int, int] = {}
     for cta, keys in (pair for tile in tiles for pair in tile):

@@ -5,16 +5,16 @@ key once, so the kernel is limited by memory, and mma.sync suffices on Hopper to
 group of 4 heads would use 4.
 
 The grid has a fixed number of CTAs, which divide the keys of all sequences equally (`device/kv_splits.py`). A CTA
-computes its pieces one after the other:
+computes its splits one after the other:
 
-    append     write new keys and values of the piece to the cache, rotated
+    append     write new keys and values of the split to the cache, rotated
     stage      load Q, rotate it, write it to shared memory
     loop       each warp, over its own 16 keys of every block, with its own pipeline and softmax statistics:
                    S = Q K^T;  m' = max(m, rowmax S);  P = exp(scale (S - m'))
                    l = l exp(scale (m - m')) + rowsum P;  O = O exp(scale (m - m')) + P V
     combine    add up the outputs of the warps through shared memory
-    finish     write out and LSE if the piece is the whole item; else write m, l and O to the workspace, and the
-               last CTA to arrive adds up the pieces of the item
+    finish     write out and LSE if the split has all keys; else write m, l and O to the workspace, and the
+               last CTA to arrive adds up the splits of the query tile
 
 Warps need no barrier in the loop: a warp reads only keys that it has copied itself.
 """
@@ -29,7 +29,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.device import fp8
 from cute_flash.device.kv_cache import CacheHead, WarpLoader
-from cute_flash.device.kv_splits import KvSplits, Piece, Sequence
+from cute_flash.device.kv_splits import KvSplits, Lengths, Split
 from cute_flash.device.ldmatrix import MmaOperand
 from cute_flash.device.mask import column_offset
 from cute_flash.device.rotary import VECTOR, Rotary, load_floats
@@ -44,9 +44,9 @@ from cute_flash.planning.decode import EXCHANGE_ROWS, UNIT_KEYS, DecodeTile
 from cute_flash.planning.tiles.common import SMEM_ALIGN
 
 FLOATS = 4  # floats of O that a thread combines at once
-# Fields of a piece that the main loop does not need.
-COLD = ("batch", "head_kv", "row_tile", "item", "next_unit", "first_cta", "last_cta", "is_first")
-AT_ONCE = 8  # pieces of an item that a thread loads at once
+# Fields of a split that the main loop does not need.
+COLD = ("batch", "head_kv", "row_tile", "query_tile", "next_unit", "first_cta", "last_cta", "is_first")
+AT_ONCE = 8  # splits of a query tile that a thread loads at once
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Params:
     window_right: Int32 | None
     partial_out: cute.Tensor  # (slot, tile_m, tile_d) fp32
     partial_stats: cute.Tensor  # (slot, tile_m, 2) fp32: m in units of log2, and l
-    arrivals: cute.Tensor  # (items), 0 before and after the launch
+    arrivals: cute.Tensor  # (query tiles), 0 before and after the launch
     tiled_mma: cute.TiledMma
 
 
@@ -84,8 +84,8 @@ class SharedStorage:
     sKV: cute.Tensor  # (tile_n, tile_d, stage), K and V in turn, stages of one warp after the other
     exchange: cute.Tensor  # (tile_d, 8 rows, warp) fp32
     stats: cute.Tensor  # (2, 8 rows, warp) fp32: m and l
-    flag: cute.Tensor  # whether this CTA is the last to arrive at an item
-    cold: cute.Tensor  # the fields `COLD` of the piece, which would occupy registers over the main loop
+    flag: cute.Tensor  # whether this CTA is the last to arrive at a query tile
+    cold: cute.Tensor  # the fields `COLD` of the split, which would occupy registers over the main loop
 
     @staticmethod
     def allocate(tile: DecodeTile, dtype) -> "SharedStorage":
@@ -105,15 +105,15 @@ class SharedStorage:
         cold = smem.allocate_tensor(Int32, cute.make_layout(len(COLD)), 4)
         return SharedStorage(sQ, sKV, exchange, stats, flag, cold)
 
-    def remember(self, piece: Piece):
+    def remember(self, split: Split):
         """Called by one thread, before a barrier."""
         for i, name in enumerate(COLD):
-            self.cold[i] = Int32(getattr(piece, name))
+            self.cold[i] = Int32(getattr(split, name))
 
-    def recall(self, piece: Piece) -> Piece:
-        """The piece with fields from shared memory."""
+    def recall(self, split: Split) -> Split:
+        """The split with fields from shared memory."""
         fields = {name: self.cold[i] for i, name in enumerate(COLD)}
-        return replace(piece, **(fields | {"is_first": fields["is_first"] == 1}))
+        return replace(split, **(fields | {"is_first": fields["is_first"] == 1}))
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Decode(Kernel):
             heads_kv=heads_kv,
             num_splits=args.num_splits,
             num_ctas=args.num_ctas,
-            max_items=args.arrivals.shape[0],
+            max_query_tiles=args.arrivals.shape[0],
             tile_m=tile.tile_m,
             least_units=tile.least_keys // UNIT_KEYS,
         )
@@ -233,31 +233,31 @@ class Decode(Kernel):
             cute.arch.griddepcontrol_launch_dependents()
         per_cta = p.splits.units_per_cta()
         unit, end_unit = cta * per_cta, (cta + 1) * per_cta
-        exists, piece = p.splits.piece(unit, end_unit, per_cta)
+        exists, split = p.splits.split(unit, end_unit, per_cta)
         if exists:
-            self.begin(p, storage, piece)
+            self.begin(p, storage, split)
         while unit < end_unit:
             unit = end_unit
             if exists:
-                state = self.attend(p, storage, piece)
-                piece = storage.recall(piece)
+                state = self.attend(p, storage, split)
+                split = storage.recall(split)
                 if cutlass.const_expr(not self.tile.own_exchange):
-                    self.finish(p, storage, piece, state, cta)
-                unit = piece.next_unit
-                has_next, following = cutlass.Boolean(False), piece
+                    self.finish(p, storage, split, state, cta)
+                unit = split.next_unit
+                has_next, following = cutlass.Boolean(False), split
                 if unit < end_unit:
-                    has_next, following = p.splits.piece(unit, end_unit, per_cta)
+                    has_next, following = p.splits.split(unit, end_unit, per_cta)
                     if has_next:
                         self.begin(p, storage, following)
-                # With memory of its own, the end of this piece overlaps the loads of the next.
+                # With memory of its own, the end of this split overlaps the loads of the next.
                 if cutlass.const_expr(self.tile.own_exchange):
-                    self.finish(p, storage, piece, state, cta)
-                exists, piece = has_next, following
+                    self.finish(p, storage, split, state, cta)
+                exists, split = has_next, following
         if cutlass.const_expr(self.static.ragged):
-            self.fill_padding(p, cta)
+            self.zero_padding(p, cta)
 
     @cute.jit
-    def fill_padding(self, p: Params, cta: Int32):
+    def zero_padding(self, p: Params, cta: Int32):
         """Tokens after the last sequence have an output of 0 and an LSE of -inf."""
         thread, _, _ = cute.arch.thread_idx()
         _, num_tokens, heads, _ = p.mO.shape
@@ -275,68 +275,68 @@ class Decode(Kernel):
                     p.mLSE[0, head, token] = -Float32.inf
 
     @cute.jit
-    def begin(self, p: Params, storage: SharedStorage, piece: Piece):
-        """Append new keys and values of a piece, and start to load its first blocks."""
+    def begin(self, p: Params, storage: SharedStorage, split: Split):
+        """Append new keys and values of a split, and start to load its first blocks."""
         thread, _, _ = cute.arch.thread_idx()
-        sequence = p.splits.sequence(piece.batch)
+        sequence = p.splits.sequence(split.batch)
         if cutlass.const_expr(self.static.appends):
-            self.append(p, piece, sequence, thread)
-        loads = self.loads(p, storage, piece, sequence, thread)
-        # All lanes have read the last blocks of the previous piece.
+            self.append(p, split, sequence, thread)
+        loads = self.loads(p, storage, split, sequence, thread)
+        # All lanes have read the last blocks of the previous split.
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(self.tile.stages - 1):
-            self.load_block(loads, piece, piece.begin + i * self.tile.block_keys, Int32(i))
+            self.load_block(loads, split, split.begin + i * self.tile.block_keys, Int32(i))
 
     @cute.jit
-    def attend(self, p: Params, storage: SharedStorage, piece: Piece):
-        """Compute the output of each warp over its keys of the piece."""
+    def attend(self, p: Params, storage: SharedStorage, split: Split):
+        """Compute the output of each warp over its keys of the split."""
         thread, _, _ = cute.arch.thread_idx()
-        sequence = p.splits.sequence(piece.batch)
+        sequence = p.splits.sequence(split.batch)
         if thread == 0:
-            storage.remember(piece)
-        self.stage_q(p, storage, piece, sequence, thread)
-        state = self.warp_state(p, storage, piece, sequence, thread)
-        self.mainloop(p, piece, state, self.loads(p, storage, piece, sequence, thread))
+            storage.remember(split)
+        self.stage_q(p, storage, split, sequence, thread)
+        state = self.warp_state(p, storage, split, sequence, thread)
+        self.mainloop(p, split, state, self.loads(p, storage, split, sequence, thread))
         return state
 
     @cute.jit
-    def finish(self, p: Params, storage: SharedStorage, piece: Piece, state: WarpState, cta: Int32):
-        """Add up the outputs of the warps, and of the pieces of the item if this CTA is the last to arrive."""
+    def finish(self, p: Params, storage: SharedStorage, split: Split, state: WarpState, cta: Int32):
+        """Add up the outputs of the warps, and of the splits of the query tile if this CTA is the last to arrive."""
         thread, _, _ = cute.arch.thread_idx()
-        sequence = p.splits.sequence(piece.batch)
-        is_whole = piece.first_cta == piece.last_cta
-        target = is_whole, self.slot(p, cta, piece.is_first)
+        sequence = p.splits.sequence(split.batch)
+        is_whole = split.first_cta == split.last_cta
+        target = is_whole, self.slot(p, cta, split.is_first)
         if cutlass.const_expr(not self.tile.own_exchange):
             # The exchange overwrites the stages: wait until every warp has read its last.
             cute.arch.sync_threads()
         for i in cutlass.range_constexpr(self.tile.tile_m // EXCHANGE_ROWS):
-            rows = cutlass.min(self.num_rows(p, piece, sequence) - i * EXCHANGE_ROWS, EXCHANGE_ROWS)
+            rows = cutlass.min(self.num_rows(p, split, sequence) - i * EXCHANGE_ROWS, EXCHANGE_ROWS)
             if rows > 0:
                 self.exchange(p, storage, state, i, rows)
-                self.combine(p, storage, piece, thread, (Int32(i * EXCHANGE_ROWS), rows), target)
-                # The next rows, or the next piece, reuse the memory.
+                self.combine(p, storage, split, thread, (Int32(i * EXCHANGE_ROWS), rows), target)
+                # The next rows, or the next split, reuse the memory.
                 cute.arch.sync_threads()
         if not is_whole:
-            if self.is_last(p, storage, piece, thread):
-                self.merge(p, piece, sequence, thread)
+            if self.is_last(p, storage, split, thread):
+                self.merge(p, split, sequence, thread)
 
     # ---- queries
 
-    def coord(self, p: Params, piece: Piece, row: Int32) -> tuple:
-        """(batch of q, token, head) of a row of the piece's tile, and the token within its sequence."""
-        index = piece.row_tile * self.tile.tile_m + row
+    def coord(self, p: Params, split: Split, row: Int32) -> tuple:
+        """(batch of q, token, head) of a row of the split's tile, and the token within its sequence."""
+        index = split.row_tile * self.tile.tile_m + row
         group = p.splits.group
-        token, head = index // group, piece.head_kv * group + index % group
+        token, head = index // group, split.head_kv * group + index % group
         if p.splits.cu_seqlens_q is None:
-            return piece.batch, token, head, token
-        return Int32(0), p.splits.first_token(piece.batch) + token, head, token
+            return split.batch, token, head, token
+        return Int32(0), p.splits.first_token(split.batch) + token, head, token
 
-    def num_rows(self, p: Params, piece: Piece, sequence: Sequence) -> Int32:
-        """Rows of the piece's tile that exist."""
-        return cutlass.min(sequence.tokens * p.splits.group - piece.row_tile * self.tile.tile_m, self.tile.tile_m)
+    def num_rows(self, p: Params, split: Split, sequence: Lengths) -> Int32:
+        """Rows of the split's tile that exist."""
+        return cutlass.min(sequence.tokens * p.splits.group - split.row_tile * self.tile.tile_m, self.tile.tile_m)
 
     @cute.jit
-    def stage_q(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32):
+    def stage_q(self, p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32):
         """Write the tile's queries to shared memory, rotated; rows and columns that do not exist are zeros."""
         tile = self.tile
         vectors = tile.head_dim // VECTOR
@@ -344,8 +344,8 @@ class Decode(Kernel):
         for index in cutlass.range(thread, tile.tile_m * vectors, tile.num_threads, unroll=1):
             row, vector = index // vectors, index % vectors
             x.fill(0.0)
-            if row < self.num_rows(p, piece, sequence) and vector * VECTOR < self.static.head_dim:
-                batch, token, head, position = self.coord(p, piece, row)
+            if row < self.num_rows(p, split, sequence) and vector * VECTOR < self.static.head_dim:
+                batch, token, head, position = self.coord(p, split, row)
                 gQ = p.mQ[batch, token, head, None]
                 if cutlass.const_expr(p.rotary is None):
                     load_floats(gQ, vector, x)
@@ -353,7 +353,7 @@ class Decode(Kernel):
                     position = sequence.key_len - sequence.tokens + position
                     if cutlass.const_expr(p.window_left is None and p.window_right is None):
                         # Without a mask, all queries are at the position after the old keys.
-                        position = p.splits.old_len(piece.batch)
+                        position = p.splits.old_len(split.batch)
                     p.rotary.load(gQ, vector, position, x)
             sQ = storage.sQ[row, None, 0]
             for i in cutlass.range_constexpr(VECTOR):
@@ -369,34 +369,34 @@ class Decode(Kernel):
     # ---- new keys and values
 
     @cute.jit
-    def append(self, p: Params, piece: Piece, sequence: Sequence, thread: Int32):
-        """Write the new keys and values of the piece's blocks to the cache.
+    def append(self, p: Params, split: Split, sequence: Lengths, thread: Int32):
+        """Write the new keys and values of the split's blocks to the cache.
 
         CTAs with other query rows of the same K/V head write the same values, so none waits for another.
         """
         tile, static = self.tile, self.static
-        old_len = p.splits.old_len(piece.batch)
-        begin, end = cutlass.max(old_len, piece.begin), cutlass.min(sequence.key_len, piece.end)
+        old_len = p.splits.old_len(split.batch)
+        begin, end = cutlass.max(old_len, split.begin), cutlass.min(sequence.key_len, split.end)
         first_token = Int32(0)
-        batch = piece.batch
+        batch = split.batch
         if cutlass.const_expr(static.ragged):
-            first_token, batch = p.splits.first_token(piece.batch), Int32(0)
-        keys, values = self.cache_heads(p, piece)
+            first_token, batch = p.splits.first_token(split.batch), Int32(0)
+        keys, values = self.cache_heads(p, split)
         vectors = tile.head_dim // VECTOR
         x = cute.make_rmem_tensor(VECTOR, Float32)
         for index in cutlass.range(thread, cutlass.max(end - begin, 0) * vectors, tile.num_threads, unroll=1):
             key, vector = begin + index // vectors, index % vectors
             token = first_token + key - old_len
             if vector * VECTOR < static.head_dim:
-                row = p.k_new[batch, token, piece.head_kv, None]
+                row = p.k_new[batch, token, split.head_kv, None]
                 if cutlass.const_expr(p.rotary is None):
                     load_floats(row, vector, x)
                 else:
                     p.rotary.load(row, vector, key, x)
-                self.write_cache(keys.address(key), vector, x, p.k_scale, piece.head_kv)
+                self.write_cache(keys.address(key), vector, x, p.k_scale, split.head_kv)
             if vector * VECTOR < static.width_v:
-                load_floats(p.v_new[batch, token, piece.head_kv, None], vector, x)
-                self.write_cache(values.address(key), vector, x, p.v_scale, piece.head_kv)
+                load_floats(p.v_new[batch, token, split.head_kv, None], vector, x)
+                self.write_cache(values.address(key), vector, x, p.v_scale, split.head_kv)
         cute.arch.sync_threads()
 
     @cute.jit
@@ -419,7 +419,7 @@ class Decode(Kernel):
     # ---- main loop
 
     @cute.jit
-    def warp_state(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32):
+    def warp_state(self, p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32):
         tile, is_fp8 = self.tile, self.static.is_fp8
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         grid = WarpGrid(self.dtype, 1, 1)
@@ -434,17 +434,17 @@ class Decode(Kernel):
         if cutlass.const_expr(p.alibi_slopes is not None):
             slopes, positions = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Int32)
         for r in cutlass.range_constexpr(rows):
-            row = cutlass.min(as_mn(tScS)[r, 0][0], self.num_rows(p, piece, sequence) - 1)
-            _, _, head, token = self.coord(p, piece, row)
+            row = cutlass.min(as_mn(tScS)[r, 0][0], self.num_rows(p, split, sequence) - 1)
+            _, _, head, token = self.coord(p, split, row)
             position = sequence.key_len - sequence.tokens + token
-            low, high = sequence.first_key, cutlass.min(sequence.key_len, piece.end) - 1
+            low, high = sequence.first_key, cutlass.min(sequence.key_len, split.end) - 1
             if cutlass.const_expr(p.window_left is not None):
                 low = cutlass.max(low, position - p.window_left)
             if cutlass.const_expr(p.window_right is not None):
                 high = cutlass.min(high, position + p.window_right)
             bounds[0, r], bounds[1, r] = low, high
             if cutlass.const_expr(slopes is not None):
-                slopes[r], positions[r] = p.alibi_slopes[piece.batch, head] * LOG2_E, position
+                slopes[r], positions[r] = p.alibi_slopes[split.batch, head] * LOG2_E, position
         return WarpState(
             warp=warp,
             lane=lane,
@@ -456,45 +456,45 @@ class Decode(Kernel):
             softmax=softmax,
             tScS=tScS,
             bounds=bounds,
-            visible=self.visible_keys(p, piece, sequence),
+            visible=self.visible_keys(p, split, sequence),
             slopes=slopes,
             positions=positions,
-            k_scale=p.k_scale[piece.head_kv] if is_fp8 else None,
+            k_scale=p.k_scale[split.head_kv] if is_fp8 else None,
         )
 
-    def cache_heads(self, p: Params, piece: Piece) -> tuple[CacheHead, CacheHead]:
-        """The keys and the values of the piece's sequence and K/V head."""
+    def cache_heads(self, p: Params, split: Split) -> tuple[CacheHead, CacheHead]:
+        """The keys and the values of the split's sequence and K/V head."""
         static = self.static
-        batch = piece.batch
+        batch = split.batch
         if p.batch_idx is not None:
             # A wrong index must not reach outside of the cache.
             batch = cutlass.min(cutlass.max(p.batch_idx[batch], 0), p.mK.shape[0] - 1)
-        first_row = p.splits.first_row(piece.batch) if static.packed_keys else None
-        common = piece.head_kv, batch, first_row, p.page_table, static.page_lookup
+        first_row = p.splits.first_row(split.batch) if static.varlen_keys else None
+        common = split.head_kv, batch, first_row, p.page_table, static.page_lookup
         widths = (p.mK, static.head_dim), (p.mV, static.width_v)
         return tuple(CacheHead(mX, *common, width, static.cache_bytes) for mX, width in widths)
 
-    def loads(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32) -> Loads:
+    def loads(self, p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32) -> Loads:
         tile, warp = self.tile, cute.arch.make_warp_uniform(thread // 32)
-        keys = sequence.first_key, cutlass.min(sequence.key_len, piece.end) - 1
-        load_k, load_v = (WarpLoader(cache, tile, thread % 32, *keys) for cache in self.cache_heads(p, piece))
+        keys = sequence.first_key, cutlass.min(sequence.key_len, split.end) - 1
+        load_k, load_v = (WarpLoader(cache, tile, thread % 32, *keys) for cache in self.cache_heads(p, split))
         memory = Int32(storage.sKV.iterator.toint()) + warp * (tile.stages * 2 * tile.kv_smem.bytes)
         return Loads(load_k, load_v, warp * tile.tile_n, memory)
 
     @cute.jit
-    def mainloop(self, p: Params, piece: Piece, state: WarpState, loads: Loads):
+    def mainloop(self, p: Params, split: Split, state: WarpState, loads: Loads):
         tile = self.tile
         q_steps = tile.head_dim // 16 if self.q_in_registers else 0
         for k in cutlass.range_constexpr(q_steps):
             state.q.load(k, 0)
         stage = Int32(0)
-        for key in cutlass.range(piece.begin, piece.end, tile.block_keys, unroll=1):
+        for key in cutlass.range(split.begin, split.end, tile.block_keys, unroll=1):
             cute.arch.cp_async_wait_group(tile.stages - 2)
             # All lanes have received the data, and have read the stage that is loaded next.
             cute.arch.sync_warp()
             ahead = stage - 1 if stage > 0 else Int32(tile.stages - 1)
-            self.load_block(loads, piece, key + (tile.stages - 1) * tile.block_keys, ahead)
-            self.process_block(p, state, key + loads.first_key, key - piece.begin, stage, q_steps)
+            self.load_block(loads, split, key + (tile.stages - 1) * tile.block_keys, ahead)
+            self.process_block(p, state, key + loads.first_key, key - split.begin, stage, q_steps)
             stage = stage + 1 if stage < tile.stages - 1 else Int32(0)
         cute.arch.cp_async_wait_group(0)
 
@@ -508,9 +508,9 @@ class Decode(Kernel):
         return self.tile.tile_m * self.tile.head_dim <= 16 * 128
 
     @cute.jit
-    def load_block(self, loads: Loads, piece: Piece, first_key: Int32, stage: Int32):
-        """Start to load this warp's keys of a block, if the block begins before the end of the piece."""
-        if first_key < piece.end:
+    def load_block(self, loads: Loads, split: Split, first_key: Int32, stage: Int32):
+        """Start to load this warp's keys of a block, if the block begins before the end of the split."""
+        if first_key < split.end:
             key = first_key + loads.first_key
             memory = loads.memory + stage * (2 * self.tile.kv_smem.bytes)
             loads.k.load(key, memory)
@@ -558,9 +558,9 @@ class Decode(Kernel):
                     acc_S_mn[r, c] = acc_S_mn[r, c] - state.slopes[r] * from_key
 
     @cute.jit
-    def visible_keys(self, p: Params, piece: Piece, sequence: Sequence) -> tuple:
+    def visible_keys(self, p: Params, split: Split, sequence: Lengths) -> tuple:
         """The first and last of the keys that all queries of the sequence see."""
-        first, last = sequence.first_key, cutlass.min(sequence.key_len, piece.end) - 1
+        first, last = sequence.first_key, cutlass.min(sequence.key_len, split.end) - 1
         if cutlass.const_expr(p.window_left is not None):
             first = cutlass.max(first, sequence.key_len - 1 - p.window_left)
         if cutlass.const_expr(p.window_right is not None):
@@ -578,7 +578,7 @@ class Decode(Kernel):
                 is_masked = offset > high or offset < low
                 acc_S_mn[r, c] = -Float32.inf if is_masked else acc_S_mn[r, c]
 
-    # ---- combination of warps and pieces
+    # ---- combination of warps and splits
 
     @cute.jit
     def exchange(self, p: Params, storage: SharedStorage, state: WarpState, part: cutlass.Constexpr, rows: Int32):
@@ -614,19 +614,19 @@ class Decode(Kernel):
         total, part = Float32(0.0), cute.make_rmem_tensor(FLOATS, Float32)
         sums.fill(0.0)
         for w in cutlass.range_constexpr(self.tile.num_warps):
-            factor = weight(storage.stats[0, row, w], m)
+            factor = rescale(storage.stats[0, row, w], m)
             total += storage.stats[1, row, w] * factor
             load_vector(storage.exchange[None, row, w], column, part)
             sums.store(sums.load() + part.load() * factor)
         return m, total
 
     @cute.jit
-    def combine(self, p: Params, storage: SharedStorage, piece: Piece, thread: Int32, part: tuple, target: tuple):
-        """Add up the warps, and write the results: those of a whole item to the output, others to the workspace.
+    def combine(self, p: Params, storage: SharedStorage, split: Split, thread: Int32, part: tuple, target: tuple):
+        """Add up the warps, and write the results: those of a whole query tile to the output, others to the workspace.
 
         Args:
             part: the first row of the exchanged rows, and their number.
-            target: whether the piece is a whole item, and its slot of the workspace.
+            target: whether the split has all keys of the query tile, and its slot of the workspace.
         """
         (first_row, num_rows), (is_whole, slot) = part, target
         vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
@@ -635,7 +635,7 @@ class Decode(Kernel):
             m, total = self.combined(storage, row, column, sums)
             row += first_row
             if is_whole:
-                self.write_row(p, piece, (row, column), sums, m, total)
+                self.write_row(p, split, (row, column), sums, m, total)
             else:
                 partial = p.partial_out[slot, row, None]
                 cute.autovec_copy(
@@ -646,10 +646,10 @@ class Decode(Kernel):
                     p.partial_stats[slot, row, 1] = total
 
     @cute.jit
-    def write_row(self, p: Params, piece: Piece, where: tuple, sums: cute.Tensor, m: Float32, total: Float32):
+    def write_row(self, p: Params, split: Split, where: tuple, sums: cute.Tensor, m: Float32, total: Float32):
         """Normalise and write `FLOATS` columns of a row of the output; the thread of column 0 writes the LSE."""
         row, column = where
-        batch, token, head, _ = self.coord(p, piece, row)
+        batch, token, head, _ = self.coord(p, split, row)
         lse = -Float32.inf if total == 0.0 else (m + cute.math.log2(total, fastmath=True)) * LN_2
         inverse = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
         if cutlass.const_expr(p.sinks is not None):
@@ -660,7 +660,7 @@ class Decode(Kernel):
             inverse = inverse * cute.arch.rcp_approx(1.0 + cute.math.exp2(log2_ratio, fastmath=True))
             lse = both if total != 0.0 else sink
         if cutlass.const_expr(p.v_scale is not None):
-            inverse = inverse * p.v_scale[piece.head_kv]
+            inverse = inverse * p.v_scale[split.head_kv]
         if column < self.static.width_v:
             rounded = cute.make_rmem_tensor(FLOATS, p.mO.element_type)
             rounded.store((sums.load() * inverse).to(p.mO.element_type))
@@ -672,62 +672,62 @@ class Decode(Kernel):
             p.mLSE[batch, head, token] = lse
 
     def slot(self, p: Params, cta: Int32, is_first: cutlass.Boolean) -> Int32:
-        """The workspace slot of a CTA's piece.
+        """The workspace slot of a CTA's split.
 
-        A CTA can have two pieces of items that it shares with others: the end of one and the beginning of another. With
-        a fixed number of splits it has one piece.
+        A CTA can have two splits of query tiles that it shares with others: the end of one and the beginning of
+        another. With a fixed number of splits it has one split.
         """
         own = 2 * cta + cutlass.select_(is_first, Int32(1), Int32(0))
         return cutlass.select_(p.splits.num_splits > 0, cta, own)
 
     @cute.jit
-    def is_last(self, p: Params, storage: SharedStorage, piece: Piece, thread: Int32):
-        """Arrive at the item; whether all other CTAs have arrived. The last one resets the counter.
+    def is_last(self, p: Params, storage: SharedStorage, split: Split, thread: Int32):
+        """Arrive at the query tile; whether all other CTAs have arrived. The last one resets the counter.
 
         The barriers order the memory accesses of all threads before and after the atomic addition of thread 0.
         """
         cute.arch.sync_threads()
         if thread == 0:
-            counter = p.arrivals.iterator + piece.item
+            counter = p.arrivals.iterator + split.query_tile
             before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-            is_last = before == piece.last_cta - piece.first_cta
+            is_last = before == split.last_cta - split.first_cta
             if is_last:
-                p.arrivals[piece.item] = 0
+                p.arrivals[split.query_tile] = 0
             storage.flag[0] = Int32(is_last)
         cute.arch.sync_threads()
         return storage.flag[0] == 1
 
     @cute.jit
-    def merge(self, p: Params, piece: Piece, sequence: Sequence, thread: Int32):
-        """Add up the pieces of an item, and write its output."""
+    def merge(self, p: Params, split: Split, sequence: Lengths, thread: Int32):
+        """Add up the splits of a query tile, and write its output."""
         vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
-        num_rows = self.num_rows(p, piece, sequence)
+        num_rows = self.num_rows(p, split, sequence)
         parts = [cute.make_rmem_tensor(FLOATS, Float32) for _ in range(AT_ONCE)]
         stats = [cute.make_rmem_tensor(2, Float32) for _ in range(AT_ONCE)]
         for index in cutlass.range(thread, num_rows * vectors, self.tile.num_threads, unroll=1):
             row, column = index // vectors, index % vectors * FLOATS
             m, total = -Float32.inf, Float32(0.0)
             sums.fill(0.0)
-            for first in cutlass.range(piece.first_cta, piece.last_cta + 1, AT_ONCE, unroll=1):
-                # All loads before the first use. Instead of pieces past the last, that one is read again.
+            for first in cutlass.range(split.first_cta, split.last_cta + 1, AT_ONCE, unroll=1):
+                # All loads before the first use. Instead of splits past the last, that one is read again.
                 for i in cutlass.range_constexpr(AT_ONCE):
-                    cta = cutlass.min(first + i, piece.last_cta)
-                    slot = self.slot(p, cta, cta == piece.first_cta)
+                    cta = cutlass.min(first + i, split.last_cta)
+                    slot = self.slot(p, cta, cta == split.first_cta)
                     load_vector(p.partial_stats[slot, row, None], Int32(0), stats[i])
                     load_vector(p.partial_out[slot, row, None], column, parts[i])
                 largest = m
                 for i in cutlass.range_constexpr(AT_ONCE):
                     largest = cute.arch.fmax(largest, stats[i][0])
-                factor = weight(m, largest)
+                factor = rescale(m, largest)
                 total = total * factor
                 sums.store(sums.load() * factor)
                 for i in cutlass.range_constexpr(AT_ONCE):
-                    if first + i <= piece.last_cta:
-                        factor = weight(stats[i][0], largest)
+                    if first + i <= split.last_cta:
+                        factor = rescale(stats[i][0], largest)
                         total += stats[i][1] * factor
                         sums.store(sums.load() + parts[i].load() * factor)
                 m = largest
-            self.write_row(p, piece, (row, column), sums, m, total)
+            self.write_row(p, split, (row, column), sums, m, total)
 
 
 def load_vector(row: cute.Tensor, column: Int32, target: cute.Tensor):
@@ -737,7 +737,7 @@ def load_vector(row: cute.Tensor, column: Int32, target: cute.Tensor):
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(num)), target)
 
 
-def weight(part_max: Float32, m: Float32) -> Float32:
+def rescale(part_max: Float32, m: Float32) -> Float32:
     """exp2(part_max - m); 0 for a part without keys."""
     is_empty = part_max == -Float32.inf
     # -inf - -inf would be NaN.

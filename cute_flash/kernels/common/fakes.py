@@ -148,11 +148,11 @@ class Fakes:
         return _compact(CUTE_DTYPES[self.static.rotary_dtype], self.shape(operand.dims))
 
     def partial_out(self, operand: Operand) -> cute.Tensor:
-        """Outputs of the pieces of a decode call, in fp32."""
+        """Outputs of the splits of a decode call, in fp32."""
         return _compact(Float32, (*self.shape(operand.dims), self.tile.tile_m, self.tile.head_dim), ROW_ALIGN_BYTES)
 
     def partial_stats(self, operand: Operand) -> cute.Tensor:
-        """The maximum and the sum of each row of a piece."""
+        """The maximum and the sum of each row of a split."""
         return _compact(Float32, (*self.shape(operand.dims), self.tile.tile_m, 2), 8)
 
     def pieces(self, operand: Operand) -> cute.Tensor:
