@@ -57,12 +57,12 @@ def test_the_launches_need_every_kernel() -> None:
     assert {static.head_dim for static in statics} == {64, 128, 256}
 
 
-def test_decode_launches_have_several_pieces() -> None:
+def test_decode_launches_have_several_splits() -> None:
     """More keys than one CTA takes, by a fixed number of splits and by the lengths."""
     for feature in ("splits3", "long"):
         options = sanitize_case.DECODE[feature]
         shape = DecodeShape(1, 8, 2, 1, max(options["lengths"]), 128, num_splits=options.get("num_splits"))
-        assert DecodeExplanation.of(shape, ARCHS["sm_90"]).pieces[0] >= 3
+        assert DecodeExplanation.of(shape, ARCHS["sm_90"]).splits[0] >= 3
     found = launches(only="*-decode-*")
     assert {one.feature for one in found} == set(sanitize_case.DECODE)
     for family in ("sm80", "sm90"):
