@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_flash.kernels.common.fakes import fake_arguments, is_present
+from cute_flash.planning.decode import DecodeStatic, decode_tile
 from cute_flash.planning.plan import plan_backward, plan_forward
 from cute_flash.planning.registry import KERNELS
 from cute_flash.spec.arch import ARCHS
@@ -22,6 +23,11 @@ def test_an_entry_is_compiled_for_the_operands_of_its_row_by_name_and_in_order(k
     module, name = KERNELS[kernel].path.split(":")
     entry = getattr(importlib.import_module(f"cute_flash.kernels.{module}"), name).__call__
     assert list(inspect.signature(entry).parameters) == ["self", "stream", "operands"]
+    if kernel == "decode":
+        static = DecodeStatic("bfloat16", 64)
+        fakes = fake_arguments(KERNELS[kernel].operands, static, decode_tile(static, 4, ARCHS["sm_90"]))
+        assert list(fakes) == ["stream", *KERNELS[kernel].names]
+        return
     plan = plan_backward if kernel.startswith("bwd") or kernel.endswith("bwd") else plan_forward
     problem = Problem(2, 4, 2, 100, 200, 64)
     tile = plan(problem, ARCHS["sm_80" if "sm80" in kernel else "sm_90"]).main.tile
