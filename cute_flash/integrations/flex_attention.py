@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from cute_flash.score_mod.block_mask import BlockMask
 
+    AnyBlockMask = TorchBlockMask | BlockMask
+
 # Options that tune torch's Triton kernels and do not change the result, beyond rounding.
 TUNING_HINTS = frozenset({
     "BLOCKS_ARE_CONTIGUOUS", "BLOCK_M", "BLOCK_M1", "BLOCK_M2", "BLOCK_N", "BLOCK_N1", "BLOCK_N2",
@@ -25,6 +27,26 @@ TUNING_HINTS = frozenset({
 })  # fmt: skip
 
 
+# fmt: off
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable | None = ..., block_mask: AnyBlockMask | None = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ...,
+    kernel_options: Mapping[str, Any] | None = ..., *, return_aux: None = ...,
+) -> Tensor: ...
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable | None = ..., block_mask: AnyBlockMask | None = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
+    kernel_options: Mapping[str, Any] | None = ..., return_aux: None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable | None = ..., block_mask: AnyBlockMask | None = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ...,
+    kernel_options: Mapping[str, Any] | None = ..., *, return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...
+# fmt: on
 def flex_attention(
     query: Tensor,
     key: Tensor,

@@ -43,7 +43,7 @@ def convert(block_mask: TorchBlockMask, mask_mod: Callable | None) -> tuple[Bloc
         )
     seqlens, block_size = tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
     lists = [block_mask.kv_num_blocks, block_mask.kv_indices]
-    if block_mask.full_kv_num_blocks is not None:
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         lists += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
     if torch.compiler.is_dynamo_compiling():
         converted = _converted(lists, seqlens, block_size)
