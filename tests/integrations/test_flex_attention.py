@@ -186,6 +186,28 @@ def test_captured_bias_has_a_gradient() -> None:
         torch.testing.assert_close(dx, expected_dx, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", ["causal document", "prefix", "alibi window", "bias"])
+def test_gradients_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has gradients on the CPU, and refuses them by a check of the device."""
+    if not hasattr(torch_flex, "_validate_device"):
+        pytest.skip("this torch has no check of the device")
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
+    bias = torch.randn(S, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+    def capped(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return softcap(score, b, h, q_idx, kv_idx) + bias[q_idx - kv_idx]
+
+    case = Case(causal, capped) if name == "bias" else CASES[name]
+    inputs = tensors(torch.float32, 2)
+    arguments: dict[str, Any] = dict(score_mod=case.score_mod, block_mask=block_mask_of(case), enable_gqa=True)
+    leaves = [*inputs, bias] if name == "bias" else inputs
+    expected = torch_flex.flex_attention(*inputs, return_lse=True, **arguments)
+    grads = gradients(*flex_attention(*inputs, return_lse=True, **arguments), leaves)
+    for dx, expected_dx in zip(grads, gradients(*expected, leaves)):
+        torch.testing.assert_close(dx, expected_dx, atol=1e-4, rtol=1e-4)
+
+
 def test_keys_and_values_may_be_shared_by_the_batch() -> None:
     q = tensors(torch.float32)[0]
     _, k, v = tensors(torch.float32, batch=1)
