@@ -21,6 +21,7 @@ from cute_flash.spec.problem import Support
 from cute_flash.spec.values import as_bool, as_float, as_int, as_window, check_are_tensors
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
     from typing_extensions import Unpack
 
     from cute_flash.score_mod.block_mask import BlockMask
@@ -80,8 +81,8 @@ def attn(
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     score_mod_bwd: Callable | None = None,
-    block_mask: BlockMask | None = None,
-    block_map: BlockMask | None = None,
+    block_mask: BlockMask | TorchBlockMask | None = None,
+    block_map: BlockMask | TorchBlockMask | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention: softmax(scale · q kᵀ, masked) v.
 
@@ -133,8 +134,8 @@ def attn(
             and `window` apply too.
         score_mod_bwd: A function score_mod_bwd(grad, score, b, h, q_idx, kv_idx) that returns the gradient of the score
             and replaces the derivative of score_mod.
-        block_mask: A `BlockMask`. Its empty blocks are skipped, and its mask_mod and window are applied, so leave
-            mask_mod out.
+        block_mask: A `BlockMask`, or the one of torch.nn.attention.flex_attention. Its empty blocks are skipped, and
+            its mask_mod and window are applied, so leave mask_mod out.
         block_map: The former name of `block_mask`.
 
     Returns:
@@ -571,13 +572,12 @@ def _with_mods(
     score_mod: Callable | None,
     mask_mod: Callable | None,
     score_mod_bwd: Callable | None,
-    block_mask: BlockMask | None,
+    block_mask: Any,
 ) -> AttentionArgs:
     BlockMask, mod_arguments = _mod_parts.__wrapped__() if _is_dynamo_compiling() else _mod_parts()
-    if block_mask is not None and not isinstance(block_mask, BlockMask):
-        kind = f"{type(block_mask).__module__}.{type(block_mask).__name__}"
-        raise ValueError(f"block_mask is a {kind}: make one with cute_flash.BlockMask.of(mask_mod, (B, H, Sq, Sk))")
     if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            block_mask, mask_mod = _from_torch_block_mask(block_mask, mask_mod)
         mask_mod = block_mask.mask_for(mask_mod)
         left, right = block_mask.window
         args = args._replace(
@@ -591,6 +591,19 @@ def _with_mods(
     if torch.is_grad_enabled() and (bias is not None or captures):
         needs_grad = tuple([x is not None and x.requires_grad for x in (bias, *captures)])
     return args._replace(bias=bias, mod_graphs=text, captures=captures, scalars=scalars, needs_grad=needs_grad)
+
+
+def _from_torch_block_mask(block_mask: Any, mask_mod: Callable | None) -> tuple[BlockMask, Callable | None]:
+    """The block mask and the mask_mod of FlexAttention's block mask, which is recognised without an import."""
+    kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(block_mask).__mro__]
+    if "torch.nn.attention.flex_attention.BlockMask" not in kinds:
+        raise ValueError(
+            f"block_mask is a {kinds[0]}: make one with cute_flash.BlockMask.of(mask_mod, (B, H, Sq, Sk)), "
+            "or with torch's create_block_mask"
+        )
+    from cute_flash.score_mod.torch_block_mask import convert
+
+    return convert(block_mask, mask_mod)
 
 
 def _tighter_bound(a: int | None, b: int | None) -> int | None:

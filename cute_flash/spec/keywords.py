@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+
     from cute_flash.score_mod.block_mask import BlockMask
 
 
@@ -39,8 +41,8 @@ class AttnKeywords(SharedKeywords, total=False):
     """Keywords of `attn`."""
 
     layout: str
-    block_mask: BlockMask | None
-    block_map: BlockMask | None
+    block_mask: BlockMask | TorchBlockMask | None
+    block_map: BlockMask | TorchBlockMask | None
 
 
 class VarlenKeywords(SharedKeywords, total=False):

@@ -21,6 +21,7 @@ REQUIRED = {"cache_seqlens"}
 SNIPPET = """
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from typing_extensions import assert_type
 
 import cute_flash
@@ -44,6 +45,9 @@ assert_type(cute_flash.attn_nested(x, x, x, return_max_logit=True), tuple[Tensor
 assert_type(cute_flash.attn_decode(x, x, x, cache_seqlens=3, k_scale=0.5), Tensor)
 assert_type(cute_flash.attn_decode(x, x, x, cache_seqlens=x, return_lse=True), tuple[Tensor, Tensor])
 assert_type(cute_flash.attn_decode(x, x, x, cache_seqlens=x, return_lse=flag), Tensor | tuple[Tensor, Tensor])
+assert_type(cute_flash.flex_attention(x, x, x, None, None, 0.5, enable_gqa=True), Tensor)
+assert_type(cute_flash.flex_attention(x, x, x, return_lse=True), tuple[Tensor, Tensor])
+assert_type(cute_flash.flex_attention(x, x, x, return_aux=AuxRequest(lse=True)), tuple[Tensor, AuxOutput])
 assert_type(cute_flash.merge([x], [x]), tuple[Tensor, Tensor])
 assert_type(cute_flash.BlockMask.of(cute_flash.masks.causal(), (1, 1, 8, 8)), cute_flash.BlockMask)
 cute_flash.attn(x, x, x, causal="yes")  # call-overload
