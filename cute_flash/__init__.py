@@ -26,6 +26,7 @@ if TYPE_CHECKING or not _is_command():
 
 if TYPE_CHECKING:
     from cute_flash import masks
+    from cute_flash.integrations.install import install_as_flash_attn
     from cute_flash.reference.merge import attention_probs, merge
     from cute_flash.score_mod.block_mask import BlockMask
     from cute_flash.score_mod.block_mask import BlockMask as BlockMap
@@ -43,6 +44,7 @@ __all__ = [
     "attn_nested",
     "attn_varlen",
     "decode_supports",
+    "install_as_flash_attn",
     "masks",
     "merge",
     "supports",
@@ -60,6 +62,7 @@ _MODULES = {
     "attn_nested": "api",
     "attn_varlen": "api",
     "decode_supports": "decode",
+    "install_as_flash_attn": "integrations.install",
     "merge": "reference.merge",
     "supports": "api",
     "use_kernels": "spec.family",
