@@ -182,8 +182,8 @@ def flash_attn_with_kvcache(
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if (x is None) != (k is None or v is None):
             raise ValueError(f"{name} alone: give both k and v, or neither")
-        if x is not None and x.shape[-1:] != cache.shape[-1:]:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: expected the head dim {cache.shape[-1]} of its cache")
+        if x is not None and (x.dim() != q.dim() or x.shape[-1] != cache.shape[-1]):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: expected that of q with head dim {cache.shape[-1]}")
     if cu_seqlens_k_new is not None and cu_seqlens_k_new is not cu_seqlens_q:
         raise UnsupportedError("cu_seqlens_k_new: append the tokens of q, and pass the tensor cu_seqlens_q itself")
     if cache_seqlens is None:
@@ -191,12 +191,11 @@ def flash_attn_with_kvcache(
             raise ValueError("k without cache_seqlens: give the rows that each sequence has before the append")
         cache_seqlens = k_cache.shape[1] * (1 if table is None else table.shape[-1])
     keywords = args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    has_rotary = rotary_cos is not None and rotary_sin is not None
-    if has_rotary and k is not None and cu_seqlens_q is None and q.shape[1] != k.shape[1]:
+    is_banded = keywords["causal"] or keywords["window"] != (None, None)
+    has_other_length = k is not None and cu_seqlens_q is None and q.shape[1] != k.shape[1]
+    if is_banded and has_other_length and rotary_cos is not None and rotary_sin is not None:
         # `attn_decode` rotates a query by its position in the mask, flash-attn by cache_seqlens plus its index.
-        is_banded = keywords["causal"] or keywords["window"] != (None, None)
-        q = args.rotated(q, rotary_cos, rotary_sin, cache_seqlens, rotary_interleaved, is_banded)
-        k = args.rotated(k, rotary_cos, rotary_sin, cache_seqlens, rotary_interleaved, True)
+        q, k = (args.rotated(x, rotary_cos, rotary_sin, cache_seqlens, rotary_interleaved) for x in (q, k))
         rotary_cos = rotary_sin = None
     caches = args.padded(k_cache), args.padded(v_cache)
     out, lse = attn_decode(

@@ -79,7 +79,7 @@ def keywords(
     """The keywords that `attn`, `attn_varlen` and `attn_decode` share. q has its original head dim."""
     softcap = 0.0 if softcap is None else as_float("softcap", softcap)
     return {
-        "scale": (q.shape[-1] or 1) ** -0.5 if softmax_scale is None else softmax_scale,
+        "scale": (q.shape[-1] or 1) ** -0.5 if softmax_scale is None else as_float("softmax_scale", softmax_scale),
         "causal": as_bool("causal", causal),
         "window": window(window_size),
         "softcap": softcap if softcap > 0 else None,
@@ -150,10 +150,14 @@ def scale(name: str, value: Any, cache: Tensor) -> Any:
     return value[0].contiguous()
 
 
-def rotated(x: Tensor, cos: Any, sin: Any, start: Tensor | int, is_interleaved: bool, moves: bool) -> Tensor:
-    """Rotary embedding of x, (B, T, H, D), from position `start` on, or with all tokens there unless it `moves`."""
-    steps = torch.arange(x.shape[1], device=x.device) * int(moves)
-    positions = steps + (start[:, None] if isinstance(start, Tensor) else start)
+def rotated(x: Any, cos: Tensor, sin: Tensor, start: Tensor | int, is_interleaved: bool) -> Tensor:
+    """Rotary embedding of x, (B, T, H, D), from position `start` on, computed in fp32."""
+    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(
+            f"rotary_cos has shape {tuple(cos.shape)} and rotary_sin {tuple(sin.shape)}: "
+            f"expected (positions, rotary_dim / 2), with rotary_dim at most {x.shape[-1]}"
+        )
+    positions = torch.arange(x.shape[1], device=x.device) + (start[:, None] if isinstance(start, Tensor) else start)
     c, s = (table[positions].float().unsqueeze(-2) for table in (cos, sin))  # (B or none, T, 1, rotary_dim / 2)
     half = cos.shape[1]
     rotary = x[..., : 2 * half].float()

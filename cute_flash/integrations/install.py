@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 
 from cute_flash.integrations import bert_padding, flash_attn
@@ -59,10 +59,8 @@ def install_as_flash_attn(*, replace: bool = False) -> None:
 
 def _module(name: str, source: ModuleType, names: tuple[str, ...], is_package: bool = False) -> ModuleType:
     """A module with functions of the source, in `sys.modules`, with a spec for `importlib.util.find_spec`."""
-    module = ModuleType(name, source.__doc__)
-    module.__spec__ = ModuleSpec(name, None, origin=source.__file__, is_package=is_package)
-    if is_package:
-        module.__path__ = []  # so that other submodules raise ModuleNotFoundError
+    module = module_from_spec(ModuleSpec(name, None, origin=source.__file__, is_package=is_package))
+    module.__doc__ = source.__doc__
     for function in names:
         setattr(module, function, getattr(source, function))
     sys.modules[name] = module

@@ -165,7 +165,10 @@ def test_one_length_for_all_sequences() -> None:
             {"k": torch.ones(3, 1, 2, 24), "v": torch.ones(3, 1, 2, 24), "cache_seqlens": None},
             "k without cache_seqlens",
         ),
-        ({"k": torch.ones(3, 1, 2, 22), "v": torch.ones(3, 1, 2, 24)}, "k has shape .*: expected the head dim 24"),
+        (
+            {"k": torch.ones(3, 1, 2, 22), "v": torch.ones(3, 1, 2, 24)},
+            "k has shape .*: expected that of q with head dim 24",
+        ),
         ({"cu_seqlens_k_new": LENGTHS}, "cu_seqlens_k_new"),
         ({"k_descale": torch.ones(2)}, "k_descale with a cache of torch.float32"),
         ({"qv": torch.ones(1)}, "^qv=a tensor in flash_attn_with_kvcache"),
@@ -177,6 +180,11 @@ def test_one_length_for_all_sequences() -> None:
         ({"q_descale": torch.ones(1)}, "^q_descale="),
         ({"block_table": torch.zeros(3, 1).int(), "page_table": torch.zeros(3, 1).int()}, "block_table and page_table"),
         ({"rotary_cos": torch.ones(40, 8), "rotary_sin": torch.ones(40, 8)}, "rotary_cos"),
+        (
+            {"k": torch.ones(3, 2, 2, 24), "v": torch.ones(3, 2, 2, 24), "rotary_cos": torch.ones(40, 13)}
+            | {"rotary_sin": torch.ones(40, 13), "causal": True},
+            "rotary_cos has shape .* rotary_dim at most 24",
+        ),
         ({"num_splits": -2}, "num_splits=-2"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

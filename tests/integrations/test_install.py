@@ -66,7 +66,7 @@ def test_names(absent: None) -> None:
     for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding"):
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.name == name
-        assert sys.modules[name].__package__ in (None, "flash_attn")
+        assert sys.modules[name].__package__ == "flash_attn"
     assert importlib.util.find_spec("flash_attn.layers") is None
     with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.layers"):
         importlib.import_module("flash_attn.layers")
