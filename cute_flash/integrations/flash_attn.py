@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from cute_flash.api import attn, attn_varlen
-from cute_flash.decode import attn_decode
 from cute_flash.errors import UnsupportedError
 from cute_flash.integrations import flash_attn_args as args
 from cute_flash.spec.values import as_bool, check_are_tensors
@@ -107,7 +106,7 @@ def flash_attn_varlen_func(
     """`flash_attn_varlen_func` of flash-attn: `attn_varlen`, or `attn_decode` if k and v are pages of a block_table.
 
     The LSE is (H, Tq). With a block_table, k and v are (num_pages, page_size, Hkv, D), and the lengths of the keys are
-    `seqused_k` or the differences of `cu_seqlens_k`; there are no gradients and no dropout.
+    `seqused_k` or the differences of `cu_seqlens_k`; `backward()` raises an error, and dropout is refused.
     """
     args.check_off("flash_attn_varlen_func", others)
     width = args.result_width(dropout_p, return_attn_probs, return_softmax_lse)
@@ -127,9 +126,9 @@ def flash_attn_varlen_func(
     if seqused_k is None:
         check_are_tensors(cu_seqlens_k=cu_seqlens_k)
         seqused_k = cu_seqlens_k.diff()  # type: ignore[union-attr]
-    out, lse = attn_decode(
+    out, lse = args.decode(
         args.padded(q), args.padded(k), args.padded(v), cache_seqlens=seqused_k, page_table=table,
-        cu_seqlens_q=cu_seqlens_q, return_lse=True, **keywords,
+        cu_seqlens_q=cu_seqlens_q, **keywords,
     )
     return args.results(args.narrowed(out, v), lse, width)
 
@@ -198,15 +197,15 @@ def flash_attn_with_kvcache(
         q, k = (args.rotated(x, rotary_cos, rotary_sin, cache_seqlens, rotary_interleaved) for x in (q, k))
         rotary_cos = rotary_sin = None
     caches = args.padded(k_cache), args.padded(v_cache)
-    out, lse = attn_decode(
+    out, lse = args.decode(
         args.padded(q), *caches, cache_seqlens=cache_seqlens, page_table=table, cache_batch_idx=cache_batch_idx,
         leftpad=cache_leftpad, k_new=None if k is None else args.padded(k), v_new=None if v is None else args.padded(v),
         rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, cu_seqlens_q=cu_seqlens_q,
         k_scale=args.scale("k_descale", k_descale, k_cache), v_scale=args.scale("v_descale", v_descale, v_cache),
-        num_splits=num_splits or None, return_lse=True, sinks=args.sinks(s_aux, learnable_sink, sinks), **keywords,
+        num_splits=num_splits or None, sinks=args.sinks(s_aux, learnable_sink, sinks), **keywords,
     )
     for cache, copy in zip((k_cache, v_cache), caches):
         if k is not None and copy is not cache:
-            cache.copy_(args.narrowed(copy, cache))
+            cache.detach().copy_(args.narrowed(copy, cache))
     return args.results(args.narrowed(out, v_cache), lse, 2 if as_bool("return_softmax_lse", return_softmax_lse) else 1)
 # fmt: on

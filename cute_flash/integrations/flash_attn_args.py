@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cute_flash.decode import attn_decode
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.values import as_bool, as_float, as_int, check_are_tensors
 
@@ -148,6 +149,29 @@ def scale(name: str, value: Any, cache: Tensor) -> Any:
             f"{name} has a scale for each sequence, {tuple(value.shape)}: give (Hkv), or an expanded (1, Hkv)"
         )
     return value[0].contiguous()
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
+    """out and lse of `attn_decode`, also for tensors that require grad; `backward()` then raises `UnsupportedError`."""
+    with torch.no_grad():
+        out, lse = attn_decode(q, k, v, return_lse=True, **keywords)
+    inputs = [x for x in (q, k, v, *keywords.values()) if isinstance(x, Tensor) and x.requires_grad]
+    return _NoBackward.apply(out, lse, *inputs) if inputs and torch.is_grad_enabled() else (out, lse)
+
+
+class _NoBackward(torch.autograd.Function):
+    """Marks results of `attn_decode` as functions of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise UnsupportedError(
+            "there are no gradients with a K/V cache or block_table: use flash_attn_func, or flash_attn_varlen_func "
+            "without block_table"
+        )
 
 
 def rotated(x: Any, cos: Tensor, sin: Tensor, start: Tensor | int, is_interleaved: bool) -> Tensor:

@@ -163,6 +163,9 @@ def test_pages() -> None:
         )  # fmt: skip
         torch.testing.assert_close(out.double(), expected, rtol=2e-4, atol=2e-5)
         torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-4, atol=2e-5)
+    out = fa.flash_attn_varlen_func(q.requires_grad_(), *pages, CU_Q, CU_K, 13, 17, block_table=table)
+    with pytest.raises(UnsupportedError, match="no gradients with a K/V cache or block_table"):
+        out.sum().backward()
     with pytest.raises(UnsupportedError, match=r"dropout_p=0.1 with block_table"):
         fa.flash_attn_varlen_func(q, *pages, CU_Q, CU_K, 13, 17, 0.1, block_table=table)
     with pytest.raises(ValueError, match="block_table and page_table"):

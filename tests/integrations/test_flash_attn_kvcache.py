@@ -206,9 +206,13 @@ def test_head_dims_must_agree() -> None:
         flash_attn_with_kvcache(normal(3, 1, 4, 20, seed=0), *caches())
 
 
-def test_no_gradients() -> None:
-    q = normal(3, 1, 4, 24, seed=0).requires_grad_()
-    with pytest.raises(UnsupportedError, match="grad"):
-        flash_attn_with_kvcache(q, *caches())
+@pytest.mark.parametrize("head_dim", [24, 20])
+def test_no_gradients(head_dim: int) -> None:
+    q, k, v = (normal(3, 1, h, head_dim, seed=i).requires_grad_() for i, h in enumerate((4, 2, 2)))
     with torch.no_grad():
-        flash_attn_with_kvcache(q, *caches())
+        expected = flash_attn_with_kvcache(q, *caches(head_dim), k, v, cache_seqlens=LENGTHS)
+    assert not expected.requires_grad
+    out, lse = flash_attn_with_kvcache(q, *caches(head_dim), k, v, cache_seqlens=LENGTHS, return_softmax_lse=True)
+    assert torch.equal(out, expected)
+    with pytest.raises(UnsupportedError, match="no gradients with a K/V cache or block_table"):
+        (out.sum() + lse.sum()).backward()
