@@ -27,6 +27,7 @@ if TYPE_CHECKING or not _is_command():
 if TYPE_CHECKING:
     from cute_flash import masks
     from cute_flash.integrations.flex_attention import flex_attention
+    from cute_flash.integrations.install import install_as_flash_attn
     from cute_flash.reference.merge import attention_probs, merge
     from cute_flash.score_mod.block_mask import BlockMask
     from cute_flash.score_mod.block_mask import BlockMask as BlockMap
@@ -45,6 +46,7 @@ __all__ = [
     "attn_varlen",
     "decode_supports",
     "flex_attention",
+    "install_as_flash_attn",
     "masks",
     "merge",
     "supports",
@@ -63,6 +65,7 @@ _MODULES = {
     "attn_varlen": "api",
     "decode_supports": "decode",
     "flex_attention": "integrations.flex_attention",
+    "install_as_flash_attn": "integrations.install",
     "merge": "reference.merge",
     "supports": "api",
     "use_kernels": "spec.family",

@@ -1,0 +1,218 @@
+"""`flash_attn_with_kvcache` on the CPU, against plain torch: caches, pages, rotary embedding and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_flash import UnsupportedError
+from cute_flash.integrations.flash_attn import flash_attn_with_kvcache
+from tests.integrations.plain import plain, rotary
+
+FP8 = torch.float8_e4m3fn
+TOLERANCE = {torch.float32: {"rtol": 2e-4, "atol": 2e-5}, torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2}}
+LENGTHS = torch.tensor([9, 0, 21], dtype=torch.int32)
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.02])
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def caches(head_dim: int = 24, dtype: torch.dtype = torch.float32, batch: int = 3) -> tuple[Tensor, Tensor]:
+    return normal(batch, 31, 2, head_dim, seed=1, dtype=dtype), normal(batch, 31, 2, head_dim, seed=2, dtype=dtype)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected.double(), **TOLERANCE[found.dtype])
+
+
+# ---- without an append
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("head_dim", [24, 20])
+def test_lengths(head_dim: int, dtype: torch.dtype) -> None:
+    q, (k, v) = normal(3, 5, 4, head_dim, seed=0, dtype=dtype), caches(head_dim, dtype)
+    out, lse = flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=LENGTHS, causal=True, alibi_slopes=SLOPES, softcap=4.0, return_softmax_lse=True
+    )
+    assert out.shape == q.shape and lse.shape == (3, 4, 5)
+    for b, length in enumerate(LENGTHS):
+        expected, expected_lse = plain(
+            q[b], k[b, :length], v[b, :length], causal=True, slopes=SLOPES, softcap=4.0
+        )  # fmt: skip
+        close(out[b], expected)
+        close(lse[b], expected_lse)
+
+
+@pytest.mark.parametrize("length", [None, 31])
+def test_the_full_cache_is_the_default(length: int | None) -> None:
+    q, (k, v) = normal(3, 2, 4, 24, seed=0), caches()
+    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=length, window_size=(7, 3), num_splits=2)
+    for b in range(3):
+        close(out[b], plain(q[b], k[b], v[b], window=(7, 3))[0])
+
+
+def test_batch_index_leftpad_and_sinks() -> None:
+    q, (k, v) = normal(2, 3, 4, 24, seed=0), caches()
+    rows, leftpad = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([4, 1], dtype=torch.int32)
+    lengths = torch.tensor([20, 8], dtype=torch.int32)
+    out = flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=lengths, cache_batch_idx=rows, cache_leftpad=leftpad, s_aux=SLOPES
+    )
+    for b, (row, length, start) in enumerate(zip(rows, lengths, leftpad.tolist())):
+        close(out[b], plain(q[b], k[row, :length], v[row, :length], leftpad=start, sinks=SLOPES)[0])
+
+
+@pytest.mark.parametrize("name", ["block_table", "page_table"])
+def test_pages(name: str) -> None:
+    q, (k, v) = normal(3, 2, 4, 24, seed=0), caches()
+    table = torch.randperm(15).view(3, 5).int()
+    pages = torch.zeros(2, 15, 7, 2, 24)
+    for cache, x in zip(pages, (k, v)):
+        cache[table] = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 4)).unflatten(1, (5, 7))
+    out = flash_attn_with_kvcache(q, *pages, cache_seqlens=LENGTHS, causal=True, **{name: table})
+    for b, length in enumerate(LENGTHS):
+        close(out[b], plain(q[b], k[b, :length], v[b, :length], causal=True)[0])
+    out = flash_attn_with_kvcache(q, *pages, **{name: table})  # 35 rows
+    close(out[0, :, :, 0], plain(q[0], *(x[table[0]].flatten(0, 1) for x in pages))[0][..., 0])
+
+
+def test_ragged_queries() -> None:
+    q, (k, v) = normal(9, 4, 24, seed=0), caches()
+    offsets = torch.tensor([0, 2, 3, 9], dtype=torch.int32)
+    out, lse = flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=LENGTHS, cu_seqlens_q=offsets, max_seqlen_q=6, causal=True, return_softmax_lse=True
+    )
+    assert lse.shape == (4, 9)
+    for b, length in enumerate(LENGTHS):
+        tokens = slice(offsets[b], offsets[b + 1])
+        expected, expected_lse = plain(q[tokens], k[b, :length], v[b, :length], causal=True)
+        close(out[tokens], expected)
+        close(lse[:, tokens], expected_lse)
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_fp8_caches(expanded: bool) -> None:
+    q = normal(3, 2, 4, 32, seed=0)
+    k, v = (x.to(FP8) for x in caches(32))
+    k_scale, v_scale = torch.tensor([0.5, 2.0]), torch.tensor([3.0, 0.25])
+    scales = (x.expand(3, 2) if expanded else x for x in (k_scale, v_scale))
+    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=LENGTHS, **dict(zip(("k_descale", "v_descale"), scales)))
+    keys, values = k.float() * k_scale[:, None], v.float() * v_scale[:, None]
+    for b, length in enumerate(LENGTHS):
+        close(out[b], plain(q[b], keys[b, :length], values[b, :length])[0])
+
+
+# ---- append
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("head_dim", [24, 20])
+@pytest.mark.parametrize("tokens, new", [(3, 3), (1, 4), (5, 2)])
+@pytest.mark.parametrize("interleaved", [True, False, None])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (4, 2)])
+def test_append(
+    window: tuple[int, int], interleaved: bool | None, tokens: int, new: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    """interleaved=None: no rotary embedding. Queries rotate from cache_seqlens on, also if T differs from Tn."""
+    q, (k_cache, v_cache) = normal(3, tokens, 4, head_dim, seed=0, dtype=dtype), caches(head_dim, dtype)
+    k, v = normal(3, new, 2, head_dim, seed=3, dtype=dtype), normal(3, new, 2, head_dim, seed=4, dtype=dtype)
+    angles = normal(40, 8, seed=5)
+    cos, sin = (None, None) if interleaved is None else (angles.cos(), angles.sin())
+    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    causal = window == (-1, 0)
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cos, sin, LENGTHS, causal=causal, window_size=(-1, -1) if causal else window,
+        **({} if interleaved is None else {"rotary_interleaved": interleaved}),
+    )  # fmt: skip
+    for b, length in enumerate(LENGTHS.tolist()):
+        queries, keys = q[b], k[b]
+        if interleaved is not None:
+            is_banded = window != (-1, -1)
+            queries = rotary(q[b], cos, sin, length, interleaved, moves=is_banded).to(dtype)
+            keys = rotary(k[b], cos, sin, length, interleaved).to(dtype)
+        expected_k[b, length : length + new], expected_v[b, length : length + new] = keys, v[b]
+        rows = slice(length + new)
+        close(out[b], plain(queries, expected_k[b, rows], expected_v[b, rows], window=window)[0])
+    close(k_cache, expected_k)
+    assert torch.equal(v_cache, expected_v)
+
+
+def test_one_length_for_all_sequences() -> None:
+    arguments = [normal(2, 3, 4, 24, seed=0), *(x[:2] for x in caches()), *normal(2, 2, 2, 2, 24, seed=3)]
+    cos, sin = normal(2, 40, 8, seed=5)
+    found, expected = (
+        flash_attn_with_kvcache(*(x.clone() for x in arguments), cos, sin, cache_seqlens=n, causal=True)
+        for n in (6, torch.tensor([6, 6], dtype=torch.int32))
+    )
+    assert torch.equal(found, expected)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    "keywords, message",
+    [
+        ({"k": torch.ones(3, 1, 2, 24)}, "k alone: give both"),
+        ({"v": torch.ones(3, 1, 2, 24)}, "v alone: give both"),
+        (
+            {"k": torch.ones(3, 1, 2, 24), "v": torch.ones(3, 1, 2, 24), "cache_seqlens": None},
+            "k without cache_seqlens",
+        ),
+        (
+            {"k": torch.ones(3, 1, 2, 22), "v": torch.ones(3, 1, 2, 24)},
+            "k has shape .*: expected that of q with head dim 24",
+        ),
+        ({"cu_seqlens_k_new": LENGTHS}, "cu_seqlens_k_new"),
+        ({"k_descale": torch.ones(2)}, "k_descale with a cache of torch.float32"),
+        ({"qv": torch.ones(1)}, "^qv=a tensor in flash_attn_with_kvcache"),
+        ({"rotary_seqlens": LENGTHS}, "^rotary_seqlens="),
+        ({"scheduler_metadata": LENGTHS}, "^scheduler_metadata="),
+        ({"attention_chunk": 16}, "^attention_chunk=16"),
+        ({"sm_margin": 4}, "^sm_margin=4"),
+        ({"pack_gqa": True}, "^pack_gqa=True"),
+        ({"q_descale": torch.ones(1)}, "^q_descale="),
+        ({"block_table": torch.zeros(3, 1).int(), "page_table": torch.zeros(3, 1).int()}, "block_table and page_table"),
+        ({"rotary_cos": torch.ones(40, 8), "rotary_sin": torch.ones(40, 8)}, "rotary_cos"),
+        (
+            {"k": torch.ones(3, 2, 2, 24), "v": torch.ones(3, 2, 2, 24), "rotary_cos": torch.ones(40, 13)}
+            | {"rotary_sin": torch.ones(40, 13), "causal": True},
+            "rotary_cos has shape .* rotary_dim at most 24",
+        ),
+        ({"num_splits": -2}, "num_splits=-2"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_refusals(keywords: dict[str, Any], message: str) -> None:
+    arguments = {"cache_seqlens": LENGTHS, **keywords}
+    with pytest.raises(ValueError, match=message):
+        flash_attn_with_kvcache(normal(3, 1, 4, 24, seed=0), *caches(), **arguments)
+
+
+def test_a_scale_for_each_sequence_is_refused() -> None:
+    k, v = (x.to(FP8) for x in caches(32))
+    with pytest.raises(UnsupportedError, match=r"v_descale has a scale for each sequence, \(3, 2\)"):
+        flash_attn_with_kvcache(normal(3, 1, 4, 32, seed=0), k, v, v_descale=torch.ones(3, 2))
+
+
+def test_head_dims_must_agree() -> None:
+    with pytest.raises(ValueError, match="q has head dim 20 and k_cache has 24"):
+        flash_attn_with_kvcache(normal(3, 1, 4, 20, seed=0), *caches())
+
+
+@pytest.mark.parametrize("head_dim", [24, 20])
+def test_no_gradients(head_dim: int) -> None:
+    q, k, v = (normal(3, 1, h, head_dim, seed=i).requires_grad_() for i, h in enumerate((4, 2, 2)))
+    with torch.no_grad():
+        expected = flash_attn_with_kvcache(q, *caches(head_dim), k, v, cache_seqlens=LENGTHS)
+    assert not expected.requires_grad
+    out, lse = flash_attn_with_kvcache(q, *caches(head_dim), k, v, cache_seqlens=LENGTHS, return_softmax_lse=True)
+    assert torch.equal(out, expected)
+    with pytest.raises(UnsupportedError, match="no gradients with a K/V cache or block_table"):
+        (out.sum() + lse.sum()).backward()
