@@ -2,8 +2,8 @@
 
 In a wgmma accumulator viewed as operand A (`views.as_operand_a`), a thread has four registers of 16-bit P per k-step:
 two rows 8 apart times two pairs of keys 8 apart. Their masks are 16 bytes, so a thread reads them with one load. Warps
-2 g and 2 g + 1 of a warpgroup hold the two halves of a Philox rectangle of 32 rows (`spec.dropout`). One call of a
-producer lane therefore gives the masks of the same lane in both warps.
+2 g and 2 g + 1 of a warpgroup hold the two halves of a Philox rectangle of 32 rows (`spec.dropout`). One Philox call of
+a producer lane therefore gives the masks of the same lane in both warps.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ WARPS_PER_RECTANGLE = WARPS // RECTANGLES  # producer warps; each takes every WA
 
 @dataclass(frozen=True)
 class DropoutMaskPipeline:
-    """The masks of the next K/V blocks for every consumer warpgroup. Iterations are those of the K and V pipelines."""
+    """The masks of the next K/V blocks for every consumer warpgroup. Iterations count K/V blocks."""
 
     words: cute.Tensor  # (register, thread, k-step, stage, warpgroup)
     barriers: Pipeline  # of all warpgroups; `pipeline` selects those of one
@@ -83,7 +83,7 @@ class DropoutMaskPipeline:
     def publish(self, warpgroup: Int32, iteration: Int32):
         """Called by every producer thread after it has written its share.
 
-        Every thread arrives for itself: racecheck does not recognise one arrival per warp after a warp barrier.
+        Every thread arrives, because racecheck does not recognise one arrival per warp after a warp barrier.
         """
         cute.arch.mbarrier_arrive(self.pipeline(warpgroup).full_barrier(iteration))
 

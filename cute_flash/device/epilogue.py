@@ -87,7 +87,7 @@ def store_floats(acc: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, wh
 
 @cute.jit
 def store_fp32(acc: cute.Tensor, gX: cute.Tensor, mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr):
-    """`store_floats` for a tile whose columns are dealt to warps in any order."""
+    """`store_floats` for a tile whose columns are distributed over the warps in any order."""
     thread, rows_left = where
     coords = as_mn(mma.get_slice(thread).partition_C(cute.make_identity_tensor(gX.shape)))
     acc_mn, gX_8_bytes = as_mn(acc), cute.recast_tensor(gX, cutlass.Int64)

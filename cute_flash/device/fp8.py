@@ -1,9 +1,9 @@
 """FP8 (e4m3) operands in shared memory as fp16 fragments of mma.sync, and rounding to FP8.
 
-ldmatrix moves 16-bit elements, so FP8 tiles are read in an order in which no element has to change its thread.
+ldmatrix moves 16-bit elements. FP8 tiles are therefore read in an order that needs no exchange between threads.
 
 K. A thread reads 16 consecutive bytes of a key, and uses four of them in each of four k-steps. The product sums over
-columns, so their order is free as long as Q has the same (`query_column`).
+columns, so their order does not matter if Q has the same order (`query_column`).
 
 V. ldmatrix.trans on pairs of bytes gives a thread two neighbouring columns of two neighbouring keys. The columns go to
 two n8 tiles: the first has the even columns of 16, the second the odd ones (`output_column`).
@@ -17,21 +17,21 @@ from cute_flash.device.ptx import chosen_bytes, instruction
 from cute_flash.planning.decode import ATOM_BYTES
 
 LARGEST = 448.0
-RUN = 64  # columns in which `query_column` permutes
+RUN = 64  # `query_column` permutes columns within runs of 64
 NAN = 0x7F
-# Rounding of fp32 to 3 bits of mantissa: half a unit, less one for ties to even.
+# Half a unit of a 3-bit mantissa in fp32 bits, minus 1. `rounded` adds the lowest kept bit, so that ties go to even.
 _HALF = 0x7FFFF
 _MANTISSA_SHIFT = 20
 _REBIAS = (127 - 7) << 3
 _LEAST_NORMAL = 2.0**-6
-_SUBNORMALS = 2.0**9  # units of the subnormal numbers in 1
+_SUBNORMALS = 2.0**9  # 1 / spacing of the subnormal numbers
 
 
 def query_column(column: Int32) -> Int32:
     """The column of the MMA operand Q at which a column of q is stored.
 
-    In 64 columns, thread t of a row has columns 16 t ... 16 t + 15. Four of them are its share of one k-step, and in
-    the k-step it owns columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+    Of 64 columns, thread t of a row reads columns 16 t ... 16 t + 15 of K. It uses four of them in each k-step, where
+    the MMA takes them as columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
     """
     run, inside = column // RUN * RUN, column % RUN
     thread, step, half, low = inside // 16, inside % 16 // 4, inside % 4 // 2, inside % 2
@@ -39,7 +39,7 @@ def query_column(column: Int32) -> Int32:
 
 
 def output_column(tile: int, column: Int32) -> Int32:
-    """The column of the output that is column 0 ... 7 of an n8 tile of the accumulator."""
+    """The output column of `column` (0 ... 7) in the n8 tile `tile` of the accumulator."""
     return 16 * (tile // 2) + 2 * column + tile % 2
 
 
@@ -55,12 +55,12 @@ def widened(word: Int32, has_cvt: bool) -> tuple[Int32, Int32]:
 
 
 def _shifted(spread: Int32) -> Int32:
-    """FP8 in the high bytes of two halves -> two fp16: exponent and mantissa one bit down, and times 2^8.
+    """Convert FP8 in the high bytes of two halves to fp16: shift exponent and mantissa right by 1, multiply by 2^8.
 
-    The bits of NaN become 1.875, which no number becomes; they are set to all ones.
+    The shift turns NaN, and no other number, into 1.875. The result is then set to all ones, which is NaN.
     """
     bits = (spread & Int32(-0x7FFF8000)) | ((spread >> 1) & Int32(0x3F803F80))
-    # Registers of the type that mul expects.
+    # Copy to .b32 registers, the type that f16x2 instructions expect.
     text = (
         "{\n\t.reg .b32 a, b, c, n;\n\tmov.b32 a, {$r0};\n\tmov.b32 b, {$r1};\n\tmov.b32 c, {$r2};\n\t"
         "abs.f16x2 n, a;\n\tset.eq.u32.f16x2 n, n, c;\n\tmul.f16x2 a, a, b;\n\tor.b32 {$w0}, a, n;\n\t}"
@@ -91,7 +91,7 @@ def add_scores(tiled_mma: cute.TiledMma, acc: cute.Tensor, q, where: tuple, step
     group, thread = lane // 4, lane % 4
     fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2), 2), stride=((1, 2), 4)), Float16)
     registers = cute.recast_tensor(fragment, Int32)
-    # Of each n8 tile: 16 bytes of a key.
+    # For each n8 tile: 16 bytes of one key.
     words = [cute.make_rmem_tensor(4, Int32) for _ in range(num_keys // 8)]
     acc_tiles = cute.logical_divide(acc, (None, None, 2))
     for run in cutlass.range_constexpr(num_steps * 16 // RUN):

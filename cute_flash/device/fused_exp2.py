@@ -1,6 +1,6 @@
 """Fused score-to-exp2 pass: computes P of a block from Q K^T, with the score transform between the exponentials.
 
-The exponentials limit the softmax, so the FMAs of a transform cost little between them and much in a pass before them.
+The exponentials (MUFU) limit the softmax, so the FMAs of a transform cost little between them, but not before them.
 The pass is used with a speculative row max, which keeps Q K^T until the row sums are checked
 (`Softmax.may_have_outgrown`). It needs one formula for a block, in units of log2:
 
@@ -70,7 +70,7 @@ class LinearExp2(FusedExp2):
 
     factor: Float32
     slope: Float32
-    first: tuple  # of each row, the ALiBi term at this thread's first column
+    first: tuple  # for each row, the ALiBi term at this thread's first column
 
     def exponents(self, scores: list, k: int, reference: tuple) -> list:
         columns = [Float32(column_offset(4 * k + i)) for i in range(4)]

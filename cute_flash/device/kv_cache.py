@@ -1,8 +1,8 @@
 """Asynchronous copies of K and V from a cache to the shared memory of one warp.
 
-A cache is (B, S, Hkv, D), or pages (num_pages, page, Hkv, D) with a page table. A warp copies 16 keys at a time. In one
-instruction, eight lanes copy 128 bytes of a row, and the warp four rows. Keys outside [first_key, key_len) are filled
-with zeros and not read: they may be uninitialised, and 0 times NaN would be NaN.
+A cache is (B, S, Hkv, D), or pages (num_pages, page_size, Hkv, D) with a page table. A warp copies 16 keys at a
+time. One instruction copies 128 bytes of each of four rows, with eight lanes per row. Keys outside [first_key, key_len)
+are zero-filled and not read: they may be uninitialised, and 0 times NaN would be NaN.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ VECTOR_BYTES = 16
 class CacheHead:
     """The keys or values of one sequence and K/V head."""
 
-    mX: cute.Tensor  # (pages, page, Hkv, D), or (B, S, Hkv, D)
+    mX: cute.Tensor  # (num_pages, page_size, Hkv, D), or (B, S, Hkv, D)
     head_kv: Int32
-    batch: Int32  # row of the page table, or index of the cache
-    first_row: Int32 | None  # of the sequence, in a cache that all sequences share
+    batch: Int32  # row of the page table, or batch index of the cache
+    first_row: Int32 | None  # of the sequence, in a cache that all sequences share; None: each has its own
     page_table: cute.Tensor | None  # (B, max_pages)
     lookup: cutlass.Constexpr  # `DecodeStatic.page_lookup`
     width: cutlass.Constexpr  # D or Dv
@@ -40,7 +40,7 @@ class CacheHead:
         if cutlass.const_expr(self.page_table is not None):
             page_rows = self.mX.shape[1]
             page = self.page_table[self.batch, key // page_rows]
-            # A wrong page must not reach outside of the tensor.
+            # Clamp, so that an invalid page stays within the tensor.
             page = cutlass.min(cutlass.max(page, 0), self.mX.shape[0] - 1)
             row = key % page_rows
         page_stride, row_stride, head_stride, _ = self.mX.stride
@@ -71,7 +71,7 @@ class WarpLoader:
                 row = chunk * CHUNK + i * ROWS_AT_ONCE + lane_row
                 source = self.row_address(chunk_address, i * ROWS_AT_ONCE + lane_row) + lane_chunk * VECTOR_BYTES
                 exists = key + row >= self.first_key and key + row <= self.last_key
-                # The swizzle of the tile: chunk c of row r lies at c ^ (r mod 8).
+                # The swizzle of the tile: the 16-byte chunk c of row r is at c ^ (r mod 8).
                 swizzled = (lane_chunk ^ ((i * ROWS_AT_ONCE + lane_row) % 8)) * VECTOR_BYTES
                 for j in cutlass.range_constexpr(smem.cols * cache.element_bytes // ATOM_BYTES):
                     begin = j * ATOM_BYTES
@@ -83,9 +83,9 @@ class WarpLoader:
 
     @cute.jit
     def chunk_address(self, first: Int32) -> Int64:
-        """The address of the chunk's first row, or with a lookup for every key the address of row `lane % 16`.
+        """The address of the chunk's first row; with a lookup for every key, the address of row `lane % 16`.
 
-        Keys that do not exist have no page, so the lookup is limited to keys that exist.
+        Keys that do not exist have no page, so the lookup is clamped to keys that exist.
         """
         key = first
         if cutlass.const_expr(self.cache.lookup == "row"):
@@ -111,6 +111,6 @@ class WarpLoader:
 
 
 def copy_async(target: Int32, source: Int64, num_bytes: Int32):
-    """Copy 16 bytes from global to shared memory, past L1; bytes from `num_bytes` on are zeros and not read."""
+    """Copy 16 bytes from global to shared memory, bypassing L1; bytes from `num_bytes` on are zero-filled."""
     text = "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};"
     cute.arch.inline_ptx(text, read_only_args=[target, source, num_bytes])

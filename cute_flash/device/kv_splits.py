@@ -1,9 +1,9 @@
 """Divides the keys of all sequences of a decode call among the CTAs of the grid, on the device.
 
-A *query tile* is a tile of query rows of one sequence and K/V head. Its visible keys are divided into *units* of 32
-keys, or into `num_splits` equal parts if the caller fixes their number. Units of all query tiles form one line, and
-each CTA computes an equal interval of it. A CTA's part of one query tile is a *split*. Lengths are read on the device,
-so the host neither synchronizes nor plans again when they change.
+A *query tile* is a tile of query rows of one sequence and K/V head. Its visible keys are divided into *units*: 32 keys
+each, or `num_splits` equal parts if the caller fixes their number. The units of all query tiles are numbered
+consecutively, and each CTA computes an equal interval of them. A CTA's part of one query tile is a *split*. Lengths are
+read on the device, so the host neither synchronizes nor plans again when they change.
 
 Every warp of a CTA computes the same values, without shared memory: a lane reads the length of one sequence, and a
 prefix sum over the lanes finds the sequence of a unit.
@@ -28,7 +28,7 @@ class Split:
     head_kv: Int32
     row_tile: Int32
     query_tile: Int32  # index among all query tiles
-    begin: Int32  # keys, multiples of `UNIT_KEYS`; the last split of a query tile may end after its last key
+    begin: Int32  # range of keys, multiples of `UNIT_KEYS`; the last split of a query tile may end after its last key
     end: Int32
     next_unit: Int32  # the first unit after the split
     first_cta: Int32  # CTAs that compute splits of the query tile: first_cta ... last_cta
@@ -47,15 +47,15 @@ class Lengths:
 
 @dataclass(frozen=True)
 class KvSplits:
-    """The lengths of all sequences, and the sizes of units."""
+    """The lengths of all sequences, and the division of their keys."""
 
     cache_seqlens: cute.Tensor | None  # (B); None: every sequence fills its cache
-    cu_seqlens_k: cute.Tensor | None  # (B + 1): sequences are one after the other in one cache; None: each has its own
+    cu_seqlens_k: cute.Tensor | None  # (B + 1): all sequences share one cache; None: each has its own
     num_sequences: Int32
     cu_seqlens_q: cute.Tensor | None  # (B + 1); None: every sequence has `tokens` queries
     leftpad: cute.Tensor | None  # (B)
     tokens: Int32
-    new_tokens: Int32 | None  # keys that the call appends to each sequence; None: none, or as many as queries if ragged
+    new_tokens: Int32 | None  # keys appended to each sequence; None: none, or with cu_seqlens_q one per query
     appends: cutlass.Constexpr
     window_left: Int32 | None
     capacity: Int32  # keys that fit into the cache of a sequence
@@ -63,12 +63,12 @@ class KvSplits:
     heads_kv: Int32
     num_splits: Int32  # 0: units have `UNIT_KEYS` keys
     num_ctas: Int32
-    max_query_tiles: Int32  # counters of the workspace
+    max_query_tiles: Int32  # the number of counters in the workspace
     tile_m: cutlass.Constexpr
-    least_units: cutlass.Constexpr  # of a CTA, so that all its warps have keys
+    least_units: cutlass.Constexpr  # the minimum of a CTA, so that all its warps have keys
 
     def first_token(self, batch: Int32) -> Int32:
-        """The first query of a sequence among those of a ragged batch, which has `tokens` in all."""
+        """The index of a sequence's first query in a varlen batch, clamped to [0, `tokens`]."""
         return cutlass.min(cutlass.max(self.cu_seqlens_q[batch], 0), self.tokens)
 
     def old_len(self, batch: Int32) -> Int32:
@@ -78,7 +78,7 @@ class KvSplits:
             first = self.first_row(batch)
             length = cutlass.max(cutlass.min(self.cu_seqlens_k[batch + 1], self.capacity) - first, 0)
         if self.cache_seqlens is not None:
-            # `sequence` limits the length to the capacity.
+            # `sequence` clamps the length to the capacity.
             used = cutlass.max(self.cache_seqlens[batch], 0)
             length = used if self.cu_seqlens_k is None else cutlass.min(used, length)
         return length
@@ -89,7 +89,7 @@ class KvSplits:
 
     @cute.jit
     def sequence(self, batch: Int32) -> Lengths:
-        """The lengths of a sequence, limited to the tensors."""
+        """The lengths of a sequence, clamped to the sizes of the tensors."""
         tokens = self.tokens
         if cutlass.const_expr(self.cu_seqlens_q is not None):
             tokens = cutlass.max(self.first_token(batch + 1) - self.first_token(batch), 0)
@@ -105,7 +105,7 @@ class KvSplits:
         return Lengths(key_len, tokens, first_key)
 
     def first_unit(self, sequence: Lengths) -> Int32:
-        """The first `UNIT_KEYS` keys to visit. Appended keys are always visited, because a visit appends them."""
+        """The first unit of `UNIT_KEYS` keys to visit. New keys are always visited, because the visit appends them."""
         first = sequence.first_key
         if self.appends:
             new = sequence.tokens if self.new_tokens is None else self.new_tokens
@@ -113,7 +113,7 @@ class KvSplits:
         return first // UNIT_KEYS
 
     def num_units(self, sequence: Lengths) -> Int32:
-        """Units of `UNIT_KEYS` keys to visit; at least one, in which a sequence without keys writes its output."""
+        """Units of `UNIT_KEYS` keys to visit; at least one, so that a sequence without keys writes its output."""
         return cutlass.max((sequence.key_len + UNIT_KEYS - 1) // UNIT_KEYS - self.first_unit(sequence), 1)
 
     def row_tiles(self, sequence: Lengths) -> Int32:
@@ -145,12 +145,12 @@ class KvSplits:
 
     @cute.jit
     def split(self, unit: Int32, end_unit: Int32, per_cta: Int32) -> tuple[cutlass.Boolean, Split]:
-        """The split that begins at a unit and ends at `end_unit` or with its query tile; and whether it exists.
+        """Whether a split begins at `unit`, and that split, which ends at `end_unit` or with its query tile.
 
-        Wrong offsets of queries may give more query tiles than the workspace has counters; those do not exist.
+        Invalid `cu_seqlens_q` may give more query tiles than the workspace has counters; the surplus is ignored.
         """
         lane, num_sequences = cute.arch.lane_idx(), self.num_sequences
-        first, batch = Int32(0), Int32(-1)  # the sequences of the lanes; the sequence of the unit
+        first, batch = Int32(0), Int32(-1)  # the sequence of lane 0; the sequence of `unit`, or -1
         tiles_before, units_before = Int32(0), Int32(0)
         while batch < 0 and first < num_sequences:
             tiles, units = self.tile_counts(first + lane)
@@ -161,7 +161,7 @@ class KvSplits:
                 if lane >= 1 << step:
                     tiles_end, units_end = tiles_end + other_tiles, units_end + other_units
             is_past = vote_count(unit >= units_before + units_end)
-            # Lanes whose units all come before: their number is the lane of the unit.
+            # The first `is_past` lanes have only units before `unit`, so lane `is_past` has its sequence.
             if is_past < LANES:
                 batch = first + is_past
                 tiles_before += cute.arch.shuffle_sync(tiles_end - tiles, is_past)

@@ -378,7 +378,7 @@ class ModScores:
         store_if(exists, (gElements.iterator + offset).toint(), Int32(element), Int32)
 
     def opaque(self, dP_mn: cute.Tensor) -> tuple:
-        """The same scores at a position that the compiler cannot recognise, and a float 0 that it does not know.
+        """The same scores at a position that the compiler cannot recognise, and a float 0 that it cannot fold.
 
         Otherwise the compiler would merge the second computation of P with the first, and keep the common
         subexpressions of all elements in registers.

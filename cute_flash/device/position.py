@@ -42,5 +42,5 @@ class BwdBlockPosition:
         return r // 2 * self.row_step + r % 2 * 8
 
     def shifted(self, zero: Int32) -> "BwdBlockPosition":
-        """The same position plus a 0 that the compiler does not know (`ModScores.opaque`)."""
+        """The same position plus a 0 that the compiler cannot fold (`ModScores.opaque`)."""
         return replace(self, query=self.query + zero, key=self.key + zero)

@@ -175,7 +175,7 @@ class BlockScores:
         return cute.math.exp2(x, fastmath=True)
 
     def distance(self, r: int, c: int) -> Float32:
-        """The distance of ALiBi, an absolute value."""
+        """The absolute distance of query and key, for ALiBi."""
         offset = r // 2 * self.row_step + r % 2 * 8 - column_offset(c)
         return cute.math.absf(self.first_distance + Float32(offset))
 

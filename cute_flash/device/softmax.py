@@ -24,18 +24,18 @@ LN_2 = 0.6931471805599453
 THREADS_PER_ROW = 4
 
 # How far m may lag behind the true maximum of a row, in units of log2. If it lags further, m, l and O are rescaled. The
-# final division removes the factor exactly, so it matters only for the rounding of P: with an exact maximum the largest
-# P is 1, which has no rounding error, and the larger P, the more its error counts. In a numerical model, on inputs
-# with outliers, the error is at most 1.20 times that of an exact maximum with a threshold of 8, 1.06 with 4, 1.04 with
-# 3 and 1.02 with 2. On normal inputs one block in 100 exceeds 3, and one in 15 exceeds 2.
+# final division removes the factor exactly, so it only affects the rounding of P: with an exact maximum the largest P
+# is 1, which has no rounding error, and larger P contribute more to the error. In a numerical model, on inputs with
+# outliers, the error relative to an exact maximum is at most 1.20 with a threshold of 8, 1.06 with 4, 1.04 with 3 and
+# 1.02 with 2. On normal inputs one block in 100 exceeds 3, and one in 15 exceeds 2.
 RESCALE_THRESHOLD = 3.0
-# m is exact over this many first keys, because the fewer keys there are, the more the largest P matters. Exact blocks
-# rescale like every block of FlashAttention-2. Measured on an H200, error relative to FlashAttention-2 at S=512, and
+# m is exact for the first EXACT_KEYS keys, because the largest P matters more with fewer keys. Exact blocks rescale
+# like every block of FlashAttention-2. Measured on an H200, error relative to FlashAttention-2 at S=512, and
 # speed of short full tiles: exact first block only 1.056; 192 keys 1.038 and 3 % slower; 512 keys 1.00 and 8 % slower.
 EXACT_KEYS = 128
 # With a speculative maximum, a block is checked if its row sums exceed this thread's part of l by more than this.
 SPECULATION_EXCESS = 6.0
-# The check fails if a single P exceeds this share of the row's sums plus the offset, or if a block's sum exceeds
+# The check fails if a single P exceeds REDO_SHARE times the row's sums plus REDO_OFFSET, or if a block's sum exceeds
 # MAX_BLOCK_SUM, which keeps P in the range of fp16. In the model the error is at most 1.04 times that of an exact
 # maximum. Of the blocks of normal inputs one in 50 is checked, and one in 300 is computed again.
 REDO_SHARE, REDO_OFFSET = 0.5, 1.0
@@ -59,7 +59,7 @@ class Softmax:
     scale_log2: Float32  # scale * log2(e)
     max_score: cute.Tensor | None = None  # (rows of this thread,) fp32, over this thread's columns, for max_logit
     is_exact: cutlass.Constexpr = False  # m never lags, so a row does not depend on the other rows of its warp
-    # Sum each block by itself first: beside a P of 1, an fp32 sum drops terms below 2^-24, and there may be many.
+    # Sum each block separately first: an fp32 sum of 1 or more loses terms below 2^-24, and there may be many.
     sums_by_block: cutlass.Constexpr = False
 
     @staticmethod

@@ -1,14 +1,14 @@
-"""fp32 products on 16-bit tensor cores: each operand is a high and a low fp16 piece.
+"""fp32 products on 16-bit tensor cores: each operand is the sum of a high and a low fp16 piece.
 
     x / f = high + low,  high = fp16(x / f),  low = fp16(x / f - high)
 
 f is a power of two for each head (and sequence), such that the largest row norm of x / f is between 2^13 and 2^14. The
-pieces have 22 bits, and their error is at least 2^-38 of the largest norm. A product of two operands takes three MMAs:
+pieces have 22 bits together. The error of small elements is up to 2^-38 of the largest norm. A product is three MMAs:
 
     A B = A_low B_high + A_high B_low + A_high B_high
 
-An MMA aligns its terms to the largest one and truncates them. Therefore MMAs add up one block only, over the head dim,
-its keys or its queries. fp32 additions, which round to nearest, add the blocks.
+An MMA aligns its terms to the largest one and truncates them. Therefore MMAs accumulate within one block only, over
+the head dim, its keys or its queries. fp32 additions, which round to nearest, add up the blocks.
 """
 
 import cutlass
@@ -18,9 +18,9 @@ from cutlass import Float16, Float32, Int32
 from cute_flash.device.ldmatrix import MmaOperand
 from cute_flash.device.ptx import instruction
 
-# P is at most 2^3 (`softmax.RESCALE_THRESHOLD`). Its pieces are those of P times this factor.
+# P is at most 2^3 (`softmax.RESCALE_THRESHOLD`). It is multiplied by this factor before it is split.
 PROB_SCALE = 2.0**12
-# Bits of the exponent of a row norm after division by the factor.
+# The exponent of the largest row norm after division by the factor.
 NORM_BITS = 13
 _MIN_EXPONENT, _MAX_EXPONENT = 27, 254  # of fp32, biased: both factor and inverse are normal numbers
 
@@ -55,7 +55,7 @@ def split(values: cute.Tensor, scale: Float32) -> tuple[cute.Tensor, cute.Tensor
 
 
 def gemm_ss(mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand, b: MmaOperand, stage: Int32, steps: int) -> None:
-    """acc += A B, with both from shared memory; `steps`: k-steps of a piece. Low pieces follow high ones in a row.
+    """acc += A B, with both from shared memory; `steps`: k-steps of a piece. In a row, low pieces follow high ones.
 
     The forward and the backward must add in the same order: their scores then have the same truncation errors, which
     cancel in exp(S - LSE).
@@ -70,8 +70,8 @@ def gemm_ss(mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand, b: MmaOperand, 
 
 
 def gemm_pieces(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, stage: Int32) -> None:
-    """acc += A B; `a`: the pieces of A, in registers or in two tiles of shared memory. B is transposed: its low pieces
-    are columns behind those of its high pieces.
+    """acc += A B; `a`: the pieces of A, in registers or in two tiles of shared memory. B is transposed: the
+    columns of its low pieces follow those of its high pieces.
     """
     a = [x.rederived() if isinstance(x, MmaOperand) else x for x in a]
     b = b.rederived()
@@ -79,7 +79,7 @@ def gemm_pieces(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, s
     halves = cute.logical_divide(b.fragment, (None, columns, None))
     for k in range(cute.size(b.fragment, mode=[2])):
         b.load_k(k, stage)
-        # Operands in two tiles share one fragment.
+        # Two tiles of A share one fragment, so the low piece is used before the high piece is loaded.
         for i, others in ((1, (0,)), (0, (1, 0))):
             if isinstance(a[i], MmaOperand):
                 a[i].load_k(k, 0)
@@ -92,7 +92,7 @@ def gemm_pieces(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, s
 def add_gemm_rs(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, stage: Int32):
     """acc += A B with the pieces of A in registers, 16 columns at a time.
 
-    The 16 columns have accumulators for the product of this block. Adding them to `acc` rounds to nearest.
+    The product of this block has its own accumulators. Adding them to `acc` rounds to nearest.
     """
     b = b.rederived()
     columns = cute.size(b.view, mode=[1]) // 2

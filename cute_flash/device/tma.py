@@ -1,9 +1,9 @@
 """TMA loads and stores of tiles of (B, H, S, D) tensors.
 
-TMA zero-fills rows past S and columns past D when it loads, and drops them when it stores. It knows the bounds of a
-tensor, but not those of the sequences in a varlen tensor (1, H, T, D). `VarlenTmaTiles` therefore describes a tensor of
-WRAP rows in which every sequence ends at the last row: a sequence of `length` rows takes the last `length` rows. Two
-more dimensions, y and w, move the address back to the real rows, using that addresses wrap around at 2^64 bytes:
+TMA zero-fills rows past S and columns past D when it loads, and drops them when it stores. A descriptor has the bounds
+of a tensor, but not those of the sequences in a varlen tensor (1, H, T, D). `VarlenTmaTiles` therefore describes a
+tensor of WRAP rows in which every sequence ends at the last row: a sequence of `length` rows takes the last `length`
+rows. Two more dimensions, y and w, move the address back to the real rows, because addresses wrap around at 2^64:
 
     dimension   row                     y                 w
     size        WRAP                    MANY              MANY

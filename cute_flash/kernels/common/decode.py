@@ -1,22 +1,22 @@
 """Attention of few queries over a K/V cache, with mma.sync and cp.async, for Ampere, Ada and Hopper.
 
-The rows of the product are the queries of one K/V head: tokens times the query heads of its group. Decoding reads every
-key once, so the kernel is limited by memory, and mma.sync suffices on Hopper too: a wgmma has 64 rows, of which a
-group of 4 heads would use 4.
+The rows of a query tile are the tokens of all query heads that share a K/V head (pack_gqa). Decoding reads every key
+once, so the kernel is memory-bound, and mma.sync suffices on Hopper too: a wgmma has 64 rows, of which one token of 4
+query heads would use 4.
 
 The grid has a fixed number of CTAs, which divide the keys of all sequences equally (`device/kv_splits.py`). A CTA
 computes its splits one after the other:
 
-    append     write new keys and values of the split to the cache, rotated
+    append     write the new keys (rotated) and values of the split to the cache
     stage      load Q, rotate it, write it to shared memory
     loop       each warp, over its own 16 keys of every block, with its own pipeline and softmax statistics:
                    S = Q K^T;  m' = max(m, rowmax S);  P = exp(scale (S - m'))
                    l = l exp(scale (m - m')) + rowsum P;  O = O exp(scale (m - m')) + P V
-    combine    add up the outputs of the warps through shared memory
+    combine    combine the outputs of the warps through shared memory
     finish     write out and LSE if the split has all keys; else write m, l and O to the workspace, and the
-               last CTA to arrive adds up the splits of the query tile
+               last CTA to arrive merges the splits of the query tile
 
-Warps need no barrier in the loop: a warp reads only keys that it has copied itself.
+The loop needs no CTA barrier, because a warp reads only keys that it has copied itself.
 """
 
 from dataclasses import dataclass, replace
@@ -44,17 +44,17 @@ from cute_flash.planning.decode import EXCHANGE_ROWS, UNIT_KEYS, DecodeTile
 from cute_flash.planning.tiles.common import SMEM_ALIGN
 
 FLOATS = 4  # floats of O that a thread combines at once
-# Fields of a split that the main loop does not need.
+# Fields of a split that the main loop does not need. They are kept in shared memory.
 COLD = ("batch", "head_kv", "row_tile", "query_tile", "next_unit", "first_cta", "last_cta", "is_first")
 AT_ONCE = 8  # splits of a query tile that a thread loads at once
 
 
 @dataclass(frozen=True)
 class Params:
-    """The argument of the kernel. q and out are (B, T, H, D); with ragged queries B is 1, and T counts all tokens."""
+    """The argument of the kernel. q and out are (B, T, H, D); with varlen queries B is 1, and T counts all tokens."""
 
     mQ: cute.Tensor
-    mK: cute.Tensor  # (B, S, Hkv, D) or (pages, page, Hkv, D)
+    mK: cute.Tensor  # (B, S, Hkv, D) or (num_pages, page_size, Hkv, D)
     mV: cute.Tensor
     mO: cute.Tensor
     mLSE: cute.Tensor  # (B, H, T)
@@ -81,11 +81,11 @@ class Params:
 @dataclass(frozen=True)
 class SharedStorage:
     sQ: cute.Tensor  # (tile_m, tile_d, 1)
-    sKV: cute.Tensor  # (tile_n, tile_d, stage), K and V in turn, stages of one warp after the other
+    sKV: cute.Tensor  # (tile_n, tile_d, stage): K and V alternate; all stages of warp 0, then of warp 1, ...
     exchange: cute.Tensor  # (tile_d, 8 rows, warp) fp32
     stats: cute.Tensor  # (2, 8 rows, warp) fp32: m and l
     flag: cute.Tensor  # whether this CTA is the last to arrive at a query tile
-    cold: cute.Tensor  # the fields `COLD` of the split, which would occupy registers over the main loop
+    cold: cute.Tensor  # the fields `COLD` of the split, which would occupy registers during the main loop
 
     @staticmethod
     def allocate(tile: DecodeTile, dtype) -> "SharedStorage":
@@ -106,19 +106,19 @@ class SharedStorage:
         return SharedStorage(sQ, sKV, exchange, stats, flag, cold)
 
     def remember(self, split: Split):
-        """Called by one thread, before a barrier."""
+        """Write the fields `COLD` to shared memory. Called by one thread, before a barrier."""
         for i, name in enumerate(COLD):
             self.cold[i] = Int32(getattr(split, name))
 
     def recall(self, split: Split) -> Split:
-        """The split with fields from shared memory."""
+        """The split with its fields `COLD` read from shared memory."""
         fields = {name: self.cold[i] for i, name in enumerate(COLD)}
         return replace(split, **(fields | {"is_first": fields["is_first"] == 1}))
 
 
 @dataclass(frozen=True)
 class WarpState:
-    """The fragments of one warp."""
+    """The operands, accumulators and row parameters of one warp."""
 
     warp: Int32
     lane: Int32
@@ -130,9 +130,9 @@ class WarpState:
     softmax: Softmax
     tScS: cute.Tensor
     bounds: cute.Tensor  # (2, rows of this thread): first and last key that a row sees
-    visible: tuple  # the first and last of the keys that all rows see
+    visible: tuple  # the first and the last key that all rows see
     slopes: cute.Tensor | None  # (rows of this thread), in units of log2
-    positions: cute.Tensor | None  # (rows of this thread), with slopes
+    positions: cute.Tensor | None  # (rows of this thread), of the queries; None without slopes
     k_scale: Float32 | None  # of an FP8 cache
 
 
@@ -142,7 +142,7 @@ class Loads:
 
     k: WarpLoader
     v: WarpLoader
-    first_key: Int32  # of the warp in a block
+    first_key: Int32  # offset of the warp's keys in a block
     memory: Int32  # address of the warp's stages
 
 
@@ -249,7 +249,7 @@ class Decode(Kernel):
                     has_next, following = p.splits.split(unit, end_unit, per_cta)
                     if has_next:
                         self.begin(p, storage, following)
-                # With memory of its own, the end of this split overlaps the loads of the next.
+                # If the exchange has its own memory, the end of this split overlaps the loads of the next.
                 if cutlass.const_expr(self.tile.own_exchange):
                     self.finish(p, storage, split, state, cta)
                 exists, split = has_next, following
@@ -258,7 +258,7 @@ class Decode(Kernel):
 
     @cute.jit
     def zero_padding(self, p: Params, cta: Int32):
-        """Tokens after the last sequence have an output of 0 and an LSE of -inf."""
+        """Set the output of tokens after the last sequence to 0, and their LSE to -inf."""
         thread, _, _ = cute.arch.thread_idx()
         _, num_tokens, heads, _ = p.mO.shape
         first = p.splits.first_token(p.splits.num_sequences)
@@ -282,7 +282,7 @@ class Decode(Kernel):
         if cutlass.const_expr(self.static.appends):
             self.append(p, split, sequence, thread)
         loads = self.loads(p, storage, split, sequence, thread)
-        # All lanes have read the last blocks of the previous split.
+        # Wait until all lanes have read the last blocks of the previous split.
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(self.tile.stages - 1):
             self.load_block(loads, split, split.begin + i * self.tile.block_keys, Int32(i))
@@ -301,13 +301,13 @@ class Decode(Kernel):
 
     @cute.jit
     def finish(self, p: Params, storage: SharedStorage, split: Split, state: WarpState, cta: Int32):
-        """Add up the outputs of the warps, and of the splits of the query tile if this CTA is the last to arrive."""
+        """Combine the warps, and merge the splits of the query tile if this CTA is the last to arrive."""
         thread, _, _ = cute.arch.thread_idx()
         sequence = p.splits.sequence(split.batch)
         is_whole = split.first_cta == split.last_cta
         target = is_whole, self.slot(p, cta, split.is_first)
         if cutlass.const_expr(not self.tile.own_exchange):
-            # The exchange overwrites the stages: wait until every warp has read its last.
+            # The exchange overwrites the stages: wait until every warp has read its last stage.
             cute.arch.sync_threads()
         for i in cutlass.range_constexpr(self.tile.tile_m // EXCHANGE_ROWS):
             rows = cutlass.min(self.num_rows(p, split, sequence) - i * EXCHANGE_ROWS, EXCHANGE_ROWS)
@@ -323,7 +323,7 @@ class Decode(Kernel):
     # ---- queries
 
     def coord(self, p: Params, split: Split, row: Int32) -> tuple:
-        """(batch of q, token, head) of a row of the split's tile, and the token within its sequence."""
+        """(batch, token, head) in q of a row of the split's query tile, and its token within the sequence."""
         index = split.row_tile * self.tile.tile_m + row
         group = p.splits.group
         token, head = index // group, split.head_kv * group + index % group
@@ -332,12 +332,12 @@ class Decode(Kernel):
         return Int32(0), p.splits.first_token(split.batch) + token, head, token
 
     def num_rows(self, p: Params, split: Split, sequence: Lengths) -> Int32:
-        """Rows of the split's tile that exist."""
+        """The number of rows of the split's query tile that exist."""
         return cutlass.min(sequence.tokens * p.splits.group - split.row_tile * self.tile.tile_m, self.tile.tile_m)
 
     @cute.jit
     def stage_q(self, p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32):
-        """Write the tile's queries to shared memory, rotated; rows and columns that do not exist are zeros."""
+        """Write the tile's queries, with rotary applied, to shared memory; rows and columns past the end are zeros."""
         tile = self.tile
         vectors = tile.head_dim // VECTOR
         x = cute.make_rmem_tensor(VECTOR, Float32)
@@ -352,12 +352,12 @@ class Decode(Kernel):
                 else:
                     position = sequence.key_len - sequence.tokens + position
                     if cutlass.const_expr(p.window_left is None and p.window_right is None):
-                        # Without a mask, all queries are at the position after the old keys.
+                        # Without a mask, all queries have the position after the old keys, as in flash-attn.
                         position = p.splits.old_len(split.batch)
                     p.rotary.load(gQ, vector, position, x)
             sQ = storage.sQ[row, None, 0]
             for i in cutlass.range_constexpr(VECTOR):
-                # Rounded to the dtype of q first, as if a kernel before had rotated q.
+                # Round to the dtype of q first, as a separate rotary kernel would.
                 rounded = x[i].to(p.mQ.element_type).to(self.dtype)
                 sQ[self.query_column(vector * VECTOR + i)] = rounded
         cute.arch.sync_threads()
@@ -372,7 +372,7 @@ class Decode(Kernel):
     def append(self, p: Params, split: Split, sequence: Lengths, thread: Int32):
         """Write the new keys and values of the split's blocks to the cache.
 
-        CTAs with other query rows of the same K/V head write the same values, so none waits for another.
+        CTAs with other query rows of the same K/V head write the same values, so they need no synchronization.
         """
         tile, static = self.tile, self.static
         old_len = p.splits.old_len(split.batch)
@@ -467,7 +467,7 @@ class Decode(Kernel):
         static = self.static
         batch = split.batch
         if p.batch_idx is not None:
-            # A wrong index must not reach outside of the cache.
+            # Clamp, so that an invalid index stays within the cache.
             batch = cutlass.min(cutlass.max(p.batch_idx[batch], 0), p.mK.shape[0] - 1)
         first_row = p.splits.first_row(split.batch) if static.varlen_keys else None
         common = split.head_kv, batch, first_row, p.page_table, static.page_lookup
@@ -490,7 +490,7 @@ class Decode(Kernel):
         stage = Int32(0)
         for key in cutlass.range(split.begin, split.end, tile.block_keys, unroll=1):
             cute.arch.cp_async_wait_group(tile.stages - 2)
-            # All lanes have received the data, and have read the stage that is loaded next.
+            # Wait until the data of all lanes has landed, and all lanes have read the stage that is loaded next.
             cute.arch.sync_warp()
             ahead = stage - 1 if stage > 0 else Int32(tile.stages - 1)
             self.load_block(loads, split, key + (tile.stages - 1) * tile.block_keys, ahead)
@@ -543,7 +543,7 @@ class Decode(Kernel):
 
     @cute.jit
     def transform(self, p: Params, state: WarpState, acc_S_mn: cute.Tensor, key: Int32):
-        """Softcap and ALiBi, to scores in units of log2."""
+        """Apply softcap and ALiBi; the results are in units of log2."""
         if cutlass.const_expr(p.score is not None):
             if cutlass.const_expr(p.score.rate is not None):
                 p.score.apply_cap(acc_S_mn, False)
@@ -559,7 +559,7 @@ class Decode(Kernel):
 
     @cute.jit
     def visible_keys(self, p: Params, split: Split, sequence: Lengths) -> tuple:
-        """The first and last of the keys that all queries of the sequence see."""
+        """The first and the last key that all queries of the sequence see."""
         first, last = sequence.first_key, cutlass.min(sequence.key_len, split.end) - 1
         if cutlass.const_expr(p.window_left is not None):
             first = cutlass.max(first, sequence.key_len - 1 - p.window_left)
@@ -569,7 +569,7 @@ class Decode(Kernel):
 
     @cute.jit
     def mask(self, state: WarpState, acc_S_mn: cute.Tensor, key: Int32):
-        """Scores of keys that a row does not see become -inf."""
+        """Set the scores of keys that a row does not see to -inf."""
         first = key + as_mn(state.tScS)[0, 0][1]
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             low, high = state.bounds[0, r] - first, state.bounds[1, r] - first
@@ -582,7 +582,7 @@ class Decode(Kernel):
 
     @cute.jit
     def exchange(self, p: Params, storage: SharedStorage, state: WarpState, part: cutlass.Constexpr, rows: Int32):
-        """Write eight rows of the outputs and statistics of all warps to shared memory: each thread's `part`-th row."""
+        """Write eight rows of every warp's output and statistics to shared memory: the `part`-th row of each thread."""
         acc, row = as_mn(state.acc_O), state.lane // THREADS_PER_ROW
         first = self.coordinates(p, state.lane)[0, 0][1]
         total = state.softmax.row_sum[part]
@@ -597,7 +597,7 @@ class Decode(Kernel):
         cute.arch.sync_threads()
 
     def output_column(self, first: Int32, c: int) -> Int32:
-        """The column of the output of this thread's c-th accumulator; `first`: its first column of an n8 tile."""
+        """The output column of this thread's c-th accumulator; `first`: the thread's first column in an n8 tile."""
         return fp8.output_column(c // 2, first + c % 2) if self.static.is_fp8 else first + column_offset(c)
 
     def coordinates(self, p: Params, lane: Int32) -> cute.Tensor:
@@ -622,11 +622,11 @@ class Decode(Kernel):
 
     @cute.jit
     def combine(self, p: Params, storage: SharedStorage, split: Split, thread: Int32, part: tuple, target: tuple):
-        """Add up the warps, and write the results: those of a whole query tile to the output, others to the workspace.
+        """Combine the warps; write the result to the output if the split has all keys, else to the workspace.
 
         Args:
-            part: the first row of the exchanged rows, and their number.
-            target: whether the split has all keys of the query tile, and its slot of the workspace.
+            part: the first of the exchanged rows, and their number.
+            target: whether the split has all keys of the query tile, and its workspace slot.
         """
         (first_row, num_rows), (is_whole, slot) = part, target
         vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
@@ -682,7 +682,7 @@ class Decode(Kernel):
 
     @cute.jit
     def is_last(self, p: Params, storage: SharedStorage, split: Split, thread: Int32):
-        """Arrive at the query tile; whether all other CTAs have arrived. The last one resets the counter.
+        """Arrive at the counter of the query tile, and return whether this CTA is the last, which resets the counter.
 
         The barriers order the memory accesses of all threads before and after the atomic addition of thread 0.
         """
@@ -699,7 +699,7 @@ class Decode(Kernel):
 
     @cute.jit
     def merge(self, p: Params, split: Split, sequence: Lengths, thread: Int32):
-        """Add up the splits of a query tile, and write its output."""
+        """Merge the splits of a query tile, and write its output."""
         vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
         num_rows = self.num_rows(p, split, sequence)
         parts = [cute.make_rmem_tensor(FLOATS, Float32) for _ in range(AT_ONCE)]
@@ -709,7 +709,7 @@ class Decode(Kernel):
             m, total = -Float32.inf, Float32(0.0)
             sums.fill(0.0)
             for first in cutlass.range(split.first_cta, split.last_cta + 1, AT_ONCE, unroll=1):
-                # All loads before the first use. Instead of splits past the last, that one is read again.
+                # Issue all loads before the first use. Indices past the last split load the last split again.
                 for i in cutlass.range_constexpr(AT_ONCE):
                     cta = cutlass.min(first + i, split.last_cta)
                     slot = self.slot(p, cta, cta == split.first_cta)

@@ -28,8 +28,8 @@ _WITH_ROWS = {
 class Kernel:
     """A kernel of `planning.registry.KERNELS`.
 
-    `__call__` is the host side: it takes the stream, and the operands of the kernel's row by name. The method `kernel`
-    is the device code.
+    `__call__` is the host side: it takes the stream, and by name the operands in the kernel's row of KERNELS. The
+    method `kernel` is the device code.
     """
 
     def __init__(self, static: Static, tile: Any):
@@ -73,7 +73,7 @@ class MBlockKernel(Kernel):
     """A kernel with one CTA per m_block and head: the preprocess and postprocess kernels of the backward."""
 
     name: str
-    rows: str  # name of an operand (B, H, Sq, ...), which has the number of queries
+    rows: str  # name of an operand (B, H, Sq, ...), whose shape gives the number of queries
     num_threads: int
     overlaps_previous = False  # it starts before the previous kernel ends, and waits (programmatic dependent launch)
 

@@ -1,4 +1,4 @@
-"""fp32 tensors -> the fp16 pieces that the kernels of fp32 calls read. See `device.split_fp32`."""
+"""Splits fp32 tensors into the fp16 pieces that the kernels of fp32 calls read. See `device.split_fp32`."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ class Sequences:
 
 
 class SplitFp32(Kernel):
-    """For each operand x with an operand `x_pieces`: the largest row norm of each head, then its pieces.
+    """Computes the largest row norm of each head, then the pieces, of each operand x with an operand `x_pieces`.
 
     `norms[i]` holds the norms of the i-th x, and is 0 before the launch. In a varlen batch each sequence has its own
     norms. Padding and unused keys, which may be uninitialized, have neither norms nor pieces.
@@ -71,11 +71,11 @@ class SplitFp32(Kernel):
 
     @cute.kernel
     def norms(self, mX: cute.Tensor, mNorm: cute.Tensor, sequences: Sequences):
-        """mNorm (B, H): raised to the largest norm of a row. NaN and infinity do not count."""
+        """Raise mNorm (B, H) to the largest norm of a row. NaN and infinity are ignored."""
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = cute.arch.block_idx()
         width = mX.shape[3]
-        lanes = 1 << (-(-width // READ) - 1).bit_length()  # that read a row
+        lanes = 1 << (-(-width // READ) - 1).bit_length()  # lanes that read a row
         column, largest, sequence = thread % lanes * READ, Float32(0.0), Int32(-1)
         for i in cutlass.range_constexpr(ROWS * lanes // THREADS):
             row = block * ROWS + (i * THREADS + thread) // lanes
@@ -91,11 +91,11 @@ class SplitFp32(Kernel):
                 most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=offset))
                 squares = squares + cute.arch.shuffle_sync_bfly(squares, offset=offset)
                 offset //= 2
-            # A bound of the norm where its square leaves the range of fp32.
+            # Use an upper bound of the norm if its square leaves the range of fp32.
             is_in_range = squares > 1e-30 and squares < 1e38
             norm = cute.math.sqrt(squares) if is_in_range else most * Float32(width**0.5)
             if cutlass.const_expr(self.static.varlen):
-                # Rows ascend, so a thread is done with a sequence when it meets the next one.
+                # Rows ascend, so a sequence is complete when the thread reaches the next one.
                 found = sequences.of_row(row)
                 if found != sequence:
                     if sequence >= 0 and column == 0:
@@ -114,7 +114,7 @@ class SplitFp32(Kernel):
 
     @cute.kernel
     def pieces(self, mX: cute.Tensor, mPieces: cute.Tensor, mNorm: cute.Tensor, sequences: Sequences):
-        """mPieces (B, H, S, 2 width of the tile): high pieces, then low ones, with zeros past the width of mX."""
+        """Write mPieces (B, H, S, 2 tile_d): high pieces, then low ones, with zeros past the width of mX."""
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = cute.arch.block_idx()
         width, padded = mX.shape[3], mPieces.shape[3] // 2

@@ -117,8 +117,8 @@ class BwdSm90Wide(Kernel):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         batch, heads_kv, seqlen_k, _ = args.k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
-        # A missing right bound is replaced by one that masks nothing: without it ptxas is short of registers, and
-        # serialises the products.
+        # A missing right bound is replaced by one that masks nothing: without it the kernel needs too many
+        # registers, and ptxas serialises the products.
         band = self.band(args)
         MN, K = OperandMajorMode.MN, OperandMajorMode.K
         params = Params(
@@ -445,7 +445,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def add_rest(self, p: Params, state: MmaState, rest: cute.Tensor, position: tuple, half: cutlass.Constexpr):
-        """Add the last four registers to global memory. Called after the fence, which would wait for the additions."""
+        """Add the last four registers to global memory, after the fence, because a fence waits for prior additions."""
         elements = self.tile.tile_m * self.tile.head_dim
         first = p.mdQ_accum.iterator + Int64(position[0]) * elements
         add_four(first, rest, HALVES * state.wg + half, self.tile.dq_pieces, state.thread)

@@ -66,7 +66,7 @@ from cute_flash.spec.problem import Static
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP, LOAD_BIAS_WARP = range(4)
 # Named barrier 0 is the CTA barrier.
 FIRST_ORDER_BARRIER = 1
-# Value of `masked` besides True and False: a run-time condition decides.
+# Value of `masked` besides True and False: a run-time condition decides whether the block is masked.
 MAYBE = "maybe"
 
 
