@@ -92,9 +92,9 @@ def attn(
     The mask aligns the last query with the last key (bottom right): query i sees the keys j with
     ``i + Sk - Sq - left <= j <= i + Sk - Sq + right``. A query that sees no key has output 0, LSE -inf and gradients 0.
 
-    On CUDA, q, k and v are fp16 or bf16, with D and Dv that are multiples of 8 up to 256, or fp32 up to 128. fp32 keeps
-    fp32 accuracy (docs/numerics.md); it uses mma.sync on every GPU and has no gradient of a score_mod. On the CPU, q, k
-    and v are fp16, bf16, fp32 or fp64 with any D and Dv, and a slower reference path computes the result. Under
+    On CUDA, q, k and v are fp16, bf16 or fp32; D and Dv are multiples of 8 up to 256, or up to 128 for fp32. fp32 calls
+    have fp32 accuracy (docs/numerics.md), use mma.sync on every GPU, and have no gradient of a score_mod. On the CPU,
+    q, k and v are fp16, bf16, fp32 or fp64 with any D and Dv, and a slower reference path computes the result. Under
     autocast, q, k and v are cast to the autocast dtype. Kernels read tensors in place if the last dimension is
     contiguous and rows start at multiples of 16 bytes; other tensors are copied first. Jagged NestedTensors are passed
     on to `attn_nested`.

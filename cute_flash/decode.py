@@ -76,7 +76,7 @@ def attn_decode(
 
     On CUDA, q is fp16 or bf16, D and Dv are multiples of 8 up to 256, and only kernels read lengths and tables: the
     host does not synchronize, and a CUDA graph uses the values that the tensors hold when it is replayed. Wrong lengths
-    and indices raise a `ValueError` on the CPU, and are not checked on CUDA. On the CPU, q is fp16, bf16, fp32 or fp64.
+    and indices raise a `ValueError` on the CPU, but are not checked on CUDA. On the CPU, q is fp16, bf16, fp32 or fp64.
     There are no gradients, and autocast has no effect, because the caches have a dtype of their own.
 
     Args:
@@ -87,7 +87,7 @@ def attn_decode(
         v_cache: Values, in the same form and dtype, with head dim Dv.
         cache_seqlens: (B), int32: the number of rows of each sequence before the append; or one number for all.
         page_table: (B, max_pages), int32: row j of sequence b is row ``j % page_size`` of page
-            ``page_table[b, j // page_size]``. Pages have any size. Entries past the end of a sequence are not used.
+            ``page_table[b, j // page_size]``. Pages can have any size. Entries past the end of a sequence are not used.
         cache_batch_idx: (B), int32: the row of the caches that sequence b uses; None: b. Not with `page_table`.
         leftpad: (B), int32: the number of rows to skip at the start of each sequence.
         k_new: Keys to append, (B, Tn, Hkv, D), or (T, Hkv, D) with `cu_seqlens_q`; in the dtype of q. They are written
@@ -95,8 +95,8 @@ def attn_decode(
         v_new: Values to append, in the same form, with head dim Dv.
         rotary_cos: Cosines of the rotary embedding, (positions, rotary_dim / 2), of any floating-point dtype. k_new is
             rotated by the position of its row. A query is rotated by its own position if `causal` or `window` is set,
-            else by ``cache_seqlens[b]``. Dimensions from rotary_dim on stay. Only with k_new. On CUDA, rotary_dim is a
-            multiple of 16.
+            else by ``cache_seqlens[b]``. Dimensions from rotary_dim on are unchanged. Only with k_new. On CUDA,
+            rotary_dim is a multiple of 16.
         rotary_sin: Sines, in the shape and dtype of `rotary_cos`.
         rotary_interleaved: Rotate the pairs (0, 1), (2, 3), … instead of (i, i + rotary_dim / 2).
         cu_seqlens_q: (B + 1), int32: offsets of the sequences in q, for different numbers of queries. k_new and v_new
@@ -108,13 +108,13 @@ def attn_decode(
         sinks: Attention sinks, (H), of any floating-point dtype: one more logit, without a value, in each row's
             softmax.
         scale: Factor of q kᵀ; 1 / sqrt(D) by default.
-        k_scale: Scale of an FP8 k_cache, a number or an fp32 tensor, () or (Hkv): a key is stored · k_scale. k_new is
-            divided by it, rounded and saturated. None: 1.
+        k_scale: Scale of an FP8 k_cache, a number or an fp32 tensor, () or (Hkv): a key is its stored value
+            times k_scale. k_new is divided by k_scale, rounded and saturated. None: 1.
         v_scale: The same for v_cache.
         kv_layout: "nhd" as above, or "hnd" for caches (B or more, Hkv, S, D) and pages (num_pages, Hkv, page_size, D).
             k_new and v_new have the same form in both.
-        num_splits: The number of parts into which CUDA kernels split the keys; None: chosen by the live lengths. The
-            CPU path does not split.
+        num_splits: The number of parts into which CUDA kernels split the keys; None: the kernel chooses it by the
+            lengths. The CPU path does not split.
         return_lse: Also return the log-sum-exp of each row.
         out: Receives the output, (B, T, H, Dv) or (T, H, Dv), in the dtype of q.
 
@@ -252,7 +252,7 @@ def _canonical(
     rotary_interleaved = as_bool("rotary_interleaved", rotary_interleaved)
     if num_splits is not None:
         num_splits = as_int("num_splits", num_splits)
-    # By position, which takes half the time.
+    # Positional arguments take half the time of keywords.
     args = DecodeArgs(
         cache_seqlens, scale, page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin,
         rotary_interleaved, cu_seqlens_q, left, right, softcap, alibi, sinks, k_scale, v_scale, num_splits, out,

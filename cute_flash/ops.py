@@ -12,7 +12,7 @@ Both operators have dispatcher kernels for CPU (`reference`), CUDA (`runtime.lau
 vmap. The Autograd kernel of `attention_bwd` raises on a second backward. Autograd is registered with `Library.impl`,
 because `torch.library.register_autograd` takes time quadratic in the number of arguments.
 
-`api.py` calls `attention`, which bypasses the dispatcher for CUDA calls that nothing observes: it calls the CUDA
+`api.py` calls `attention`, which bypasses the dispatcher for CUDA calls unless `is_observed`: it calls the CUDA
 implementation with the same arguments.
 """
 
@@ -92,7 +92,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
 def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
     """Whether the dispatcher can be bypassed: it would do nothing but call the operator's CUDA implementation.
 
-    This holds if the tensors are on CUDA, none is a subclass with overrides, and nothing observes the call.
+    This holds if the tensors are on CUDA, none is a subclass with overrides, and `is_observed` is false.
     """
     # The negative bit (torch's lazy negation) of q, k and v needs no check: such tensors are views of imaginary parts,
     # with an element stride of 2, and the launch copies tensors with that stride.

@@ -2,13 +2,13 @@
 
     decode(q, k_cache, v_cache, *DecodeArgs) -> (out, lse)
 
-It writes k_new and v_new into the caches, and the output into `out` if the caller provides it. An operator must not
-return its argument, so the first result is then empty. It has dispatcher kernels for CPU (`reference.decode`), CUDA
-(`runtime.decode`), fake tensors, and Autograd, which refuses tensors that require grad.
+It writes k_new and v_new into the caches, and the output into `args.out` if the caller provides it. An operator must
+not return its argument, so the first result is then empty. The operator has dispatcher kernels for CPU
+(`reference.decode`), CUDA (`runtime.decode`), fake tensors, and Autograd, which refuses tensors that require grad.
 
 `runtime.decode.run` checks a call with `describe_decode`, as the CPU and fake kernels do.
 
-`cute_flash.decode` calls `decode`, which bypasses the dispatcher for CUDA calls that nothing observes, as
+`cute_flash.decode` calls `decode`, which bypasses the dispatcher for CUDA calls unless `ops.is_observed`, as
 `ops.attention` does.
 """
 
@@ -63,7 +63,7 @@ def is_direct(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> 
     for x in (q, k_cache, v_cache, *tensors_of(args)):
         if x is not None and type(x) not in PLAIN_TYPES:
             return False
-    # The others have no negative bit: they are integers, or have contiguous rows, which a lazy negation does not have.
+    # The others are integers or have contiguous rows. Tensors with the negative bit have an element stride of 2.
     return is_plain(args.rotary_cos, args.rotary_sin, args.alibi, args.sinks, args.k_scale, args.v_scale)
 
 

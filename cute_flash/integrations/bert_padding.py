@@ -22,12 +22,12 @@ def unpad_input(
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Remove the padding of a batch.
 
-    The longest length is read by the host, which synchronizes with the GPU, as in flash-attn.
+    The host reads the longest length, and so synchronizes with the GPU, as in flash-attn.
 
     Args:
         hidden_states: (B, S, …).
         attention_mask: (B, S), bool or integer: nonzero for tokens, 0 for padding.
-        unused_mask: (B, S): nonzero for elements that stay in the result although they are not used.
+        unused_mask: (B, S): nonzero for unused elements that stay in the result.
 
     Returns:
         (hidden_states, indices, cu_seqlens, max_seqlen, seqused): the remaining elements (T, …), their indices in the

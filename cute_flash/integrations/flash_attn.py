@@ -1,7 +1,7 @@
 """The functions of flash-attn 2.8 (names, parameters, defaults, results) on top of `attn` and `attn_decode`.
 
-Keywords of flash-attn 3, vLLM and SGLang are accepted behind those of flash-attn 2. A keyword without a counterpart
-raises an error, unless its value turns it off. docs/integrations/flash-attn.md has the tables.
+Keywords of flash-attn 3, vLLM and SGLang are accepted too. A keyword without a counterpart raises an error, unless its
+value turns it off. docs/integrations/flash-attn.md lists the keywords.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def flash_attn_varlen_func(
     """`flash_attn_varlen_func` of flash-attn: `attn_varlen`, or `attn_decode` if k and v are pages of a block_table.
 
     The LSE is (H, Tq). With a block_table, k and v are (num_pages, page_size, Hkv, D), and the lengths of the keys are
-    `seqused_k` or the differences of `cu_seqlens_k`; `backward()` raises an error, and dropout is refused.
+    `seqused_k` or the differences of `cu_seqlens_k`; dropout and `backward()` raise `UnsupportedError`.
     """
     args.check_off("flash_attn_varlen_func", others)
     width = args.result_width(dropout_p, return_attn_probs, return_softmax_lse)
@@ -172,8 +172,8 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """`flash_attn_with_kvcache` of flash-attn: `attn_decode`. k and v are appended to the caches in place.
 
-    Returns `out`, or (out, softmax_lse) with `return_softmax_lse`. `max_seqlen_q` is not needed. A head dim that is not
-    a multiple of 8 copies the caches.
+    Returns `out`, or (out, softmax_lse) with `return_softmax_lse`. `max_seqlen_q` has no effect. Each call
+    copies a cache whose head dim is not a multiple of 8.
     """
     args.check_off("flash_attn_with_kvcache", others)
     table = args.one_of(block_table=block_table, page_table=page_table)
@@ -193,7 +193,7 @@ def flash_attn_with_kvcache(
     is_banded = keywords["causal"] or keywords["window"] != (None, None)
     has_other_length = k is not None and cu_seqlens_q is None and q.shape[1] != k.shape[1]
     if is_banded and has_other_length and rotary_cos is not None and rotary_sin is not None:
-        # `attn_decode` rotates a query by its position in the mask, flash-attn by cache_seqlens plus its index.
+        # `attn_decode` rotates a query by its position in the mask, flash-attn by cache_seqlens plus the query's index.
         q, k = (args.rotated(x, rotary_cos, rotary_sin, cache_seqlens, rotary_interleaved) for x in (q, k))
         rotary_cos = rotary_sin = None
     caches = args.padded(k_cache), args.padded(v_cache)

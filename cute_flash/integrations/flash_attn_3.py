@@ -1,6 +1,6 @@
 """The functions of flash-attn 3's `flash_attn_interface` (names, parameters, defaults, results).
 
-They call the functions of `integrations.flash_attn`. The LSE comes second: (out, softmax_lse).
+They call the functions of `integrations.flash_attn`. Calls that return the LSE return (out, softmax_lse).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def flash_attn_with_kvcache(
 
 
 def _returning_lse(return_attn_probs: bool, others: dict[str, Any]) -> dict[str, Any]:
-    """The keywords with which `return_attn_probs`, or `return_softmax_lse`, returns (out, softmax_lse)."""
+    """Translate `return_attn_probs` to `return_softmax_lse`, which returns (out, softmax_lse)."""
     return {**others, "return_softmax_lse": others.get("return_softmax_lse") or return_attn_probs}
 
 

@@ -15,7 +15,7 @@ from cute_flash.spec.values import as_bool, as_float, as_int, check_are_tensors
 
 # Head dims on CUDA are multiples of this.
 HEAD_DIM_STEP = 8
-# Keywords without a counterpart: the values that turn them off, and the remedy for others.
+# Keywords without a counterpart: the values that turn them off, and the remedy for other values.
 OFF: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "attention_chunk": ((None, 0), "call cute_flash.attn with a mask_mod for chunks"),
     "k_descale": ((None,), "use fp16 or bf16; flash_attn_with_kvcache reads FP8 caches"),
@@ -46,7 +46,7 @@ def check_off(function: str, keywords: Mapping[str, Any]) -> None:
 def check_qkv(
     q: Tensor, k: Tensor, v: Tensor, dims_q: int, dims_kv: int = 0, names: tuple[str, str] = ("k", "v")
 ) -> None:
-    """Check what padding would hide: the numbers of dimensions, and that q and k have one head dim."""
+    """Check the numbers of dimensions, and that q and k have the same head dim, before padding hides a difference."""
     for name, x, dims in (("q", q, dims_q), (names[0], k, dims_kv or dims_q), (names[1], v, dims_kv or dims_q)):
         check_are_tensors(**{name: x})
         if x.dim() != dims:
@@ -89,7 +89,7 @@ def keywords(
 
 
 def window(window_size: Any) -> tuple[int | None, int | None]:
-    """(left, right) with None for an unbounded side. The caller's bounds are integers of any type, also tensors."""
+    """(left, right) with None for an unbounded side. Bounds may be integers of any type, or tensors."""
     if window_size is None:
         return None, None
     try:
@@ -127,7 +127,7 @@ def unstacked(name: str, x: Tensor, dims: int, count: int) -> Any:
 
 
 def padded(x: Tensor) -> Tensor:
-    """x with zeros up to a supported head dim; x itself if it has one."""
+    """x, with the head dim padded with zeros to a multiple of `HEAD_DIM_STEP`."""
     missing = -x.shape[-1] % HEAD_DIM_STEP
     return pad(x, (0, missing)) if missing else x
 
@@ -139,7 +139,7 @@ def narrowed(x: Tensor, original: Tensor) -> Tensor:
 
 
 def scale(name: str, value: Any, cache: Tensor) -> Any:
-    """The scale of an FP8 cache. flash-attn's is (B, Hkv); rows that share memory are equal."""
+    """The scale of an FP8 cache. A scale (B, Hkv), as in flash-attn, must be (1, Hkv) or expanded from it."""
     if value is not None and cache.dtype.itemsize != 1:
         raise UnsupportedError(f"{name} with a cache of {cache.dtype}: leave it out, or use an FP8 cache")
     if not isinstance(value, Tensor) or value.dim() != 2:
@@ -160,7 +160,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, Te
 
 
 class _NoBackward(torch.autograd.Function):
-    """Marks results of `attn_decode` as functions of its inputs."""
+    """Makes `backward()` through results of `attn_decode` raise an error."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:

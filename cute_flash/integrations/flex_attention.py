@@ -62,7 +62,7 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """`attn` with the signature of torch's `flex_attention`. It needs no `torch.compile`, and works inside of it.
 
-    score_mod and mask_mod are torch's, unchanged. docs/integrations/flex-attention.md lists the differences.
+    torch's score_mods and mask_mods work unchanged. docs/integrations/flex-attention.md lists the differences.
 
     Args:
         query: (B, H, Sq, D).
@@ -74,7 +74,7 @@ def flex_attention(
         enable_gqa: Allow H to be a multiple of Hkv.
         return_lse: Also return the log-sum-exp of each row.
         kernel_options: Tuning hints for torch's kernels, which have no effect here. Options that choose a backend, and
-            unknown options, are refused.
+            unknown options, raise an error.
         return_aux: torch's `AuxRequest`; only `lse` can be requested.
 
     Returns:
@@ -115,7 +115,7 @@ def flex_attention(
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, has_block_mask: bool, enable_gqa: bool) -> None:
-    """Check the rules of torch that `attn` does not have."""
+    """Check the rules of torch's `flex_attention` that `attn` does not have."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.is_nested:
             raise UnsupportedError(f"{name} is a NestedTensor: use cute_flash.attn_nested, with score_mod and mask_mod")

@@ -1,4 +1,4 @@
-"""`install_as_flash_attn`: the adapters under the module names of flash-attn."""
+"""`install_as_flash_attn`: make the adapters importable under the module names of flash-attn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def install_as_flash_attn(*, replace: bool = False) -> None:
     effect. To undo it, delete the three names from `sys.modules`.
 
     Args:
-        replace: Also replace a flash_attn that is installed or imported. Its modules leave `sys.modules`.
+        replace: Also replace a flash_attn that is installed or imported. Its modules are removed from `sys.modules`.
 
     Raises:
         ValueError: Another flash_attn is installed, and `replace` is False.

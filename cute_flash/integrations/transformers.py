@@ -4,7 +4,7 @@ transformers calls `mask` once per forward pass and mask type, and passes its re
 
     None                   no padding; the layer's is_causal and sliding_window are the mask
     (B, Sk), bool          the keys that are not padding, together with is_causal and sliding_window
-    (B, S), int            the index of the packed sequence of each token, together with is_causal and sliding_window
+    (B, S), int            the index of each token's sequence (varlen), together with is_causal and sliding_window
     (B, 1, Sq or 1, Sk)    the complete mask, bool; or the user's own mask, bool or additive
 """
 
@@ -73,7 +73,7 @@ def mask(
     config: Any = None,
     **keywords: Any,
 ) -> Tensor | None:
-    """The mask of a forward pass, for `attention`; see the module's docstring. The arguments are transformers'."""
+    """The mask of a forward pass, for `attention` (see the module's docstring). transformers defines the parameters."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     mask_function = causal_mask_function if mask_function is None else mask_function
@@ -81,7 +81,7 @@ def mask(
     padding = None if attention_mask is None else attention_mask[:, -kv_length:]
     if padding is None or padding.shape[1] == kv_length:
         has_padding = padding is not None and (is_compiling or not bool(padding.all()))
-        # In a static cache, keys follow the last query. The local size of a causal mask is a window or a chunk.
+        # In a static cache, unused keys follow the last query. `local_size` of a causal mask is a window or a chunk.
         is_aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
         is_chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
         if allow_is_bidirectional_skip and local_size is None:
@@ -109,7 +109,7 @@ def mask(
 
 
 def _parts(function: Callable) -> dict[str, Callable]:
-    """The mask functions that transformers' `and_masks` combines, by kind; others by their qualified name."""
+    """The mask functions that transformers' `and_masks` combines, by kind; others by name."""
     is_known = getattr(function, "__module__", "") == "transformers.masking_utils"
     name = function.__qualname__ if is_known else repr(function)
     if name != "and_masks.<locals>.and_mask":
@@ -146,7 +146,7 @@ def attention(
         (out, None); `out` is (B, Sq, H, Dv).
 
     Raises:
-        UnsupportedError: An argument cannot be honoured, such as output_attentions, or a paged cache.
+        UnsupportedError: An argument is not supported, such as output_attentions or a paged cache.
     """
     _check_keywords(keywords)
     arguments: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout or None)

@@ -17,9 +17,9 @@ from cute_flash.spec.band import ceil_div
 from cute_flash.spec.dtypes import DTYPE_BYTES
 from cute_flash.spec.problem import Problem
 
-# Rows of a page that one lookup of the page table serves.
+# Rows of a page that are loaded after one lookup in the page table.
 CHUNK = 16
-# Columns of a tile come in runs of 128 bytes, the width of a swizzle atom.
+# The width of a swizzle atom. A row of K or V in shared memory has a multiple of it.
 ATOM_BYTES = 128
 NUM_WARPS = 4
 # Rows of the output that the warps of a CTA exchange at a time.
@@ -28,11 +28,11 @@ SCORE_FEATURES = {"softcap", "alibi", "sinks"}
 # `attn` with at most this many query rows of a K/V head, and at least this many keys, may use the decode kernel.
 MAX_SPLIT_ROWS = 64
 MIN_SPLIT_KEYS = 512
-# Queries of a sequence, on average, with which `attn_varlen` may use it.
+# The most queries per sequence, on average, with which `attn_varlen` may use the decode kernel.
 MAX_VARLEN_TOKENS = 4
 MAX_SPLITS = 1024
 COUNTERS_STEP = 4096
-# Keys that the CTAs are assigned at a time.
+# Keys of a unit: a CTA computes whole units (`device/kv_splits.py`).
 UNIT_KEYS = 32
 MAX_COUNT = (1 << 31) - (1 << 16)
 
@@ -61,7 +61,7 @@ class DecodeStatic:
     has_fp8_cvt: bool = False  # the architecture converts FP8 to fp16 in one instruction; only with FP8 caches
     overlaps_previous: bool = False  # the kernel starts early (programmatic dependent launch), on sm_90
 
-    # What `CompileKey` and `kernels.common.fakes` ask of every static.
+    # Fields of every static that `CompileKey` and `kernels.common.fakes` read.
     is_fp32 = varlen = out_fp32 = deterministic = False
     mods = None
 
@@ -75,7 +75,7 @@ class DecodeStatic:
 
     @property
     def mma_dtype(self) -> str:
-        """FP8 is widened to fp16, the only 16-bit type with an instruction for it; q is then converted too."""
+        """The dtype of MMAs. FP8 is converted to fp16, for which there is an instruction; q is then converted too."""
         return "float16" if self.is_fp8 else self.dtype
 
     @property
@@ -84,7 +84,7 @@ class DecodeStatic:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What differs from plain decode, for kernel names."""
+        """The features that differ from plain decode, for kernel names."""
         flags = ("ragged", "varlen_keys", "has_leftpad", "has_batch_idx", "appends")
         pages = (f"page_{self.page_lookup}",) if self.page_lookup else ()
         rotary = (f"rotary_{self.rotary}",) if self.rotary else ()
@@ -125,9 +125,9 @@ class DecodeTile:
     num_warps: int
     stages: int
     element_bytes: int = 2  # of the caches
-    least_keys: int = 128  # of a CTA, unless `num_splits` asks for fewer
-    # Whether warps exchange outputs through memory of their own. The loads of the next split then start before the
-    # exchange. Else the exchange reuses the stages.
+    least_keys: int = 128  # the fewest keys of a CTA, without `num_splits`
+    # Whether warps exchange outputs through separate shared memory, so that the loads of the next split start before
+    # the exchange. Else the exchange reuses the stages.
     own_exchange: bool = False
 
     @property
@@ -183,7 +183,7 @@ class DecodePlan:
 
     @property
     def num_slots(self) -> int:
-        """Pieces in the workspace: two for each CTA, or one if the number of splits is fixed."""
+        """Splits in the workspace: two per CTA; one per CTA with `num_splits`; one in all with `num_splits=1`."""
         if self.num_splits == 1:
             return 1
         return self.num_ctas if self.num_splits else 2 * self.num_ctas
@@ -201,13 +201,13 @@ def decode_tile(static: DecodeStatic, rows: int, arch: ArchSpec) -> DecodeTile:
     tiles = [replace(wide, tile_n=16, stages=stages) for stages in range(2, 7)]
     pairs = [tile for tile in tiles[1:] if tile.ctas_per_sm(arch) >= 2]
     fitting = [tile for tile in tiles if tile.smem_bytes <= arch.smem_per_cta]
-    # Half the warps where even two stages do not fit.
+    # Half the warps if two stages do not fit.
     tile = (pairs or fitting or [replace(tiles[0], num_warps=NUM_WARPS // 2)])[-1]
-    # 32 rows of 32 keys would spill.
+    # 32 rows with 32 keys per warp would spill.
     if wide.smem_bytes <= arch.smem_per_cta and tile_m == 16:
         tile = wide
     own = replace(tile, own_exchange=True)
-    # The output of a split stays in registers while the next one begins, which leaves none for an append.
+    # The output of a split stays in registers while the next one begins, which leaves no registers for an append.
     has_registers = tile_m == 16 and not static.appends
     if has_registers and own.smem_bytes <= arch.smem_per_cta and own.ctas_per_sm(arch) == tile.ctas_per_sm(arch):
         tile = own
@@ -263,7 +263,8 @@ def plan_decode(
 def splits_keys(problem: Problem, arch: ArchSpec) -> bool:
     """Whether `attn` and `attn_varlen` use the decode kernel: few queries and many keys, which leave most SMs idle.
 
-    The lengths of a varlen batch are not known. Its average lengths decide, and few queries in all limit the longest.
+    The host does not know the lengths of a varlen batch, so the average lengths decide. The total number of queries is
+    limited, which bounds the longest sequence.
     """
     if problem.out_fp32 or problem.batch_invariant or problem.static.is_fp32 or problem.mods:
         return False

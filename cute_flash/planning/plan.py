@@ -194,10 +194,10 @@ def _family(problem: Problem, arch: ArchSpec, family: str) -> str:
 
 
 def _pieces(problem: Problem, tile: Any, *heads_and_rows: tuple[str, int, int]) -> list[Buffer]:
-    """The workspace of fp32 tensors: their pieces, and the norms that these are relative to."""
+    """The workspace of fp32 calls: the fp16 pieces of the tensors, and the norms that the pieces are relative to."""
     batch, width = problem.batch_dim, 2 * tile.head_dim
     buffers = [Buffer(f"{name}_pieces", (batch, heads, rows, width), "float16") for name, heads, rows in heads_and_rows]
-    # One more tensor: the largest |D| of the backward. Each sequence of a varlen batch has norms; one more: padding.
+    # Norms of each tensor, then the largest |D| of the backward. In a varlen batch, padding is one more sequence.
     num_sequences = problem.batch + 1 if problem.varlen else batch
     return [*buffers, Buffer("norms", (len(buffers) + 1, num_sequences, problem.heads), init="zeros")]
 
@@ -308,7 +308,7 @@ def plan_backward(
     if problem.static.is_fp32:
         family = _family(problem, arch, family)
         if "score_mod" in problem.features:
-            # dS has pieces relative to a bound, which a score_mod may exceed.
+            # The fp16 pieces of dS are relative to a bound, which a score_mod may exceed.
             raise UnsupportedError(
                 "the gradient of a score_mod, or of attn_varlen with a bias, in float32 on cuda: there is no such "
                 "kernel; use bfloat16 or float16"

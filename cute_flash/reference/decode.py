@@ -5,10 +5,10 @@ Sequence b has cache_seqlens[b] rows in the cache. The call first appends the ro
     len = cache_seqlens[b] + appended rows
     query i of T is at position len - T + i, and its keys are the rows leftpad[b] <= j < len inside the window
 
-So it is `attn` over these rows, with the mask aligned at the end. Rotary embedding rotates an appended key by the
+This is `attn` over these rows, with the mask aligned bottom right. Rotary embedding rotates an appended key by the
 position of its row, and a query by its own position if there is a window or a causal mask, else by cache_seqlens[b].
 Rotations are computed in fp32 (fp64 for fp64 inputs); queries are then rounded to their dtype, keys to that of the
-cache. An FP8 cache stores x / scale, rounded and saturated, and stands for stored · scale.
+cache. An FP8 cache stores x / scale, rounded and saturated; a stored value is multiplied by the scale.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class CachedSequence:
     pages: Tensor | None  # its row of the page table
 
     def of_tokens(self, x: Tensor) -> Tensor:
-        """Its part of q, k_new, v_new or out: (T, heads, D)."""
+        """The sequence's part of q, k_new, v_new or out: (T, heads, D)."""
         return x[self.index if self.queries is None else self.queries]
 
     def of_rows(self, lse: Tensor) -> Tensor:
-        """Its part of the LSE: (H, T)."""
+        """The sequence's part of the LSE: (H, T)."""
         return lse[self.index] if self.queries is None else lse[:, self.queries]
 
     def read(self, cache: Tensor, begin: int, end: int) -> Tensor:
-        """Its rows `begin` to `end` of a cache: (rows, Hkv, D)."""
+        """The sequence's rows `begin` to `end` of a cache: (rows, Hkv, D)."""
         return _indexable(cache)[self._index(cache, begin, end)].view(cache.dtype)
 
     def write(self, cache: Tensor, begin: int, end: int, rows: Tensor) -> None:
@@ -170,7 +170,7 @@ def _rotated(x: Tensor, positions: Tensor, args: DecodeArgs) -> Tensor:
 
 
 def _stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Rows (tokens, Hkv, D) in the dtype of a cache."""
+    """Rows (tokens, Hkv, D) in the dtype of a cache; FP8 is divided by the scale first."""
     if dtype != FP8:
         return x.to(dtype)
     largest = torch.finfo(FP8).max
@@ -178,7 +178,7 @@ def _stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _loaded(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Rows (keys, Hkv, D) of a cache as numbers."""
+    """Rows (keys, Hkv, D) of a cache in `dtype`, times the scale."""
     return rows.to(dtype) if scale is None else rows.to(dtype) * _by_head(scale, dtype)
 
 

@@ -34,7 +34,7 @@ class Dropout:
 
     @property
     def scale(self) -> float:
-        """The factor of the weights that are not dropped, which keeps the expected output."""
+        """The factor of the weights that are not dropped, so that the expected output does not change."""
         return 1.0 / (1.0 - self.p)
 
     def keep_mask(self, batch: range, heads: range, rows: range, keys: range) -> Tensor:

@@ -1,9 +1,9 @@
-"""Tile counters: int32 in device memory from which persistent CTAs fetch tile indices; and other shared workspace.
+"""Tile counters (int32 in device memory, from which persistent CTAs fetch tile indices), and other shared workspace.
 
-A kernel expects its counter at 0 and resets it to 0, so launches that never run concurrently can share one: all
-launches on a stream share a counter. A launch that is captured into a CUDA graph gets a new counter, which the graph
-zeroes, because the graph may be replayed on any stream. A launch also gets a new counter if the stream's handle does
-not identify the stream: on the per-thread default stream, and on streams that torch did not create.
+A kernel starts with its counter at 0 and resets it to 0. Launches on one stream never run concurrently, so they share
+a counter. A launch that is captured into a CUDA graph gets a new counter, which the graph zeroes, because the graph may
+be replayed on any stream. A launch also gets a new counter if the stream's handle does not identify the stream: on the
+per-thread default stream, and on streams that torch did not create.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from cute_flash.jit.capture import capture_id
 T = TypeVar("T")
 
 PER_THREAD_STREAM = 2
-# Bounds the memory that is kept: further kinds of workspace are allocated for every call.
+# The largest number of workspaces that are kept. Further ones are allocated for every call.
 MAX_SHARED = 64
-# Arrival counters of a captured graph, and the number of graphs of a device for which there are counters in reserve.
+# The reserve of a device: the number of arrival counters of a captured graph, and the number of graphs.
 GRAPH_COUNTERS, MAX_GRAPHS = 4096, 256
 
 _counters: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
@@ -50,9 +50,9 @@ def counter(device_index: int) -> tuple[torch.Tensor, int]:
 
 
 def shared(key: Hashable, device_index: int, make: Callable[[], T]) -> T:
-    """Tensors that all launches on the current stream share: those of `make` at the first call with a key.
+    """Tensors that all launches with this key on the current stream share. The first call allocates them with `make`.
 
-    As for counters, launches must leave them as they found them. Not for launches that are being captured.
+    Launches must reset counters among them to 0. Not for launches that are being captured.
     """
     stream = torch._C._cuda_getCurrentRawStream(device_index)
     if (cached := _shared.get((device_index, stream, key))) is not None:
@@ -63,17 +63,17 @@ def shared(key: Hashable, device_index: int, make: Callable[[], T]) -> T:
 
 
 def reserve(device_index: int) -> None:
-    """Allocate counters for graphs, unless a capture is in progress."""
+    """Allocate the reserve of a device, unless a capture is in progress."""
     if device_index not in _reserve and not torch._C._cuda_isCurrentStreamCapturing():
         shape = MAX_GRAPHS, GRAPH_COUNTERS
         _reserve[device_index] = _in_new_thread(_lasting, device_index, lambda: _zeros(shape, device_index))
 
 
 def graph_counters(num: int, device_index: int) -> torch.Tensor:
-    """Zeroed int32 for a launch that is being captured, which leaves them at 0.
+    """Zeroed int32 counters for a launch that is being captured. The launch must reset them to 0.
 
-    Launches that are captured into a graph on one stream share counters of the reserve, which lie outside of the
-    graph's memory. Without a reserve the graph zeroes new counters for every launch.
+    Launches captured into one graph on one stream share counters of the reserve, which is outside of the graph's
+    memory pool. If the reserve is missing or used up, the graph zeroes new counters for every launch.
     """
     stream = torch._C._cuda_getCurrentRawStream(device_index)
     capture = capture_id(stream) if num <= GRAPH_COUNTERS and device_index in _reserve else None
@@ -102,7 +102,7 @@ def _lasting_zero(device_index: int) -> torch.Tensor:
 
 
 def _lasting(device_index: int, make: Callable[[], T]) -> T:
-    """Tensors whose values all streams see, because the stream that fills them is synchronized."""
+    """Call `make`, and synchronize the stream, so that all streams see the values of the tensors."""
     with torch.cuda.device(device_index):
         made = make()
         torch.cuda.current_stream().synchronize()
@@ -110,6 +110,6 @@ def _lasting(device_index: int, make: Callable[[], T]) -> T:
 
 
 def _in_new_thread(function: Callable[..., T], *arguments: object) -> T:
-    """Allocations of this thread may come from the memory pool of a CUDA graph, which would reuse the memory."""
+    """Call a function in a new thread, whose allocations do not come from the memory pool of a CUDA graph."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *arguments).result()

@@ -1,7 +1,7 @@
 """The CUDA implementation of `attn_decode`: plans a call once per signature, then launches one kernel.
 
-The host does not read lengths: the kernel divides the keys of all sequences among its CTAs. Pieces of a sequence that
-several CTAs compute meet in a workspace, which all launches on a stream share.
+The host does not read lengths: the kernel divides the keys of all sequences among its CTAs. If several CTAs compute
+splits of one query tile, the splits are merged through a workspace, which all launches on a stream share.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _bind(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Call
             raise UnsupportedError("k_new without queries on cuda: write the rows into the caches by index")
         return _empty
     gpu = current_gpu().arch(q.device.index)
-    # The family sm80 leaves out what Ampere does not have.
+    # The family sm80 uses only features of Ampere.
     capability = min(gpu.capability, (8, 0)) if current_family() == "sm80" else gpu.capability
     features = (("softcap", args.softcap), ("alibi", args.alibi), ("sinks", args.sinks))
     page = problem.page_size
@@ -118,7 +118,7 @@ Convert = Callable[[Tensor], Tensor] | None
 def _launch(
     plan: DecodePlan, problem: DecodeProblem, q: Tensor, caches: tuple[Tensor, Tensor], args: DecodeArgs
 ) -> Any:
-    """The function that launches calls of one signature. All decisions that strides and dtypes allow are made here."""
+    """The function that launches calls of one signature. All that depends on strides and dtypes is decided once."""
     static: DecodeStatic = plan.key.static
     kernel, current_device = current_gpu().kernel(plan.key), current_gpu().current_device
     device, index, ragged = q.device, q.device.index, static.ragged
@@ -166,7 +166,7 @@ def _launch(
 
 
 def _template(plan: DecodePlan, scalars: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
-    """The arguments of the kernel with numbers in place and None elsewhere, and the position of each operand."""
+    """The arguments of the kernel, with numbers filled in and None for tensors, and the position of each operand."""
     values = [{"num_ctas": plan.num_ctas, **scalars}.get(name) for name in plan.key.operands]
     at = {name: i for i, name in enumerate(plan.key.operands)} | {"alibi": plan.key.operands.index("alibi_slopes")}
     return values, at
@@ -210,7 +210,7 @@ def _conversions(static: DecodeStatic, problem: DecodeProblem, args: DecodeArgs)
 
 
 def _add_workspace(values: list[Any], at: dict[str, int], plan: DecodePlan, index: int) -> None:
-    """Outputs and statistics of splits, and arrival counters."""
+    """Add the operands for outputs and statistics of splits, and for arrival counters."""
     slots, tile = plan.num_slots, plan.tile
 
     def make(counters: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,7 +226,7 @@ def _add_workspace(values: list[Any], at: dict[str, int], plan: DecodePlan, inde
     if torch._C._cuda_isCurrentStreamCapturing():
         workspace = make(graph_counters(plan.num_query_tiles, index))
     elif plan.num_splits:
-        # Workspace of a fixed number of splits has the size of the batch, and is not kept.
+        # With a fixed number of splits, the workspace grows with the batch, so it is not kept.
         workspace = make()
     else:
         workspace = shared((slots, tile.tile_m, tile.head_dim, plan.num_counters), index, make)

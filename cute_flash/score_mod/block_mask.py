@@ -1,7 +1,7 @@
 """Block masks, as in FlexAttention: the blocks of scores that a kernel skips, masks, or computes without a mask.
 
 A block has `tile_m` queries and `tile_n` keys. It is *empty* if no query sees a key of it, *full* if every query sees
-all `tile_n` keys, and else *partial*. A block of fewer than `tile_n` keys, at the end, is never full.
+all `tile_n` keys, and else *partial*. A last K/V block with fewer than `tile_n` keys is never full.
 
 A `BlockMask` is a snapshot of its mask: it holds copies of the tensors and numbers that the mask_mod captured. `attn`
 uses the copies, and raises a `ValueError` if a captured tensor was written to since. A write through `.data` to a CUDA

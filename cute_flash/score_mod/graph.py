@@ -57,7 +57,7 @@ FLOATING: dict[str, Callable] = {  # of floats
     **{name: getattr(math, name) for name in ("exp", "log", "log2", "tanh", "sqrt", "floor", "sin", "cos")},
     **{name: getattr(math, name) for name in ("erf", "atan", "pow")},
     "div": operator.truediv,
-    "round": round,  # a half to the even neighbour
+    "round": round,  # half to even
     "exp2": lambda x: 2.0**x,
     "rsqrt": lambda x: 1 / math.sqrt(x),
     "sigmoid": lambda x: 1 / (1 + math.exp(-x)),

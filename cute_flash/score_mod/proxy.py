@@ -83,7 +83,7 @@ class ScalarProxy:
     def __repr__(self) -> str:
         return f"ScalarProxy({self._builder.nodes[self._node]})"
 
-    __array_ufunc__ = None  # numpy scalars leave operators to the proxy
+    __array_ufunc__ = None  # operators with a numpy scalar call the proxy's method
 
     def __hash__(self) -> int:
         return object.__hash__(self) if self._python_type is None else hash(self._python_value("a hash"))

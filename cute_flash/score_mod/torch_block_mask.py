@@ -1,9 +1,9 @@
 """Converts FlexAttention's block masks, `torch.nn.attention.flex_attention.BlockMask`, into `BlockMask`.
 
-torch's block mask has lists of K/V blocks like `BlockMask`, and a mask_mod that it does not trace. The conversion reads
-the lists only; `attn` traces the mask_mod and reads its captured values at each call, as torch does.
+torch's block mask has lists of K/V blocks like `BlockMask`, and an untraced mask_mod. The conversion reads only the
+lists; `attn` traces the mask_mod and reads its captured values at each call, as torch does.
 
-This module imports torch's flex_attention module. `api.py` imports it when the first torch block mask arrives.
+This module imports torch's flex_attention module. `api.py` imports it at the first call with a torch block mask.
 """
 
 from __future__ import annotations

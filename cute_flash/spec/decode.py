@@ -1,6 +1,6 @@
 """Decoding with a K/V cache: `DecodeArgs`, the checks of a call, its `DecodeProblem`, and the shapes of its results.
 
-Tensors are those after `cute_flash.decode` applied `kv_layout`:
+`cute_flash.decode` has applied `kv_layout` to the tensors:
 
     q                 (B, T, H, D), or (T, H, D) with cu_seqlens_q
     k_cache, v_cache  (B or more, S, Hkv, D) and (…, Dv), or pages (num_pages, page_size, Hkv, D) with page_table
@@ -22,7 +22,7 @@ from cute_flash.spec.describe import check_device, check_float, check_int32, che
 from cute_flash.spec.problem import CPU_DTYPES, check_head_dim, check_heads, check_softcap, check_window
 from cute_flash.spec.shapes import lse_dtype
 
-# On CUDA. Caches have the dtype of q or are FP8.
+# Dtypes of q on CUDA. Caches have the dtype of q or are FP8.
 GPU_DTYPES = ("float16", "bfloat16")
 FP8 = torch.float8_e4m3fn
 # On CUDA, rotary_dim is a multiple of this.
@@ -50,7 +50,7 @@ class DecodeArgs(NamedTuple):
     sinks: Tensor | None = None  # (H)
     k_scale: Tensor | None = None  # of FP8 caches, fp32, () or (Hkv)
     v_scale: Tensor | None = None
-    num_splits: int | None = None  # None: chosen by the runtime
+    num_splits: int | None = None  # None: chosen by the kernel
     out: Tensor | None = None  # receives the output
 
     @property
@@ -62,7 +62,7 @@ TENSOR_FIELDS = tuple(name for name, kind in DecodeArgs.__annotations__.items() 
 
 
 def tensors_of(args: DecodeArgs) -> tuple[Tensor | None, ...]:
-    """The values of `TENSOR_FIELDS`. A function, because Dynamo of torch 2.9 traces no property of a named tuple."""
+    """The values of `TENSOR_FIELDS`. Not a property: Dynamo of torch 2.9 does not trace those of a named tuple."""
     return (
         args.cache_seqlens, args.page_table, args.cache_batch_idx, args.leftpad, args.k_new, args.v_new,
         args.rotary_cos, args.rotary_sin, args.cu_seqlens_q, args.alibi, args.sinks, args.k_scale, args.v_scale,
@@ -220,7 +220,7 @@ def _check_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor, device: str) -> N
 
 
 def _check_queries(q: Tensor, args: DecodeArgs) -> tuple[int, int | None]:
-    """Check the lengths, and return the number of sequences and of queries in each, None if it varies."""
+    """Check the lengths. Return the number of sequences, and the number of queries of each (None if it varies)."""
     tokens: int | None
     if args.cu_seqlens_q is None:
         batch, tokens = q.shape[0], q.shape[1]
@@ -262,7 +262,7 @@ def _check_cache(k_cache: Tensor, q: Tensor, args: DecodeArgs, batch: int) -> tu
 
 
 def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, batch: int) -> int | None:
-    """Check k_new and v_new, and return the number of rows that each sequence appends, None if it varies."""
+    """Check k_new and v_new. Return the number of rows that each sequence appends (None if it varies)."""
     k_new, v_new = args.k_new, args.v_new
     if k_new is None and v_new is None:
         return 0
@@ -283,7 +283,7 @@ def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, ba
 
 
 def _check_rotary(q: Tensor, args: DecodeArgs, device: str) -> int:
-    """Check the tables of the rotary embedding, and return its width, 0 without one."""
+    """Check the tables of the rotary embedding, and return rotary_dim, or 0 without tables."""
     cos, sin = args.rotary_cos, args.rotary_sin
     if cos is None and sin is None:
         return 0

@@ -116,7 +116,7 @@ def _check_numbers(q: Tensor, args: AttentionArgs) -> None:
 
 
 def check_rng(args: AttentionArgs) -> None:
-    """Raise `ValueError` for dropout without a seed, which `describe` accepts because `supports` draws none."""
+    """Raise `ValueError` for dropout without a seed, which `describe` accepts because `supports` draws no seed."""
     if args.dropout and args.rng is None:
         raise ValueError(f"dropout={args.dropout} needs rng: give (seed, offset), int64, of shape (2)")
 

@@ -32,7 +32,7 @@ OK, NOTE, BROKEN = "ok", "note", "broken"
 MODULES = {"nvidia-cutlass-dsl": "cutlass.cute", "apache-tvm-ffi": "tvm_ffi", "cuda-bindings": "cuda.bindings.driver"}
 # Flavours of the DSL: the CUDA version and the release of the oldest driver that supports each.
 FLAVOURS = {"cu12": (12090, "575.51"), "cu13": (13000, "580.65")}
-# Variables, and functions that raise `UnsupportedError` for a wrong value.
+# Environment variables, and functions that raise `UnsupportedError` for a wrong value.
 VARIABLES: dict[str, Callable[[str], object]] = {
     "CUTE_FLASH_ARCH": arch.by_name,
     "CUTE_FLASH_CACHE_DIR": str,

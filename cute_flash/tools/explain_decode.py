@@ -1,7 +1,7 @@
-"""`cute-flash explain` for the decode kernel: how it divides the keys among CTAs, bytes and a lower bound of the time.
+"""`cute-flash explain` for the decode kernel: the keys of each CTA, bytes, and a lower bound of the time.
 
-The kernel divides the live keys on the device (`device/kv_splits.py`). The numbers here are those of a batch whose
-sequences all have the same number of keys.
+The kernel reads the lengths and divides the keys on the device (`device/kv_splits.py`). The numbers here are those of a
+batch whose sequences all have the same number of keys.
 """
 
 from __future__ import annotations
@@ -103,19 +103,19 @@ class DecodeExplanation:
 
     @property
     def num_tiles(self) -> int:
-        """(sequence, K/V head, row tile) triples, each with keys of its own."""
+        """Query tiles: (sequence, K/V head, row tile) triples."""
         return self.shape.batch * self.shape.heads_kv * self.row_tiles
 
     @property
     def visited_keys(self) -> int:
-        """Keys of a sequence that a query sees."""
+        """Keys of a sequence that at least one query sees."""
         shape = self.shape
         hidden = 0 if shape.band.left is None else max(shape.keys - shape.tokens - shape.band.left, 0)
         return shape.keys - hidden
 
     @property
     def units(self) -> int:
-        """Units that the keys of a tile are divided into."""
+        """Units into which the keys of a query tile are divided."""
         if self.shape.num_splits is not None:
             return self.shape.num_splits
         first = (self.shape.keys - self.visited_keys) // UNIT_KEYS
@@ -140,7 +140,7 @@ class DecodeExplanation:
 
     @cached_property
     def splits(self) -> tuple[int, int]:
-        """The fewest and the most CTAs that share the keys of a tile."""
+        """The fewest and the most CTAs that share the keys of a query tile."""
         per_cta, units = self.units_per_cta, self.units
         firsts = (tile * units for tile in range(self.num_tiles))
         counts = {(first + units - 1) // per_cta - first // per_cta + 1 for first in firsts}
@@ -170,7 +170,7 @@ class DecodeExplanation:
 
     @property
     def unit_seconds(self) -> dict[str, float]:
-        """Memory, and the tensor cores, which compute whole tiles: each unit runs alone and never waits."""
+        """The time of memory, and of tensor cores, which compute whole tiles; each unit runs alone and never waits."""
         tile = self.plan.tile
         flops = 4 * self.num_tiles * tile.tile_m * self.visited_keys * tile.head_dim
         memory = self.least_bytes / (self.arch.hbm_tbps * 1e12)

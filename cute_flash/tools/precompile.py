@@ -15,7 +15,7 @@ from cute_flash.spec.family import requested_family
 from cute_flash.spec.problem import Problem
 from cute_flash.tools.progress import steps
 
-# A kernel is compiled for the presence of a bound. Its value matters only for the tile: narrow windows have their own.
+# Kernels are compiled with or without a bound; its value is not compiled in. A narrow window may use another tile.
 BANDS = {
     "full": (Band(),),
     "causal": (Band(None, 0),),
@@ -26,7 +26,7 @@ BANDS = {
 LENGTH = 1 << 16
 # Short sequences may use another tile.
 LENGTHS = (LENGTH, *sorted({row.max_keys for row in SM90_FWD if row.max_keys}))
-# Heads and queries: one query of many heads is packed (pack_gqa).
+# (heads, queries). With many heads and one query, the plan uses pack_gqa.
 SHAPES = ((1, LENGTH), (64, 1))
 
 

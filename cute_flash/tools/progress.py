@@ -26,12 +26,12 @@ from rich.progress import (
 
 
 def _console(stream: TextIO | None) -> Console:
-    # Bound to the present `sys.stderr`: resources.py redirects it while the compiler runs, and the bar must not move.
+    # The present `sys.stderr`, because resources.py redirects `sys.stderr` while the compiler runs.
     return Console(file=stream or sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 class _Times(ProgressColumn):
-    """Elapsed time, and the time left by the mean of all steps: rich's own estimate covers the last 30 s only."""
+    """Elapsed time, and the time left, estimated by the mean of all steps; rich's estimate uses the last 30 s only."""
 
     def render(self, task: Task) -> str:
         elapsed = task.elapsed or 0.0
@@ -47,7 +47,7 @@ def steps(activity: str, total: int, stream: TextIO | None = None) -> Iterator[C
     """Show the progress of `total` steps.
 
     Args:
-        activity: What is being done, beside the bar.
+        activity: The text beside the bar.
         total: The number of steps.
         stream: Where to show it; `sys.stderr` by default.
 

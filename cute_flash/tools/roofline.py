@@ -239,7 +239,7 @@ class Occupancy:
         problem, tile_m, tile_n = self.plan.problem, self.plan.tile.tile_m, self.plan.tile.tile_n
         sq, sk, band = problem.seqlen_q, problem.seqlen_k, problem.band
         if self.plan.pack_gqa:
-            # A packed tile has rows of all queries.
+            # With pack_gqa, a tile has rows of all queries.
             num_blocks = [band.blocks(0, sq, tile_n, sq, sk)] * ceil_div(problem.group * sq, tile_m)
         else:
             num_blocks = [band.blocks(m_block, tile_m, tile_n, sq, sk) for m_block in range(ceil_div(sq, tile_m))]

@@ -42,7 +42,7 @@ MAX_REGISTERS = 255
 # The part of a thread's registers that accumulators can take. The rest holds fragments of Q, K and V, m, l, addresses
 # and temporaries. No row of the tile tables for plain attention takes more.
 ACCUMULATOR_SHARE = {"sm80": 0.73, "sm90": 0.8}
-# Warpgroups with MMAs -> registers of their threads, after the producer gave up some of its own.
+# Number of warpgroups with MMAs -> registers per thread, after setmaxnreg moved some from the producer to them.
 SM90_REGISTERS = {1: 256, 2: 240, 3: 160}
 # Rows: four or eight warps of 16 or 32 rows on mma.sync, one to three warpgroups of 64 rows on Hopper.
 ROWS = {"sm80": (64, 128), "sm90": (64, 128, 192)}
@@ -55,7 +55,7 @@ def family_of(arch: ArchSpec) -> str:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A forward tile with its needs on one GPU, and its cost for a problem."""
+    """A forward tile with its resources on one GPU, and its cost for a problem."""
 
     arch: ArchSpec
     head_dim: int
@@ -188,7 +188,7 @@ def largest_keys(arch: ArchSpec, head_dim: int, element_bytes: int, rows: int) -
     num_warps = max(warp_counts(arch, rows))
     one = Candidate(arch, d, b, rows, 0, num_warps, 1)
     M_kernel = M - (BARRIER_BYTES if arch.has_wgmma else 0)
-    # Half as many registers again for P on Hopper.
+    # On Hopper, P takes half as many registers as S.
     per_key = rows * (1.5 if arch.has_wgmma else 1.0) / (32 * num_warps)
     keys = {
         "papers": ((M - 2 * rows * roofline.STATISTIC_BYTES) / b - 2 * rows * d) / (2 * d + rows),
@@ -282,7 +282,7 @@ class Choice:
     @staticmethod
     def of(problem: Problem, arch: ArchSpec) -> Choice:
         """Choose tiles for a problem; `arch` can be a GPU that the tables do not have."""
-        # Raises if there is none.
+        # Raises if no tile fits.
         best(arch, problem.head_dim, DTYPE_BYTES[problem.dtype])
         found = tuple(candidates(arch, problem.head_dim, DTYPE_BYTES[problem.dtype]))
         if arch.name not in archs.ARCHS:
