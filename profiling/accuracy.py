@@ -1,7 +1,7 @@
 """The error of each provider against exact attention, on the inputs that are timed.
 
-An oracle holds exact results for a sample of the outputs, and a yardstick: the error of the same maths by unfused
-PyTorch in the input's precision. An output is wrong if its error is more than twice the yardstick, or twice the
+An oracle holds exact results for a sample of the outputs, and a yardstick: the error of unfused PyTorch in the
+input's precision. An output is wrong if its error is more than twice the yardstick, or twice the
 error of the reference peer. Outputs outside the sample are compared with those of the reference peer.
 """
 
@@ -134,7 +134,7 @@ def poison(*like: Tensor) -> None:
 
 @contextmanager
 def nan_in_new_memory() -> Iterator[None]:
-    """Fill tensors that torch allocates in the block with NaN, which an element that is not written keeps."""
+    """Fill tensors that torch allocates in the block with NaN, so that elements that are not written stay NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -1,6 +1,6 @@
 """The benchmark: checks and times every provider on every shape, and records the results.
 
-An error of a provider in a cell is the result of that cell, and the run goes on. Only a lost CUDA context ends the
+If a provider fails in a cell, its error is recorded there, and the run continues. Only a lost CUDA context ends the
 run; results up to then are saved.
 """
 

@@ -1,4 +1,4 @@
-"""Decoding beside other libraries: device time of `attn_decode`, of its variants, and host time of a call.
+"""Decoding beside other libraries: device time of `attn_decode` and its variants, and host time of a call.
 
     cells     one token for each sequence over a full K/V cache, beside SDPA (cuDNN, FlashAttention-2) and
               FlashAttention-3 with automatic splits, on the same memory
@@ -7,7 +7,7 @@
     host      time of warm calls in an asynchronous loop
 
 Every result is first compared with fp64, in the first and the last sequence and K/V head. Then all sides of a cell are
-timed in CUDA graphs, interleaved. Small caches stay in L2 between the calls, as on every side.
+timed in CUDA graphs, interleaved. Caches that fit in L2 stay there between calls, for all sides.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CELLS = (
 )  # fmt: skip
 VARIANT_CELLS = ((1, 8192), (8, 8192), (64, 4096))
 HOST_CELL = (1, 1024)
-# Host time: so many calls in a loop, and so many loops.
+# Host time: calls per loop, and number of loops.
 HOST_CALLS, HOST_LOOPS = 200, 9
 SMALL_BATCH = 4
 # A relative error (Frobenius norm) above this is wrong; rounding to bf16 gives about 0.003.
@@ -106,7 +106,7 @@ def needed_kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
 def error_of(side: Side, sizes: Sizes) -> float | None:
     """The relative error of a sample against fp64; None if an element of the whole output is not finite."""
     with side.context(), nan_in_new_memory(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operators that are not deterministic
+        warnings.simplefilter("ignore")  # about operators that are not deterministic
         out = side.call()
     if not bool(out.isfinite().all()):
         return None
@@ -133,7 +133,7 @@ def _timing(samples: Samples, num_bytes: int) -> Record:
 
 
 def measure_sides(shape: Shape, made: Mapping[str, Side], settings: Settings, tools: Tools) -> Record:
-    """Check all sides, then time them. A side with a wrong result is timed, too, and listed as wrong."""
+    """Check all sides, then time them. A side with a wrong result is timed too, and listed as wrong."""
     errors: dict[str, float | None] = {}
     failures: dict[str, str] = {}
     contenders: dict[str, Contender] = {}
@@ -214,7 +214,7 @@ def _done(record: Record, step: str, tools: Tools) -> None:
 
 
 def best_peer(cell: Record) -> str | None:
-    """The fastest peer with a right result."""
+    """The fastest peer with a correct result."""
     names = [name for name in PEERS if name in cell["sides"] and name not in cell["wrong"]]
     return min(names, key=lambda name: cell["sides"][name]["us"], default=None)
 

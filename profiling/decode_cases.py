@@ -1,7 +1,7 @@
 """Calls of `profiling decode`: cute_flash, its peers and its variants on one set of tensors, with exact results.
 
-q is (B, T, H, D); K and V are (B, S, Hkv, D) and full, so that all sides read the same keys. SDPA gets views with heads
-before rows. `Side.exact` computes the rows of one sequence and K/V head in fp64.
+q is (B, T, H, D). K and V are (B, S, Hkv, D) and full, so that all sides read the same keys. SDPA gets
+(B, H, S, D) views. `Side.exact` computes the rows of one sequence and K/V head in fp64.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def sides(inputs: Inputs) -> dict[str, Side]:
 
 
 def _paged(inputs: Inputs, page_size: int, seed: int) -> Callable[[], Tensor]:
-    """The call with the rows of the cache in pages of random order."""
+    """The call with a paged cache whose pages are in random order."""
     batch, length = inputs.k.shape[:2]
     num_pages = length // page_size
     order = torch.randperm(batch * num_pages, generator=torch.Generator().manual_seed(seed))
@@ -195,7 +195,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _appending(inputs: Inputs, seed: int) -> Side:
-    """Append the last row of each sequence. All calls write the same row, so the cache stays as after the first."""
+    """Append the last row of each sequence. All calls write the same row, so only the first changes the cache."""
     batch, length, heads_kv, head_dim = inputs.k.shape
     device, generator = inputs.q.device, _generator(inputs.q.device, seed)
     caches = [x.clone() for x in (inputs.k, inputs.v)]

@@ -271,7 +271,7 @@ def summary() -> Table:
 
 
 def conditions() -> str:
-    """Versions of the libraries, and what the card and the rounds were like."""
+    """Versions of the libraries, and cells with a power cap or a large spread of rounds."""
     runs = {label: load(DATA / path) for label, path in RUNS.items()}
     machine = next(run.machine for run in runs.values() if "fa3" in run.peers)
     cudnn, fa3 = machine["cudnn"], machine["flash_attn_3"]

@@ -286,7 +286,7 @@ class Prepared:
 
 
 def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
-    """Call each side once in each direction; keep those that run and, if there is an `alike`, agree with it.
+    """Call each side once in each direction; keep those that run and, if there is an `alike`, match its results.
 
     `alike` is called first: importing a peer may patch the DSL that compiles our kernels.
     """

@@ -61,7 +61,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
 
 
 def missing(name: str) -> list[str]:
-    """The files that a figure needs and that are not there."""
+    """The missing files of a figure."""
     return [source for source in FIGURES[name] if not (DATA / source).exists()]
 
 

@@ -56,7 +56,7 @@ class Settings:
     seed: int = 0
 
     def shapes(self) -> list[Shape]:
-        """By length: if the time is limited, the short ones are complete."""
+        """Cells by length, so that short ones are complete if time is limited."""
         shapes = SUITE.narrowed(self.lengths, self.head_dims, self.masks).shapes()
         return sorted(shapes, key=lambda shape: shape.seqlen)
 

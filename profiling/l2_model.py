@@ -1,13 +1,13 @@
 """DRAM traffic of one launch, by a replay of its tile schedule through a least-recently-used cache.
 
-The model of "every tensor once" is a lower bound of the reads, and says nothing of the time at which outputs leave L2.
-Two effects are missing from it:
+Counting every tensor once gives a lower bound of the reads, and does not tell when outputs leave L2. It misses two
+effects:
 
 * Outputs that are still in L2 when the kernel ends have not been written to DRAM.
 * Not all CTAs of a head may run in one wave. Those of the next wave read Q and dO again and add to the sums of dQ
-  again; what L2 evicted in between comes from DRAM once more, and sums that changed were written there.
+  again. Data that L2 evicted in between is read from DRAM again, and evicted sums were written to DRAM.
 
-The replay has one step per block and CTA, all CTAs in step, and tiles in the order of `StaticTileScheduler`. The cache
+In each step of the replay, every CTA processes one block. Tiles are in the order of `StaticTileScheduler`. The cache
 holds whole blocks. Caches are cold when it starts, as under `ncu --cache-control all`.
 """
 
@@ -33,7 +33,7 @@ DONE = object()
 
 @dataclass
 class Cache:
-    """A write-back cache of pieces of memory, the least recently used one is evicted first."""
+    """A write-back cache of pieces of memory that evicts the least recently used piece first."""
 
     capacity: int
     read_bytes: int = 0

@@ -1,6 +1,6 @@
 """Facts of a measurement: machine, versions, source, and the state of the card before and after each cell.
 
-Everything may be missing (no driver, no git, no DSL): a fact that cannot be read is None, never an error.
+Driver, git and DSL may be missing: a fact that cannot be read is None, never an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run Nsight Compute on single launches, and read its reports.
 
-Each case is a process of its own under `ncu`, which profiles one warm launch, replayed once for each group of
-counters, with cold caches and free clocks. Reading a report takes a second or two and no GPU, so the next case can
+Each case is a process of its own under `ncu`, which profiles one warm launch and replays it once for each group of
+counters, with cold caches and unlocked clocks. Reading a report takes a second or two and no GPU, so the next case can
 run at the same time.
 """
 
@@ -70,7 +70,7 @@ def run_command(command: Sequence[str], limit: float = LIMIT_S) -> tuple[int, st
 
 
 def choose(kernels: Iterable[str], variants: Sequence[str], shape: Shape, dtype: str) -> list[Case]:
-    """The cases of each kernel with those layouts that it has; without layouts, with all."""
+    """The cases of each kernel: those of `variants` that it has, or all its layouts if `variants` is empty."""
     cases = []
     for kernel in kernels:
         if kernel not in LAYOUTS:
@@ -102,7 +102,7 @@ class Tool:
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:
-        """The counters that this ncu has for this GPU; all if it lists none."""
+        """The counters that this ncu has for this GPU; all counters if it lists none."""
         _, output = self.run((self.program, "--query-metrics"))
         known = {line.split()[0] for line in output.splitlines() if "__" in line}
         return tuple(name for name in COLLECTED if name.partition(".")[0] in known) or COLLECTED
@@ -121,7 +121,7 @@ class Tool:
         for section in SECTIONS:
             options += ["--section", section]
         options += ["--metrics", ",".join(self.metrics)]
-        # A report contains its command line: it has no absolute paths of this machine.
+        # A report contains its command line, so the command has no absolute paths of this machine.
         python = Path(sys.executable).name
         return [self.program, *options, python, "-m", "profiling.ncu_case", *case.arguments]
 

@@ -25,7 +25,7 @@ from profiling.accuracy import nan_in_new_memory
 from profiling.suites import DTYPES, MASKS, Shape
 from profiling.trial import forward_of
 
-# The layouts of shared memory that each kernel can have; the first is the default.
+# The shared-memory layouts that each kernel can have; the first is the default.
 LAYOUTS = {"fwd-sm80": VARIANTS, "fwd-sm90": HOPPER_VARIANTS, "bwd-sm80": VARIANTS[:1], "bwd-sm90": HOPPER_VARIANTS[:1]}
 
 
@@ -61,7 +61,7 @@ class Case:
         return plan_forward(problem, spec, self.family, tile=replace(tile, layout=self.layout))
 
     def keys(self, spec: ArchSpec) -> list[CompileKey]:
-        """The kernels that the process of the case launches: those of the default forward too."""
+        """The kernels that the case's process launches, including those of the default forward."""
         default = replace(self, kernel=f"fwd-{self.family}", layout=LAYOUTS[self.kernel][0])
         return [*default.plan(spec).launches, *self.plan(spec).launches]
 
@@ -118,7 +118,7 @@ BEYOND_L2 = {"batch": 8, "heads": 16, "seqlen": 4096}
 
 
 def is_beyond_l2(case: dict[str, Any]) -> bool:
-    """Whether a case of an `ncu.json` is of the shape of `--beyond-l2`."""
+    """Whether a case of an `ncu.json` has the shape of `--beyond-l2`."""
     return all(case["shape"][name] == value for name, value in BEYOND_L2.items())
 
 

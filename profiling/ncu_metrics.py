@@ -1,4 +1,4 @@
-"""The counters of Nsight Compute that are read, and the parser of `ncu --page raw --csv`."""
+"""The Nsight Compute counters that the tables use, and the parser of `ncu --page raw --csv`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 # Each section costs passes and adds to the size of the report. InstructionStats and MemoryWorkloadAnalysis_Tables,
-# which took a third of it, are left out; METRICS has the counters of ComputeWorkloadAnalysis.
+# which took a third of the size, are left out; METRICS has the counters of ComputeWorkloadAnalysis.
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "SchedulerStats", "WarpStateStats", "LaunchStats", "Occupancy")
 
 _CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
@@ -18,7 +18,7 @@ _WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
 _SASS_CONFLICTS = "smsp__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
 _SASS_WAVEFRONTS = "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
 
-# Our name -> ncu's. "ld" includes ldmatrix, "st" stmatrix.
+# Our name -> ncu's name. "ld" includes ldmatrix, "st" stmatrix.
 METRICS = {
     "duration_ns": "gpu__time_duration.sum",
     **{f"{op}_conflicts": _CONFLICTS.format(op) for op in ("ld", "st", "ldgsts")},
@@ -59,7 +59,7 @@ COLLECTED = tuple(name for key, name in METRICS.items() if key not in _OF_SECTIO
 _IDENTITY = ("ID", "Kernel Name", "Block Size", "Grid Size", "CC")
 _STALL_NAME = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 _STALL = re.compile(_STALL_NAME.replace(".", r"\.").format(r"(\w+)"))
-# The "stall reason" of a warp that is issued, which is not a stall.
+# ncu lists "selected" warps, which issue an instruction, among the stall reasons; they are not stalled.
 _NO_STALL = "selected"
 
 

@@ -1,4 +1,4 @@
-"""Profiles cases one after the other and writes a record after each; or makes the record from the exports."""
+"""Profiles cases one after the other and writes a record after each, or makes the record from the .csv exports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from profiling.ncu_report import Finding, record
 from profiling.record import write_json
 
 RECORD = "ncu.json"
-# If these facts agree, an earlier run in the folder is a part of the same run, and its cases stay in the record.
+# If these facts are the same, an earlier run in the folder is part of this run, and its cases stay in the record.
 SAME_RUN = ("gpu", "driver", "source_digest")
 # Facts of a run that its exports do not have.
 FACTS: dict[str, Any] = {"settings": {}, "machine": {}, "ncu": None}
@@ -63,7 +63,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 
 def from_folder(folder: Path) -> tuple[list[Finding], dict[str, Any]]:
-    """The findings of a folder's exports, and its record made anew. Writes nothing."""
+    """The findings of a folder's exports, and a new record of them. Writes nothing."""
     findings = from_exports(folder)
     if not findings:
         raise ValueError(f"{folder}: no .csv of a profiled case")
@@ -82,7 +82,7 @@ def earlier_findings(folder: Path, machine: dict[str, Any], running: Sequence[Fi
 def profile_all(
     tool: Tool, findings: Sequence[Finding], facts: dict[str, Any], step: Callable[[str], None]
 ) -> list[Finding]:
-    """Profile all cases. A case that fails is recorded and the others go on; `NotPermittedError` ends the run."""
+    """Profile all cases. A case that fails is recorded, and the others continue; `NotPermittedError` ends the run."""
     # Before this run adds its exports to the folder.
     done = earlier_findings(tool.folder, facts["machine"], findings)
     num_earlier = len(done)

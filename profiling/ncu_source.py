@@ -1,7 +1,7 @@
 """Shared-memory wavefronts by SASS instruction: which instruction the counters of a launch come from.
 
 The counters of the load/store unit add up all traffic through the banks of shared memory. Nsight Compute's section
-SourceCounters attributes wavefronts to instructions, so that a conflict of addresses can be told from contention.
+SourceCounters attributes wavefronts to instructions, which distinguishes address conflicts from contention.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Errors of the online softmax against fp64 on the CPU: by length, tile width, rescales, distribution and accumulator.
 
 Every case computes attention of a few rows of queries, with inputs in fp32 or 16 bits, and compares it with fp64 on
-the same inputs. `WAYS` are the same loop, which differs only in how O and l are accumulated:
+the same inputs. `WAYS` are versions of one loop that differ only in how O and l are accumulated:
 
     fp32            scores, P, products and accumulators in fp32: the loop of the CPU path
     fp32, Kahan     O and l as compensated sums of the blocks' fp32 products

@@ -2,7 +2,7 @@
 
 Forward: the last batch, the first and the last head, up to 1024 rows in blocks at the beginning, the middle and the
 end, with all their keys. Backward: the last batch, the first and the last K/V head with all their query heads, the
-whole length: the gradient of a key needs every row that sees it. One block of rows is in memory at a time.
+whole length, because the gradient of a key needs every row that sees it. One block of rows is in memory at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _blocks(seqlen: int) -> list[slice]:
 
 
 def _ends(count: int) -> list[int]:
-    """The first and the last: they show a wrong stride or a missing tail."""
+    """The first and the last, which reveal a wrong stride or a missing tail."""
     return [0, count - 1] if count > 1 else [0]
 
 

@@ -1,6 +1,6 @@
 """Counters of Nsight Compute beside their predictions: bank conflicts by layout, and bytes of HBM.
 
-Drawn from the record of `python -m profiling ncu`.
+The figures are drawn from the record of `python -m profiling ncu`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOM = 0.45
 
 
 class Bar(NamedTuple):
-    """A predicted and a measured value, each with the part of it that is conflicts."""
+    """A predicted and a measured value, each with its conflicts."""
 
     text: str
     measured: float | None

@@ -1,7 +1,7 @@
 """The results of tuning: variants ranked by speed, as tables and as JSON.
 
-A variant is ranked if it compiled, was right, and was timed in all cells. Variants are ordered by the geometric
-mean of their speeds; tables show the ratio to the reference peer.
+A variant is ranked if it compiled, had correct results, and was timed in all cells. Variants are ordered by the
+geometric mean of their speeds; tables show the ratio to the reference peer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The record of a benchmark run: one JSON file with all results, per round.
 
-Keys are stable and sorted, every field is always there, and a value that does not exist is null: files of
-different days can be compared by text and by program.
+Keys are stable and sorted, every field is always present, and a missing value is null, so files of different days can
+be compared by text and by program.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Run:
         return self.settings["reference"]
 
     def best_peer(self, cell: Cell) -> str | None:
-        """The fastest peer whose output is right."""
+        """The fastest peer whose output is correct."""
         right = [n for n in self.peers if cell.tflops(n) and not cell.results[n].is_wrong]
         return max(right, key=lambda name: cell.tflops(name) or 0.0, default=None)
 

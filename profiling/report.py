@@ -109,7 +109,7 @@ def summary_table(run: Run) -> Table:
     return Table(f"All cells, {_directions(run)} ({matmul})", tuple(columns), tuple(rows))
 
 
-# Field of `accuracy.Errors` -> how a column calls it.
+# Field of `accuracy.Errors` -> its name in a column.
 NORMS = {"relative": "Frobenius", "max_abs": "largest element"}
 
 

@@ -1,7 +1,7 @@
 """`python -m profiling sanitize`: memcheck, racecheck and synccheck of compute-sanitizer over small launches.
 
 All kernels are compiled first. Then every tool runs, in several processes that share the launches. If a process ends
-or hangs in the middle, the next one goes on with the launches that are left. The log is written after every tool.
+or hangs before its last launch, another process runs the remaining launches. The log is written after every tool.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Runner = Callable[[Sequence[str], float], tuple[int, str]]
 
 @dataclass
 class Outcome:
-    """What a tool said of the launches."""
+    """The reports of a tool on the launches."""
 
     tool: str
     clean: list[str] = field(default_factory=list)

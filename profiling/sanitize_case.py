@@ -1,8 +1,8 @@
 """`python -m profiling.sanitize_case`: small launches of every kind of kernel, for a process under compute-sanitizer.
 
 Each launch is one call of `attn` or `attn_varlen` and its gradients, or a call of `attn_decode`. Inputs are made on the
-CPU, so that few kernels of torch are checked. A line before and after each launch tells which one a report of the
-sanitizer belongs to.
+CPU, so that few kernels of torch are checked. A line is printed before and after each launch, to assign the sanitizer's
+reports to launches.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "many_tiles": {"causal": True},
 }
 DENSE_ONLY = ("bias", "block_mask", "many_tiles")
-# Varlen batches have the code of dense ones but for lengths and tile lists: every feature at the smallest head dim,
-# these at the others.
+# Varlen kernels differ from dense ones only in lengths and tile lists. So all features run at the smallest head dim,
+# and only these at the others.
 VARLEN_WIDE = ("causal", "dropout")
 LENGTHS = (150, 1, 0, 77)
 # `attn_decode`: rows of each sequence in the cache, and tokens.
@@ -65,7 +65,7 @@ DECODE: dict[str, dict[str, Any]] = {
     "tokens8": {"tokens": (TOKENS,) * 4},
     "splits3": {"lengths": LONG, "num_splits": 3},
     "long": {"lengths": LONG, "page_size": 16, "appends": True},
-    # Calls of attn and attn_varlen that split keys: only if the caller does not choose a family.
+    # Calls of attn and attn_varlen that split keys. Keys are split only if the caller does not choose a family.
     "attn": {},
     "attn_varlen": {},
 }
@@ -253,7 +253,7 @@ def needed_kernels(chosen: Iterable[Launch], device: str = "cuda") -> list[Compi
     keys: dict[CompileKey, None] = {}
     for launch in chosen:
         with recorded_launches(is_dry=True) as recorded:
-            # Results of launches that do nothing may be anything.
+            # Nothing is computed, so results may fail the check for finite values.
             try:
                 call(launch, device)
             except SystemExit:

@@ -1,6 +1,6 @@
 """Start time: fresh processes import cute_flash after torch and finish one kernel.
 
-The first process finds an empty compile cache, the others find the kernel that it left there.
+The first process starts with an empty compile cache; the others load the kernel that it stored there.
 """
 
 from __future__ import annotations

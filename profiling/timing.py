@@ -1,8 +1,8 @@
 """GPU time of contenders in interleaved rounds, so that clocks, power and temperature affect all alike.
 
-Every round times every contender once, in another order: a kernel that uses little power leaves the next one a
-cooler card and higher clocks, so no contender may always follow the same one. A batch is as many back-to-back calls
-as fill the budget, between two events, after half as many that are not timed. The result of a contender is the
+Every round times every contender once, in another order. After a kernel that uses little power, the card is cooler and
+clocks are higher, so no contender may always follow the same one. A batch is as many back-to-back calls
+as fill the budget, between two events, after half as many untimed calls. The result of a contender is the
 median over rounds, and the spread (max - min) / median.
 """
 

@@ -1,7 +1,7 @@
 """The steps of tuning that run in a worker process: compile a variant, check its results, time it.
 
-A variant is right if its output and LSE pass the error rule of the tests on a few small shapes with odd sizes,
-with NaN in all new memory, twice with the same bits; and if the benchmark finds its output right on the timed
+A variant is correct if its output and LSE pass the tests' error bound on a few small shapes with odd sizes, with NaN
+in all new memory, and have the same bits in a second run; and if the benchmark finds its output correct on the timed
 shape.
 """
 

@@ -2,7 +2,7 @@
 
 All variants are compiled in parallel before the first is launched, so that compilation takes no GPU time;
 `compile_only` reports their resources on a machine without a GPU. One process owns the GPU. A variant that fails,
-hangs or loses the CUDA context is recorded by name and left out; the others go on in a new process.
+hangs or loses the CUDA context is recorded by name and left out; the others continue in a new process.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ FAMILIES = {
             "ping_pong": (False, True),
         },
         max_accumulators=lambda tile: tile.registers[1] - SM90_OTHER_REGISTERS,
-        # Ping-pong needs two warpgroups; a speculative max of masked blocks alone does not pay.
+        # Ping-pong needs two warpgroups; a speculative max in masked blocks alone is not faster.
         is_redundant=lambda tile: (
             (tile.num_warpgroups == 1 and not tile.ping_pong)
             or (tile.speculative_max_masked and not tile.speculative_max)

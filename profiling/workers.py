@@ -1,7 +1,7 @@
-"""A pool of worker processes in which a task may fail, hang or kill its process, and the others go on.
+"""A pool of worker processes in which a task may fail, hang or kill its process while the others continue.
 
-The pools of the standard library do not support that: `multiprocessing.Pool` waits for ever for a task whose process
-was killed, `ProcessPoolExecutor` gives up all remaining tasks. Here a lost process is replaced, and its task ends
+The pools of the standard library do not support that: `multiprocessing.Pool` waits forever for a task whose process
+was killed, and `ProcessPoolExecutor` gives up all remaining tasks. Here a lost process is replaced, and its task ends
 with an error. Functions and arguments are pickled; processes are spawned, so that none inherits a CUDA context.
 """
 
