@@ -40,7 +40,7 @@ class Split:
 class Lengths:
     """The lengths of one sequence."""
 
-    key_len: Int32  # keys, including those that the call appends
+    key_len: Int32  # keys in the cache after the append
     tokens: Int32  # queries
     first_key: Int32  # the first key that a query sees
 

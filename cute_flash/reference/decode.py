@@ -232,7 +232,7 @@ def read_sequences(q: Tensor, k_cache: Tensor, args: DecodeArgs) -> list[CachedS
 
 
 def _check_pages(s: CachedSequence, k_cache: Tensor) -> None:
-    """Raise `ValueError` for a wrong page among those that the sequence reads or writes."""
+    """Raise `ValueError` if the sequence reads or writes a page that does not exist."""
     if s.pages is None:
         return
     num_pages, page_size = k_cache.shape[:2]

@@ -118,7 +118,7 @@ Convert = Callable[[Tensor], Tensor] | None
 def _launch(
     plan: DecodePlan, problem: DecodeProblem, q: Tensor, caches: tuple[Tensor, Tensor], args: DecodeArgs
 ) -> Any:
-    """The function that launches calls of one signature. All that depends on strides and dtypes is decided once."""
+    """The function that launches calls of one signature. Strides and dtypes are examined once, here."""
     static: DecodeStatic = plan.key.static
     kernel, current_device = current_gpu().kernel(plan.key), current_gpu().current_device
     device, index, ragged = q.device, q.device.index, static.ragged

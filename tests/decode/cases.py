@@ -19,7 +19,7 @@ FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 PAGE_SIZES = (None, 1, 8, 16, 24, 32, 64, 128, 256, 528)
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 16)
-# Few pairs of head dims, because each is a kernel of its own on a GPU.
+# Few pairs of head dims, because a GPU compiles a kernel for each.
 HEAD_DIMS = ((128, 128), (64, 64), (128, 128), (64, 64), (256, 256), (96, 96), (40, 40), (8, 8), (192, 128), (64, 128))
 # How K and V are parts of a larger tensor.
 STORAGES = ("apart", "joined", "stacked", "padded")
@@ -217,7 +217,7 @@ class DecodeCase:
         else:
             k, v = (empty(num, *middle, width) for width in widths)
         if self.heads_kv == 1:
-            # Nobody multiplies the stride of a dimension of size 1, so it may be anything.
+            # The stride of a dimension of size 1 is never used, so it may be any number.
             dim = 1 if is_hnd else 2
             k, v = (x.as_strided(x.shape, [7 if i == dim else x.stride(i) for i in range(4)]) for x in (k, v))
         return (k.transpose(1, 2), v.transpose(1, 2)) if is_hnd else (k, v)

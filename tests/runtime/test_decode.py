@@ -424,7 +424,7 @@ def test_streams_that_a_handle_does_not_identify_share_nothing(stream: dict[str,
 
 def test_the_number_of_workspaces_is_bounded(stream: dict[str, Any]) -> None:
     kept = [shared(i, 0, object) for i in range(counters.MAX_SHARED)]
-    # Further ones are not kept, and those that launches may still use stay.
+    # Beyond the limit, every call gets new tensors, and the earlier ones are kept.
     assert shared("one more", 0, object) is not shared("one more", 0, object)
     assert all(shared(i, 0, object) is x for i, x in enumerate(kept))
 
