@@ -210,14 +210,14 @@ def _add_features(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> No
     dims = ",".join(map(str, defaults.head_dims))
     add("--head-dims", type=int_list, default=defaults.head_dims, metavar="LIST", help=f"default: {dims}")
     _add_rounds(parser, defaults.rounds, defaults.ms)
+    add("--lock", type=Path, metavar="FILE", help="processes with the same FILE measure one after another")
+    add("--parts", type=Path, nargs="+", metavar="FILE", help="only merge the JSON of such processes; needs no GPU")
 
 
 def _add_mods(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--functions", type=name_list, default=(), metavar="LIST", help=f"default: {','.join(mods.FUNCTIONS)}")
     add("--peers", type=name_list, default=(), metavar="LIST", help=f"default: {','.join(mods.PEERS)}")
-    add("--lock", type=Path, metavar="FILE", help="processes with the same FILE measure one after another")
-    add("--parts", type=Path, nargs="+", metavar="FILE", help="only merge the JSON of such processes; needs no GPU")
 
 
 def _add_fp32(parser: argparse.ArgumentParser) -> None:
@@ -371,12 +371,14 @@ def _host(args: argparse.Namespace) -> int:
 
 
 def _features(args: argparse.Namespace) -> int:
+    if args.parts:
+        return _merge_features(args)
     if not arch.has_gpu():
         raise ValueError("no CUDA device: nothing can be measured")
     names = {f.name for f in fields(features.Settings)} & set(vars(args))
     settings = features.Settings(**{name: getattr(args, name) for name in names})
     context, is_mods = CuteFlash(kernels=args.kernels).context(), args.command == "mods"
-    lock = GpuLock(args.lock) if is_mods and args.lock else None
+    lock = GpuLock(args.lock) if args.lock else None
     print_unavailable(mods.unavailable(settings) if is_mods else {})
     facts = machine.facts()
 
@@ -385,7 +387,7 @@ def _features(args: argparse.Namespace) -> int:
             write_json(features.to_dict(results, settings, facts), args.out)
 
     with context, steps(f"timing {args.command}", len(args.kinds) * 2 * len(settings.head_dims)) as done:
-        cells, timer = mods.KINDS if is_mods else features.KINDS, EventTimer()
+        cells, timer = mods.KINDS if is_mods else features.KINDS, GraphTimer()
         device = torch.device("cuda")
         results = features.run_features(args.kinds, settings, timer, device, done, cells, lock, save_results)
     return _show_features(results, [mods_summary.summary(results)] if is_mods else [])
@@ -441,14 +443,13 @@ def _decode(args: argparse.Namespace) -> int:
     return FAILED if decode.has_failed(record) else OK
 
 
-def _mods(args: argparse.Namespace) -> int:
-    if not args.parts:
-        return _features(args)
-    data = mods_summary.merged([json.loads(path.read_text()) for path in args.parts])
+def _merge_features(args: argparse.Namespace) -> int:
+    kinds = tuple(mods.KINDS if args.command == "mods" else features.KINDS)
+    data = features.merged([json.loads(path.read_text()) for path in args.parts], kinds)
     if args.out:
         write_json(data, args.out)
-    results = mods_summary.from_dict(data)
-    return _show_features(results, [mods_summary.summary(results)])
+    results = features.from_dict(data)
+    return _show_features(results, [mods_summary.summary(results)] if args.command == "mods" else [])
 
 
 def _target(args: argparse.Namespace, without_gpu: str) -> ArchSpec:
@@ -598,7 +599,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "features": _features,
             "fp32": _fp32,
             "decode": _decode,
-            "mods": _mods,
+            "mods": _features,
             "tune": _tune,
             "ncu": _ncu,
             "sanitize": _sanitize,

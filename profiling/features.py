@@ -6,12 +6,13 @@
     ragged    a varlen batch of lengths from 100 to 8192 against FlashAttention-3's varlen
 
 A cell is one setting in both directions. A ratio is the time of the base over the time of the call: above 1 the
-call is faster. "both" adds the times of the two directions.
+call is faster. "both" adds the times of the two directions. Times are device times, by CUDA graphs.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -295,7 +296,8 @@ def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
     expected: dict[str, tuple[Tensor, ...]] = {}
     for name in sorted(cell.sides, key=lambda name: name != cell.alike):
         for direction in DIRECTIONS:
-            called = attempt(partial(_first_call, cell.sides[name], direction), timer)
+            with timer.stream():
+                called = attempt(partial(_first_call, cell.sides[name], direction), timer)
             if isinstance(called, Failure):
                 result.errors[f"{name} {direction}"] = called.message
                 continue
@@ -364,6 +366,44 @@ def to_dict(results: Sequence[CellResult], settings: Settings, facts: dict[str, 
         cells.append({"kind": one.kind, "name": one.name, "base": one.base, "sides": sides, "errors": one.errors})
     lengths = ragged_lengths(settings)
     return {"settings": asdict(settings), "ragged": lengths, "machine": facts, "cells": cells}
+
+
+def from_dict(data: dict[str, Any]) -> list[CellResult]:
+    return [
+        CellResult(
+            cell["kind"],
+            cell["name"],
+            cell["base"],
+            {
+                direction: {name: Samples(x["calls"], tuple(x["round_ms"])) for name, x in sides.items()}
+                for direction, sides in cell["sides"].items()
+            },
+            cell["errors"],
+        )
+        for cell in data["cells"]
+    ]
+
+
+def merged(parts: Sequence[dict[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:
+    """Merge the records of runs that measured different cells with the same settings on the same machine.
+
+    The cells are sorted by kind, in the order of `kinds`, then by the numbers in their names.
+    """
+
+    def place(cell: dict[str, Any]) -> tuple[int, list[int]]:
+        return kinds.index(cell["kind"]), [int(x) for x in re.findall(r"\d+", cell["name"])]
+
+    choices = ("head_dims", "functions", "peers")
+    same = [{name: value for name, value in part["settings"].items() if name not in choices} for part in parts]
+    names = [(cell["kind"], cell["name"]) for part in parts for cell in part["cells"]]
+    if any(settings != same[0] for settings in same):
+        raise ValueError("the parts were measured with different settings")
+    if len(set(names)) < len(names):
+        raise ValueError("the parts have cells in common")
+    head_dims = sorted({x for part in parts for x in part["settings"]["head_dims"]})
+    chosen = {"head_dims": head_dims, "functions": [], "peers": []}
+    cells = sorted((cell for part in parts for cell in part["cells"]), key=place)
+    return {**parts[0], "settings": {**same[0], **chosen}, "cells": cells}
 
 
 def tables(results: Sequence[CellResult]) -> list[Table]:

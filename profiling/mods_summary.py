@@ -1,16 +1,13 @@
-"""Geometric means over the cells of a run of `mods`, and the merge of partial runs."""
+"""Geometric means over the cells of a run of `mods`."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from profiling.features import DIRECTIONS, CellResult
-from profiling.mods import KINDS, OURS, PEERS, PLAIN, WITH_BLOCK_MASK, WITHOUT_BLOCK_MASK
+from profiling.mods import OURS, PEERS, PLAIN, WITH_BLOCK_MASK, WITHOUT_BLOCK_MASK
 from profiling.terminal import Table
-from profiling.timing import Samples
 
 COLUMNS = ("geometric mean (lowest)", "cells", "fwd", "bwd", "both")
 
@@ -50,39 +47,3 @@ def summary(results: Sequence[CellResult]) -> Table:
         *(_row(f"{bias} over {PLAIN}", of("bias"), bias, PLAIN) for bias in biases),
     ]
     return Table("summary", COLUMNS, tuple(row for row in rows if row is not None))
-
-
-def from_dict(data: dict[str, Any]) -> list[CellResult]:
-    return [
-        CellResult(
-            cell["kind"],
-            cell["name"],
-            cell["base"],
-            {
-                direction: {name: Samples(x["calls"], tuple(x["round_ms"])) for name, x in sides.items()}
-                for direction, sides in cell["sides"].items()
-            },
-            cell["errors"],
-        )
-        for cell in data["cells"]
-    ]
-
-
-def _place(cell: dict[str, Any]) -> tuple[int, list[int]]:
-    """The order of cells: by kind, then by the numbers in the name."""
-    return list(KINDS).index(cell["kind"]), [int(x) for x in re.findall(r"\d+", cell["name"])]
-
-
-def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the records of runs that measured different cells with the same settings on the same machine."""
-    choices = ("head_dims", "functions", "peers")
-    same = [{name: value for name, value in part["settings"].items() if name not in choices} for part in parts]
-    names = [(cell["kind"], cell["name"]) for part in parts for cell in part["cells"]]
-    if any(settings != same[0] for settings in same):
-        raise ValueError("the parts were measured with different settings")
-    if len(set(names)) < len(names):
-        raise ValueError("the parts have cells in common")
-    head_dims = sorted({x for part in parts for x in part["settings"]["head_dims"]})
-    chosen = {"head_dims": head_dims, "functions": [], "peers": []}
-    cells = sorted((cell for part in parts for cell in part["cells"]), key=_place)
-    return {**parts[0], "settings": {**same[0], **chosen}, "cells": cells}

@@ -249,7 +249,7 @@ def test_parts_make_a_whole(tmp_path, capsys):
     assert [cell["kind"] for cell in whole["cells"]] == ["function", "function", "documents", "bias"]
     assert [cell["name"] for cell in whole["cells"]][:2] == ["D=64 a", "D=128 b"]
     assert whole["settings"]["head_dims"] == [64, 128] and whole["machine"] == {"gpu": "none"}
-    assert mods_summary.summary(mods_summary.from_dict(whole)) == mods_summary.summary(RUN)
+    assert mods_summary.summary(features.from_dict(whole)) == mods_summary.summary(RUN)
     assert cli.main(("mods", "--parts", parts[0], parts[0])) == cli.NOT_MEASURED
     assert "in common" in capsys.readouterr().err
     write_json(features.to_dict(RUN[1:2], replace(SMALL, seqlen=1), {}), tmp_path / "other.json")
