@@ -31,18 +31,26 @@ class CacheHead:
     width: cutlass.Constexpr  # D or Dv
     element_bytes: cutlass.Constexpr
 
-    @cute.jit
     def address(self, key: Int32) -> Int64:
         """The address of a key's row. The key must exist."""
-        page, row = self.batch, key
-        if cutlass.const_expr(self.first_row is not None):
-            page, row = Int32(0), self.first_row + key
+        return self.address_in(self.page(key), key)
+
+    @cute.jit
+    def page(self, key: Int32) -> Int32:
+        """The page of a key, from the page table; without pages the batch index. The key must exist."""
+        page = Int32(0) if self.first_row is not None else self.batch
         if cutlass.const_expr(self.page_table is not None):
-            page_rows = self.mX.shape[1]
-            page = self.page_table[self.batch, key // page_rows]
+            page = self.page_table[self.batch, key // self.mX.shape[1]]
+        return page
+
+    @cute.jit
+    def address_in(self, page: Int32, key: Int32) -> Int64:
+        """The address of a key's row, given its page."""
+        row = key if self.first_row is None else self.first_row + key
+        if cutlass.const_expr(self.page_table is not None):
             # Clamp, so that an invalid page stays within the tensor.
             page = cutlass.min(cutlass.max(page, 0), self.mX.shape[0] - 1)
-            row = key % page_rows
+            row = key % self.mX.shape[1]
         page_stride, row_stride, head_stride, _ = self.mX.stride
         offset = Int64(page) * page_stride + Int64(row) * row_stride + Int64(self.head_kv) * head_stride
         return self.mX.iterator.toint() + offset * self.element_bytes
@@ -59,14 +67,28 @@ class WarpLoader:
     last_key: Int32
 
     @cute.jit
-    def load(self, key: Int32, target: Int32):
+    def look_up(self, key: Int32) -> cute.Tensor | None:
+        """Start to read the pages of `tile_n` keys from `key` on, for `load`; None without pages.
+
+        The loads of a page table take as long as those of keys, so they are issued one block earlier.
+        """
+        pages = None
+        if cutlass.const_expr(self.cache.page_table is not None):
+            pages = cute.make_rmem_tensor(self.tile.tile_n // CHUNK, Int32)
+            for chunk in cutlass.range_constexpr(self.tile.tile_n // CHUNK):
+                pages[chunk] = self.cache.page(self.existing(key + chunk * CHUNK))
+        return pages
+
+    @cute.jit
+    def load(self, key: Int32, target: Int32, pages: cute.Tensor | None):
         """Start to copy `tile_n` keys from `key` on to the shared-memory address `target`."""
         smem, cache = self.tile.kv_smem, self.cache
         lane_row, lane_chunk = self.lane // LANES_PER_ROW, self.lane % LANES_PER_ROW
         row_bytes = cache.width * cache.element_bytes
         for chunk in cutlass.range_constexpr(self.tile.tile_n // CHUNK):
             first = key + chunk * CHUNK
-            chunk_address = self.chunk_address(first)
+            page = self.cache.page(first) if pages is None else pages[chunk]
+            chunk_address = self.chunk_address(first, page)
             for i in cutlass.range_constexpr(CHUNK // ROWS_AT_ONCE):
                 row = chunk * CHUNK + i * ROWS_AT_ONCE + lane_row
                 source = self.row_address(chunk_address, i * ROWS_AT_ONCE + lane_row) + lane_chunk * VECTOR_BYTES
@@ -82,16 +104,21 @@ class WarpLoader:
                     copy_async(target + offset, source + begin, num_bytes)
 
     @cute.jit
-    def chunk_address(self, first: Int32) -> Int64:
-        """The address of the chunk's first row; with a lookup for every key, the address of row `lane % 16`.
+    def existing(self, first: Int32) -> Int32:
+        """The key of a chunk whose page this lane reads: the first, or with a lookup for every key, key `lane % 16`.
 
-        Keys that do not exist have no page, so the lookup is clamped to keys that exist.
+        Keys that do not exist have no page, so the key is clamped to keys that exist.
         """
         key = first
         if cutlass.const_expr(self.cache.lookup == "row"):
             key = first + self.lane % CHUNK
-        existing = cutlass.max(cutlass.min(cutlass.max(key, self.first_key), self.last_key), 0)
-        address = self.cache.address(existing)
+        return cutlass.max(cutlass.min(cutlass.max(key, self.first_key), self.last_key), 0)
+
+    @cute.jit
+    def chunk_address(self, first: Int32, page: Int32) -> Int64:
+        """The address of the chunk's first row; with a lookup for every key, the address of row `lane % 16`."""
+        existing = self.existing(first)
+        address = self.cache.address_in(page, existing)
         if cutlass.const_expr(self.cache.lookup != "row"):
             address -= Int64(existing - first) * self.row_stride()
         return address

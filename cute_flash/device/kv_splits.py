@@ -33,6 +33,7 @@ class Split:
     next_unit: Int32  # the first unit after the split
     first_cta: Int32  # CTAs that compute splits of the query tile: first_cta ... last_cta
     last_cta: Int32
+    final_ctas: Int32  # those of them that have no later split: all, or all but `last_cta`
     is_first: cutlass.Boolean  # the split starts at the first unit of the query tile
 
 
@@ -183,6 +184,9 @@ class KvSplits:
         if self.num_splits > 0:
             begin, end = begin * num_units // per_tile, end * num_units // per_tile
         first_unit = self.first_unit(sequence)
+        tile_end = tile_unit + per_tile
+        first_cta, last_cta = tile_unit // per_cta, (tile_end - 1) // per_cta
+        continues = Int32(1) if tile_end < (last_cta + 1) * per_cta else Int32(0)
         return is_found and tiles_before + index < self.max_query_tiles, Split(
             batch=batch,
             head_kv=index // row_tiles,
@@ -191,8 +195,9 @@ class KvSplits:
             begin=(first_unit + begin) * UNIT_KEYS,
             end=(first_unit + end) * UNIT_KEYS,
             next_unit=next_unit,
-            first_cta=tile_unit // per_cta,
-            last_cta=(tile_unit + per_tile - 1) // per_cta,
+            first_cta=first_cta,
+            last_cta=last_cta,
+            final_ctas=last_cta - first_cta + 1 - continues,
             is_first=unit == tile_unit,
         )
 

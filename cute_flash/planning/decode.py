@@ -159,6 +159,11 @@ class DecodeTile:
         return self.num_warps * EXCHANGE_ROWS * self.head_dim * 4
 
     @property
+    def merged_rows(self) -> int:
+        """Rows of the output that a CTA merges at once: a thread merges four columns."""
+        return max(1, 4 * self.num_threads // self.head_dim)
+
+    @property
     def smem_bytes(self) -> int:
         statistics = 2 * 4 * self.num_warps * EXCHANGE_ROWS
         exchange = self.exchange_bytes if self.own_exchange else 0

@@ -14,7 +14,7 @@ computes its splits one after the other:
                    l = l exp(scale (m - m')) + rowsum P;  O = O exp(scale (m - m')) + P V
     combine    combine the outputs of the warps through shared memory
     finish     write out and LSE if the split has all keys; else write m, l and O to the workspace, and the
-               last CTA to arrive merges the splits of the query tile
+               last CTAs to arrive merge the splits of the query tile
 
 The loop needs no CTA barrier, because a warp reads only keys that it has copied itself.
 """
@@ -32,6 +32,7 @@ from cute_flash.device.kv_cache import CacheHead, WarpLoader
 from cute_flash.device.kv_splits import KvSplits, Lengths, Split
 from cute_flash.device.ldmatrix import MmaOperand
 from cute_flash.device.mask import column_offset
+from cute_flash.device.ptx import instruction
 from cute_flash.device.rotary import VECTOR, Rotary, load_floats
 from cute_flash.device.score import Score
 from cute_flash.device.smem import allocate_stages
@@ -45,8 +46,10 @@ from cute_flash.planning.tiles.common import SMEM_ALIGN
 
 FLOATS = 4  # floats of O that a thread combines at once
 # Fields of a split that the main loop does not need. They are kept in shared memory.
-COLD = ("batch", "head_kv", "row_tile", "query_tile", "next_unit", "first_cta", "last_cta", "is_first")
+COLD = ("batch", "head_kv", "row_tile", "query_tile", "next_unit", "first_cta", "last_cta", "final_ctas", "is_first")
 AT_ONCE = 8  # splits of a query tile that a thread loads at once
+# Fields of an arrival counter.
+FINAL_BIT, SHARE_BIT = 12, 24
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class SharedStorage:
     sKV: cute.Tensor  # (tile_n, tile_d, stage): K and V alternate; all stages of warp 0, then of warp 1, ...
     exchange: cute.Tensor  # (tile_d, 8 rows, warp) fp32
     stats: cute.Tensor  # (2, 8 rows, warp) fp32: m and l
-    flag: cute.Tensor  # whether this CTA is the last to arrive at a query tile
+    flag: cute.Tensor  # this CTA's share of a merge
     cold: cute.Tensor  # the fields `COLD` of the split, which would occupy registers during the main loop
 
     @staticmethod
@@ -144,6 +147,10 @@ class Loads:
     v: WarpLoader
     first_key: Int32  # offset of the warp's keys in a block
     memory: Int32  # address of the warp's stages
+
+    def look_up(self, block: Int32) -> cute.Tensor | None:
+        """Start to read the pages of the warp's keys of a block. K and V have the same pages."""
+        return self.k.look_up(block + self.first_key)
 
 
 class Decode(Kernel):
@@ -284,8 +291,10 @@ class Decode(Kernel):
         loads = self.loads(p, storage, split, sequence, thread)
         # Wait until all lanes have read the last blocks of the previous split.
         cute.arch.sync_warp()
+        blocks = [split.begin + i * self.tile.block_keys for i in range(self.tile.stages - 1)]
+        pages = [loads.look_up(key) for key in blocks]
         for i in cutlass.range_constexpr(self.tile.stages - 1):
-            self.load_block(loads, split, split.begin + i * self.tile.block_keys, Int32(i))
+            self.load_block(loads, split, blocks[i], Int32(i), pages[i])
 
     @cute.jit
     def attend(self, p: Params, storage: SharedStorage, split: Split):
@@ -301,7 +310,7 @@ class Decode(Kernel):
 
     @cute.jit
     def finish(self, p: Params, storage: SharedStorage, split: Split, state: WarpState, cta: Int32):
-        """Combine the warps, and merge the splits of the query tile if this CTA is the last to arrive."""
+        """Combine the warps, and merge the splits of the query tile if this CTA is one of the last to arrive."""
         thread, _, _ = cute.arch.thread_idx()
         sequence = p.splits.sequence(split.batch)
         is_whole = split.first_cta == split.last_cta
@@ -317,8 +326,13 @@ class Decode(Kernel):
                 # The next rows, or the next split, reuse the memory.
                 cute.arch.sync_threads()
         if not is_whole:
-            if self.is_last(p, storage, split, thread):
-                self.merge(p, split, sequence, thread)
+            num_rows, rows_at_once = self.num_rows(p, split, sequence), self.tile.merged_rows
+            num_shares = (num_rows + rows_at_once - 1) // rows_at_once
+            share = self.arrive(p, storage, split, thread, cta, num_shares)
+            if share >= 0:
+                shares = cutlass.min(num_shares, split.final_ctas) if num_shares > 1 else Int32(1)
+                self.merge(p, split, num_rows, thread, share, shares)
+                self.leave(p, split, thread, shares)
 
     # ---- queries
 
@@ -488,12 +502,16 @@ class Decode(Kernel):
         for k in cutlass.range_constexpr(q_steps):
             state.q.load(k, 0)
         stage = Int32(0)
+        ahead_keys = (tile.stages - 1) * tile.block_keys
+        pages = loads.look_up(split.begin + ahead_keys)
         for key in cutlass.range(split.begin, split.end, tile.block_keys, unroll=1):
             cute.arch.cp_async_wait_group(tile.stages - 2)
             # Wait until the data of all lanes has landed, and all lanes have read the stage that is loaded next.
             cute.arch.sync_warp()
             ahead = stage - 1 if stage > 0 else Int32(tile.stages - 1)
-            self.load_block(loads, split, key + (tile.stages - 1) * tile.block_keys, ahead)
+            self.load_block(loads, split, key + ahead_keys, ahead, pages)
+            if cutlass.const_expr(pages is not None):
+                pages.store(loads.look_up(key + ahead_keys + tile.block_keys).load())
             self.process_block(p, state, key + loads.first_key, key - split.begin, stage, q_steps)
             stage = stage + 1 if stage < tile.stages - 1 else Int32(0)
         cute.arch.cp_async_wait_group(0)
@@ -508,13 +526,13 @@ class Decode(Kernel):
         return self.tile.tile_m * self.tile.head_dim <= 16 * 128
 
     @cute.jit
-    def load_block(self, loads: Loads, split: Split, first_key: Int32, stage: Int32):
+    def load_block(self, loads: Loads, split: Split, first_key: Int32, stage: Int32, pages: cute.Tensor | None):
         """Start to load this warp's keys of a block, if the block begins before the end of the split."""
         if first_key < split.end:
             key = first_key + loads.first_key
             memory = loads.memory + stage * (2 * self.tile.kv_smem.bytes)
-            loads.k.load(key, memory)
-            loads.v.load(key, memory + self.tile.kv_smem.bytes)
+            loads.k.load(key, memory, pages)
+            loads.v.load(key, memory + self.tile.kv_smem.bytes, pages)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -681,30 +699,58 @@ class Decode(Kernel):
         return cutlass.select_(p.splits.num_splits > 0, cta, own)
 
     @cute.jit
-    def is_last(self, p: Params, storage: SharedStorage, split: Split, thread: Int32):
-        """Arrive at the counter of the query tile, and return whether this CTA is the last, which resets the counter.
+    def arrive(self, p: Params, storage: SharedStorage, split: Split, thread: Int32, cta: Int32, num_shares: Int32):
+        """Count this CTA's split of the query tile as written; return the CTA's share of the merge, or -1 for none.
 
-        The barriers order the memory accesses of all threads before and after the atomic addition of thread 0.
+        One share is merged by the last CTA to arrive. Several shares are merged by the last CTAs to arrive, which wait
+        until all have arrived. `split.last_cta` is not one of them if it has another split to compute. Fewer than
+        `num_shares` CTAs wait for a query tile, and CTAs start in the order of the grid, so the CTAs that they wait for
+        always find an SM.
+
+        The barriers order the memory accesses of all threads before and after the accesses of thread 0.
         """
         cute.arch.sync_threads()
         if thread == 0:
-            counter = p.arrivals.iterator + split.query_tile
-            before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-            is_last = before == split.last_cta - split.first_cta
-            if is_last:
-                p.arrivals[split.query_tile] = 0
-            storage.flag[0] = Int32(is_last)
+            total, share, address = split.last_cta - split.first_cta + 1, Int32(-1), self.counter(p, split)
+            if num_shares == 1:
+                before = cute.arch.atomic_add(address, Int32(1), sem="acq_rel", scope="gpu")
+                if before == total - 1:
+                    share = Int32(0)
+                    p.arrivals[split.query_tile] = 0
+            else:
+                is_final = cta < split.last_cta or split.final_ctas == total
+                added = Int32(1 + (1 << FINAL_BIT)) if is_final else Int32(1)
+                before = cute.arch.atomic_add(address, added, sem="acq_rel", scope="gpu")
+                rank = split.final_ctas - 1 - (before >> FINAL_BIT)
+                if is_final and rank < num_shares:
+                    share = rank
+                    arrived = before + 1
+                    while arrived & ((1 << FINAL_BIT) - 1) != total:
+                        arrived = instruction("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", Int32, address.toint())
+            storage.flag[0] = share
         cute.arch.sync_threads()
-        return storage.flag[0] == 1
+        return storage.flag[0]
+
+    def counter(self, p: Params, split: Split):
+        """Bits: 0 to 11 count arrivals, 12 to 23 those of CTAs without another split, 24 to 30 merged shares."""
+        return p.arrivals.iterator + split.query_tile
 
     @cute.jit
-    def merge(self, p: Params, split: Split, sequence: Lengths, thread: Int32):
-        """Merge the splits of a query tile, and write its output."""
+    def leave(self, p: Params, split: Split, thread: Int32, shares: Int32):
+        """Count a share as merged. The last of several shares resets the counter."""
+        if thread == 0 and shares > 1:
+            before = cute.arch.atomic_add(self.counter(p, split), Int32(1 << SHARE_BIT), sem="relaxed", scope="gpu")
+            if (before >> SHARE_BIT) == shares - 1:
+                p.arrivals[split.query_tile] = 0
+
+    @cute.jit
+    def merge(self, p: Params, split: Split, num_rows: Int32, thread: Int32, share: Int32, shares: Int32):
+        """Merge a share of the rows of a query tile, and write their output."""
         vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
-        num_rows = self.num_rows(p, split, sequence)
         parts = [cute.make_rmem_tensor(FLOATS, Float32) for _ in range(AT_ONCE)]
         stats = [cute.make_rmem_tensor(2, Float32) for _ in range(AT_ONCE)]
-        for index in cutlass.range(thread, num_rows * vectors, self.tile.num_threads, unroll=1):
+        threads = self.tile.num_threads
+        for index in cutlass.range(share * threads + thread, num_rows * vectors, shares * threads, unroll=1):
             row, column = index // vectors, index % vectors * FLOATS
             m, total = -Float32.inf, Float32(0.0)
             sums.fill(0.0)
