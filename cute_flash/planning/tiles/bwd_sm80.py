@@ -21,7 +21,7 @@ class BwdTileSm80(Tile):
     warps_kv: int = 8  # along the keys of dK and dV (keys x head_dim)
     warps_q: int = 4  # along the queries of dQ (queries x head_dim)
     num_warps: int = 8
-    pieces: int = 1  # of an element in a row of Q, K, V and dO, and of P and dS; 2 for fp32
+    pieces: int = 1  # 16-bit pieces per element of Q, K, V, dO, P and dS; 2 for fp32
 
     def __post_init__(self) -> None:
         if self.num_warps not in (4, 8) or self.stages not in (1, 2):
