@@ -20,8 +20,8 @@ from cute_flash.planning.decode import ATOM_BYTES
 LARGEST = 448.0
 RUN = 64  # `query_column` permutes columns within runs of 64
 NAN = 0x7F
-# Half of the lowest of the 3 mantissa bits that FP8 keeps, as fp32 bits, minus 1. `rounded` also adds the value (0 or 1)
-# of that lowest bit, so that ties go to even.
+# Half of the lowest of the 3 mantissa bits that FP8 keeps, as fp32 bits, minus 1. `rounded` also adds the value of that
+# lowest bit, 0 or 1, so that ties go to even.
 _HALF = 0x7FFFF
 _MANTISSA_SHIFT = 20
 _REBIAS = (127 - 7) << 3
