@@ -20,8 +20,8 @@ For each K/V tile, over the query heads that share it and their m_blocks i, in p
 | shared memory | elements                    | lifetime                                             |
 |---------------|-----------------------------|------------------------------------------------------|
 | sK, sV        | tile_n x tile_d             | the tile                                             |
-| sQ, sdO       | stages x tile_m x tile_d    | one block, until dK and dV, which are one block late |
-| sdS           | 2 x tile_n x tile_m         | one block, until dQ, which is two blocks late        |
+| sQ, sdO       | stages x tile_m x tile_d    | one block, until dK and dV, one block later          |
+| sdS           | 2 x tile_n x tile_m         | one block, until dQ, two blocks later                |
 | sdQ           | tile_m x tile_d, fp32       | one block, in register order                         |
 | sLSE, sD      | stages x tile_m, fp32       | one m_block                                          |
 """
