@@ -13,7 +13,7 @@ class BwdTileSm80(Tile):
 
     Each product has its own grid of warps: `warps_*` along its rows, the others along its columns. If all warps are
     along the keys, P and dS stay in registers as operands of the next product. Otherwise they go through shared memory,
-    but fewer operands are read twice.
+    but each operand is read by fewer warps.
     """
 
     stages: int  # of Q, and of dO; with 1 stage their copies overlap only with the product dQ
