@@ -7,8 +7,9 @@ A forward tile has Br queries and blocks of Bc keys. Four rules bound it:
     kernel      (q Br + 2 s Bc) d bytes <= M                              Q in q stages, K and V in s stages
     registers   the accumulators of O and S leave registers for the rest of a thread
 
-The kernels obey the last two. O and S are in registers, so the papers' rule and FA1's rule are stricter than needed. A
-tile reads 2 Bc d elements of K and V for 4 Br Bc d FLOP, so bytes depend on Br alone and Bc sets the number of steps.
+The kernels follow the last two. O and S are in registers, so the papers' rule and FA1's rule are stricter than needed.
+A step reads 2 Bc d elements of K and V for 4 Br Bc d FLOP, so bytes per FLOP depend on Br alone. Bc sets the number of
+steps.
 """
 
 from __future__ import annotations
