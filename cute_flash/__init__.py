@@ -53,8 +53,8 @@ __all__ = [
     "use_kernels",
 ]
 
-# The modules of public names that `__getattr__` imports on first use: names that are not imported above and, in the
-# command `cute-flash`, all names.
+# Public names and their modules, which `__getattr__` imports on first use. The command `cute-flash` imports every name
+# this way; other programs import this way only the names that are not imported above.
 _MODULES = {
     "BlockMask": "score_mod.block_mask",
     "Support": "spec.problem",

@@ -100,9 +100,9 @@ def attn(
     on to `attn_nested`.
 
     Gradients flow through out and lse. On CUDA, dq is accumulated by atomic additions in no fixed order, so its bits
-    may differ between calls unless `deterministic` is set. On sm_90, gradients use wgmma. They use the slower mma.sync
-    for D > 128 with softcap, alibi, dropout, mods, a bias or `deterministic`; for long mods; and for deterministic
-    gradients of captured tensors.
+    may differ between calls unless `deterministic` is set. On sm_90, gradients use wgmma, except in three cases, which
+    use the slower mma.sync: D > 128 with softcap, alibi, dropout, mods, a bias or `deterministic`; long mods; and
+    deterministic gradients of captured tensors.
 
     Args:
         q: Queries, (B, H, Sq, D), or (B, Sq, H, D) with `layout="bshd"`; (B, Sq, D) or (Sq, D) for a single head.
@@ -134,7 +134,7 @@ def attn(
             and `window` apply too.
         score_mod_bwd: A function score_mod_bwd(grad, score, b, h, q_idx, kv_idx) that returns the gradient of the score
             and replaces the derivative of score_mod.
-        block_mask: A `BlockMask`, or the one of torch.nn.attention.flex_attention. Its empty blocks are skipped, and
+        block_mask: A `BlockMask`, or a `torch.nn.attention.flex_attention.BlockMask`. Its empty blocks are skipped, and
             its mask_mod and window are applied, so leave mask_mod out.
         block_map: The former name of `block_mask`.
 
@@ -412,7 +412,7 @@ def attn_nested(q: Any, k: Any, v: Any, **keywords: Any) -> Tensor | tuple[Tenso
 
     Args:
         q: Queries, (B, H, j, D) as in torch's SDPA, or (B, j, H, D), where j is the ragged dimension.
-        k: Keys, with the ragged dimension where q has it.
+        k: Keys, with the dimension order of q.
         v: Values, with the lengths of k.
         **keywords: Keywords of `attn_varlen`.
 
@@ -594,7 +594,10 @@ def _with_mods(
 
 
 def _from_torch_block_mask(block_mask: Any, mask_mod: Callable | None) -> tuple[BlockMask, Callable | None]:
-    """The block mask and the mask_mod of FlexAttention's block mask, which is recognised without an import."""
+    """Convert FlexAttention's block mask to a `BlockMask` and a mask_mod.
+
+    Its class is recognised by name, without importing FlexAttention.
+    """
     kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(block_mask).__mro__]
     if "torch.nn.attention.flex_attention.BlockMask" not in kinds:
         raise ValueError(
@@ -646,7 +649,7 @@ def _with_bias(score_mod: Callable | None, bias: Any, sizes: tuple[int, int], *m
     Dimensions in which the bias has size 1 are not indexed.
     """
     if score_mod is not None and not callable(score_mod):
-        return score_mod  # `score_mod.trace.bind` raises the error for it
+        return score_mod  # `score_mod.trace.bind` will raise an error, because it is not a function
     bias = _checked_bias_type(bias, "(B, H, max_seqlen_q, max_seqlen_k)")
     if bias.dim() > 4 or not bias.is_floating_point():
         raise ValueError(

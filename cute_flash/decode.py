@@ -71,8 +71,8 @@ def attn_decode(
 
     The call first writes k_new and v_new into the caches, then attends. Sequence b then has
     ``len = cache_seqlens[b] + new tokens`` rows. Query i of T is at position ``len - T + i``, and sees the rows
-    ``leftpad[b] <= j < len`` that `causal` and `window` allow. A query that sees no key has output 0 and LSE -inf, or
-    the sink as LSE. docs/decode.md shows each use.
+    ``leftpad[b] <= j < len`` that `causal` and `window` allow. A query that sees no key has output 0. Its LSE is -inf
+    or, with `sinks`, the sink of its head. docs/decode.md shows each use.
 
     On CUDA, q is fp16 or bf16, D and Dv are multiples of 8 up to 256, and only kernels read lengths and tables: the
     host does not synchronize, and a CUDA graph uses the values that the tensors hold when it is replayed. Wrong lengths
@@ -91,7 +91,7 @@ def attn_decode(
         cache_batch_idx: (B), int32: the row of the caches that sequence b uses; None: b. Not with `page_table`.
         leftpad: (B), int32: the number of rows to skip at the start of each sequence.
         k_new: Keys to append, (B, Tn, Hkv, D), or (T, Hkv, D) with `cu_seqlens_q`; in the dtype of q. They are written
-            in place behind the rows of each sequence. Tn may differ from T.
+            in place after the rows of each sequence. Tn may differ from T.
         v_new: Values to append, in the same form, with head dim Dv.
         rotary_cos: Cosines of the rotary embedding, (positions, rotary_dim / 2), of any floating-point dtype. k_new is
             rotated by the position of its row. A query is rotated by its own position if `causal` or `window` is set,
@@ -269,7 +269,7 @@ def _to_nhd(k_cache: Tensor, v_cache: Tensor, kv_layout: Any) -> tuple[Tensor, T
     """Views of the caches as (…, rows, Hkv, D)."""
     if kv_layout not in KV_LAYOUTS:
         raise ValueError(f"kv_layout={kv_layout!r}: use one of {', '.join(KV_LAYOUTS)}")
-    # `describe_decode` refuses other dimensions.
+    # `describe_decode` raises an error for caches that are not 4-D.
     if kv_layout == "hnd" and k_cache.dim() == v_cache.dim() == 4:
         return k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     return k_cache, v_cache
@@ -278,7 +278,7 @@ def _to_nhd(k_cache: Tensor, v_cache: Tensor, kv_layout: Any) -> tuple[Tensor, T
 def _seqlens_tensor(value: Any, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
     """One length for all sequences as a tensor (B)."""
     seqlen = as_int("cache_seqlens", value, "give a whole number, or an int32 tensor of shape (B)")
-    # `describe_decode` refuses tensors of other dimensions.
+    # `describe_decode` raises an error if q or cu_seqlens_q has the wrong number of dimensions.
     batch = q.shape[:1].numel() if cu_seqlens_q is None else max(cu_seqlens_q.numel() - 1, 0)
     return torch.full((batch,), seqlen, dtype=torch.int32, device=q.device)
 
@@ -289,7 +289,7 @@ def _with_contiguous_rows(x: Tensor) -> Tensor:
 
 
 def _scale_tensor(name: str, value: Any, q: Tensor) -> Tensor:
-    """A scale of an FP8 cache as a tensor, () or (Hkv); (1) becomes ()."""
+    """The scale of an FP8 cache as a tensor, () or (Hkv); a tensor (1) becomes ()."""
     if isinstance(value, Tensor):
         return value.reshape(()) if value.shape == (1,) else value
     return torch.full((), as_float(name, value), dtype=torch.float32, device=q.device)

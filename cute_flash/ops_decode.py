@@ -63,7 +63,8 @@ def is_direct(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> 
     for x in (q, k_cache, v_cache, *tensors_of(args)):
         if x is not None and type(x) not in PLAIN_TYPES:
             return False
-    # The others are integers or have contiguous rows. Tensors with the negative bit have an element stride of 2.
+    # Only these tensors can have the negative bit (torch's lazy negation): tensors with it have an element stride of 2,
+    # and the others are integers or have contiguous rows.
     return is_plain(args.rotary_cos, args.rotary_sin, args.alibi, args.sinks, args.k_scale, args.v_scale)
 
 

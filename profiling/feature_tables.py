@@ -9,8 +9,6 @@ from typing import Any
 from profiling.terminal import Table
 
 FEATURES = "results/h200/2026-11-16-features.json"
-# The run that had FlashAttention-3; the plain varlen kernels have not changed since.
-RAGGED = "results/h200/2026-11-15-features.json"
 _NAMES = {"dropout": "dropout 0.1", "softcap": "softcap 30", "alibi": "ALiBi", "sinks": "sinks"}
 _SETTINGS = [(head_dim, mask) for head_dim in (64, 128) for mask in ("full", "causal")]
 Cell = dict[str, Any]
@@ -28,7 +26,7 @@ def _cells(path: Path) -> list[Cell]:
 
 
 def features(data: Path) -> Table:
-    cells = _cells(data / FEATURES) + [x for x in _cells(data / RAGGED) if x["kind"] == "ragged"]
+    cells = _cells(data / FEATURES)
 
     def cell(kind: str, head_dim: int, mask: str) -> Cell:
         named = [x for x in cells if x["kind"] == kind and x["name"].startswith(f"D={head_dim} ")]

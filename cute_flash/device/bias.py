@@ -6,8 +6,8 @@
 | `WarpBias`     | a warp loads one row that all queries share; lanes exchange its elements by shuffles   |
 | `SmemBias`     | TMA loads tiles to shared memory (`BiasPipeline`); threads read them with ldmatrix     |
 
-A thread needs the elements at the positions of its accumulator. In a k-step, which is 16 keys, these are two rows 8
-apart, and in each row two pairs of neighbouring keys 8 apart: the result of one ldmatrix.x4.
+A thread needs the elements at the positions of its accumulator. In a k-step (16 keys) it has two rows, 8 apart, and in
+each row two pairs of neighbouring keys, 8 apart. One ldmatrix.x4 loads exactly these elements.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,10 @@ class RegisterBias(BlockBias):
     rBias: cute.Tensor  # (2, pairs, rows of this thread); one row if all queries share it
 
     def add_to(self, acc_S_mn: cute.Tensor):
-        """Add the bias to any number of rows: a thread of an mma.sync kernel may have more than the two of `step`."""
+        """Add the bias in place, to any number of rows.
+
+        `step` supports two rows only, but a thread of an mma.sync kernel may have more.
+        """
         rows, columns = (cute.size(acc_S_mn, mode=[i]) for i in range(2))
         for r in range(rows):
             for pair in range(columns // 2):
@@ -94,8 +97,7 @@ class WarpBias(BlockBias):
     def load(row: cute.Tensor, first_col: Int32, columns: int, last: Int32 | None) -> "WarpBias":
         """Load the keys of the block that begins at `first_col`.
 
-        `last` is the first key of the row's last pair, to which addresses are clamped. It is None if the loads stay
-        within the row.
+        Addresses are clamped to `last`, the first key of the row's last pair. None: the loads stay within the row.
         """
         words = cute.make_rmem_tensor(-(-columns // KEYS_PER_WARP_LOAD), Int32)
         for j in range(cute.size(words)):

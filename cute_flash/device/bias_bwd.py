@@ -59,7 +59,7 @@ class BwdBlockBias:
         if c < self.rBias.shape[1]:
             gBias = self.params.mBias[self.position.batch, self.position.head, None, None]
             dtype, width = gBias.element_type, gBias.element_type.width // 8
-            # Rows are less than 2 GB apart (`spec.features.MAX_BIAS_ROW_BYTES`), so an address takes one product.
+            # The row stride fits in 32 bits (`spec.features.MAX_BIAS_ROW_BYTES`), so an address takes one product.
             row, key = Int64(Int32(gBias.stride[0] * width)), gBias.stride[1] * width
             for r in range(self.rBias.shape[0]):
                 first = gBias.iterator.toint() + Int64(self._key(r)) * key

@@ -44,8 +44,8 @@ class OutwardBlockIterator:
     """Visits a start block and the blocks before it in descending order, then the blocks after it in ascending order.
 
     The start block is nearest to the queries, where scores are often the largest, so that the row max seldom grows
-    later. Only for unbounded bands, in which only the block with the last key may need a mask. It is visited first or
-    last.
+    later. The iterator is only for unbounded bands: there only the block with the last key may need a mask, and that
+    block is visited first or last.
     """
 
     first: Int32

@@ -51,7 +51,8 @@ class BlockSparseIterator:
     where: tuple  # (batch, head, query block of the mask)
     counts: tuple  # full and partial blocks of the mask
     parts: cutlass.Constexpr
-    blocks: BlockRange | None = None  # of the band, which may mask full blocks of the block mask; None: no band
+    # The blocks of the band, which may mask blocks that are full in the block mask; None: no band.
+    blocks: BlockRange | None = None
 
     @property
     def num_full(self) -> Int32:
@@ -98,7 +99,10 @@ class BwdBlockIndices:
     mRanks: cute.Tensor | None = None  # (B, H, m_blocks, n_blocks), for deterministic gradients
 
     def rank(self, batch: Int32, head: Int32, m_block: Int32, n_block: Int32) -> Int32:
-        """The number of K/V tiles that add to dQ of the m_block before this one: the later tiles that list it."""
+        """The number of K/V tiles that add to dQ of the m_block before this tile does.
+
+        These are the tiles that list the m_block and have a larger n_block.
+        """
         return self.mRanks[batch, head, m_block, n_block]
 
     @cute.jit

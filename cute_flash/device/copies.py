@@ -69,7 +69,10 @@ class RowTiles:
 
     @cute.jit
     def predicates(self, thr_copy, tXsX: cute.Tensor, rows_left: Int32, check_rows: cutlass.Constexpr):
-        """(vector, row, column): whether it is inside the matrix. Without `check_rows`, rows share their predicates."""
+        """(vector, row, column): whether a 16-byte vector is inside the matrix.
+
+        Without `check_rows`, only the column is checked, and all rows share their predicates.
+        """
         tXcX = thr_copy.partition_S(cute.make_identity_tensor((self.tile_rows, self.tile_d)))
         rows, cols = cute.size(tXsX, mode=[1]), cute.size(tXsX, mode=[2])
         stride = (0, cols, 1) if check_rows else (0, 0, 1)

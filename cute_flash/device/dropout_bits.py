@@ -1,8 +1,8 @@
 """Dropout in the backward: one keep bit per score of a block of keys by queries, used for dV and for dP.
 
 One Philox call serves the scores {i, i + 8, i + 16, i + 24} x {j, j + 1, j + 8, j + 9}, queries by keys
-(`spec.dropout`). In the backward rows are keys: a thread holds queries i and i + 1 and the queries 8, 16 and 24
-further, but only one of the keys j and j + 1, and the key 8 further. So the threads of keys j and j + 1, which are 4
+(`spec.dropout`). In the backward rows are keys. A thread holds queries i and i + 1, and the queries 8, 16 and 24 after
+each. It holds only one of the keys j and j + 1, and the key 8 after it. So the threads of keys j and j + 1, which are 4
 lanes apart, need the results of the same calls. Each makes half of the calls: the first thread for query i, the second
 for query i + 1, each for both keys. Then a shuffle exchanges the bits of 32 scores.
 
@@ -36,7 +36,10 @@ OF_LOW_BYTES, OF_HIGH_BYTES = 0xAA88, 0xBB99
 
 @dataclass(frozen=True)
 class DropoutBits:
-    """The keep bits of this thread's accumulator elements. In a word, even queries have the low half."""
+    """The keep bits of this thread's accumulator elements.
+
+    In each word, the low half is for even queries and the high half for odd ones.
+    """
 
     words: cute.Tensor  # Int32
     halves: cutlass.Constexpr  # halves of a rectangle's 32 queries in which the thread has columns: 1 or 2
@@ -44,7 +47,7 @@ class DropoutBits:
 
     @property
     def step_bits(self) -> int:
-        """Bits of a step in one half of a word: 2 keys times `2 * halves` queries, the key fastest."""
+        """Bits of a step in one half of a word: 2 keys times `2 * halves` queries; the key changes fastest."""
         return 4 * self.halves
 
     @property
@@ -108,7 +111,7 @@ class DropoutBits:
         return cute.arch.shuffle_sync_bfly(own, offset=NEIGHBOUR)
 
     def bit_position(self, r: int, c: int) -> tuple[int, int]:
-        """(word, bit) of an element. The bit counts within the half of the word that the parity of c selects."""
+        """(word, bit) of an element. `bit` is the position in the half of the word that the parity of c selects."""
         queries = 2 * self.halves  # of the same parity in a step
         step = r // 2 * self.steps_of_row + c // 2 // queries
         return step // self.steps, self.step_bits * (step % self.steps) + 2 * (c // 2 % queries) + r % 2

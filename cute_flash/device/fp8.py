@@ -1,6 +1,7 @@
 """FP8 (e4m3) operands in shared memory as fp16 fragments of mma.sync, and rounding to FP8.
 
-ldmatrix moves 16-bit elements. FP8 tiles are therefore read in an order that needs no exchange between threads.
+ldmatrix moves 16-bit elements, so it does not give threads the FP8 elements of their fragments. Instead of exchanging
+elements between threads, the kernel permutes columns:
 
 K. A thread reads 16 consecutive bytes of a key, and uses four of them in each of four k-steps. The product sums over
 columns, so their order does not matter if Q has the same order (`query_column`).
@@ -19,7 +20,8 @@ from cute_flash.planning.decode import ATOM_BYTES
 LARGEST = 448.0
 RUN = 64  # `query_column` permutes columns within runs of 64
 NAN = 0x7F
-# Half a unit of a 3-bit mantissa in fp32 bits, minus 1. `rounded` adds the lowest kept bit, so that ties go to even.
+# Half of the lowest of the 3 mantissa bits that FP8 keeps, as fp32 bits, minus 1. `rounded` also adds the value of that
+# lowest bit, 0 or 1, so that ties go to even.
 _HALF = 0x7FFFF
 _MANTISSA_SHIFT = 20
 _REBIAS = (127 - 7) << 3

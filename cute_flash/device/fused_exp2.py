@@ -1,6 +1,7 @@
-"""Fused score-to-exp2 pass: computes P of a block from Q K^T, with the score transform between the exponentials.
+"""Fused score-to-exp2 pass: computes P of a block from Q K^T, and interleaves the score transform with exponentials.
 
-The exponentials (MUFU) limit the softmax, so the FMAs of a transform cost little between them, but not before them.
+The exponentials (MUFU) limit the softmax. FMAs of a transform cost little between exponentials, but would cost time in
+a separate pass before them.
 The pass is used with a speculative row max, which keeps Q K^T until the row sums are checked
 (`Softmax.may_have_outgrown`). It needs one formula for a block, in units of log2:
 
@@ -112,7 +113,7 @@ class SoftcapExp2(FusedExp2):
 
     @cute.jit
     def block_max(self, acc_S: cute.Tensor, result: cute.Tensor):
-        """The maximum of each row, taken before capping, which is monotonic, and then capped."""
+        """The maximum of each row. It is taken first and then capped, because capping is monotonic."""
         result.fill(-Float32.inf)
         for part in cutlass.range_constexpr(len(self.are_near)):
             steps = range(PART_STEPS * part, min(PART_STEPS * (part + 1), cute.size(acc_S, mode=[2])))

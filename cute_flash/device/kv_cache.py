@@ -25,7 +25,7 @@ class CacheHead:
     mX: cute.Tensor  # (num_pages, page_size, Hkv, D), or (B, S, Hkv, D)
     head_kv: Int32
     batch: Int32  # row of the page table, or batch index of the cache
-    first_row: Int32 | None  # of the sequence, in a cache that all sequences share; None: each has its own
+    first_row: Int32 | None  # first row of the sequence, if all sequences share one cache; None: each has its own
     page_table: cute.Tensor | None  # (B, max_pages)
     lookup: cutlass.Constexpr  # `DecodeStatic.page_lookup`
     width: cutlass.Constexpr  # D or Dv

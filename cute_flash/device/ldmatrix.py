@@ -88,7 +88,7 @@ class MmaOperand:
 def _by_instruction(view: cute.Tensor) -> cute.Tensor:
     """((registers, loads), 1, k) -> ((registers, 1), loads, k): one ldmatrix per entry of the second mode.
 
-    A tile of the copy takes several loads if the sub-tiles of a warp are neighbours in it.
+    If the sub-tiles of a warp are neighbours, one tile of the copy contains several loads.
     """
     (registers, loads), tiles, steps = view.layout.shape
     if cute.size(loads) == 1:

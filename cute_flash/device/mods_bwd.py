@@ -43,7 +43,7 @@ MASKED_BITS = 0x7FC0DEAD
 
 @dataclass(frozen=True)
 class BwdGraphs:
-    """The lowered graphs of the user mods, compiled in."""
+    """The lowered graphs of the user mods, which are compile-time constants."""
 
     score: Graph | None
     mask: Graph | None

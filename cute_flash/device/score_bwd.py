@@ -126,7 +126,10 @@ class BlockScores:
                 store_pair(rP, pair, cute.crd2idx((r, c), S_mn.layout), mask)
 
     def prob_after_dropout(self, S_mn: cute.Tensor, r: int, c: int, rLSE: cute.Tensor) -> Float32:
-        """P, after dropout unless `exponentiate` applies it to pairs. S keeps P, P (1 - t²) or t."""
+        """P of one element. The register of S then holds P, P (1 - t²) or t.
+
+        Dropout is applied here if there is a score transform. Otherwise `exponentiate` applies it to pairs.
+        """
         x = S_mn[r, c]
         P = self.prob(x, r, c, rLSE)
         if not self.keeps_tanh:

@@ -20,10 +20,10 @@ from cute_flash.device.seqlen import SeqlenInfo
 class DQSemaphore:
     """The order of additions to dQ: the last K/V tile adds to an m_block first, the first tile last.
 
-    The grid starts the last tiles first too, so a tile that others wait for has always started. With a mask, a K/V
-    tile visits m_blocks upwards from the diagonal, so tiles reach the same m_block at different times. Without a mask
-    all tiles begin with the first m_block, but the grid interleaves several heads, so the tiles of one head start at
-    different times.
+    The grid starts the last tiles first too, so a tile that others wait for has always started. Tiles reach the same
+    m_block at different times, which shortens the waits. With a mask, a K/V tile visits m_blocks upwards from the
+    diagonal. Without a mask all tiles begin with the first m_block, but the grid interleaves several heads, so the
+    tiles of one head start at different times.
     """
 
     mSemaphore: cute.Tensor  # (B, H, m_block)

@@ -23,15 +23,17 @@ LN_2 = 0.6931471805599453
 # In an accumulator of mma.sync or wgmma, four neighbouring threads hold the columns of one row.
 THREADS_PER_ROW = 4
 
-# How far m may lag behind the true maximum of a row, in units of log2. If it lags further, m, l and O are rescaled. The
-# final division removes the factor exactly, so it only affects the rounding of P: with an exact maximum the largest P
-# is 1, which has no rounding error, and larger P contribute more to the error. In a numerical model, on inputs with
-# outliers, the error relative to an exact maximum is at most 1.20 with a threshold of 8, 1.06 with 4, 1.04 with 3 and
-# 1.02 with 2. On normal inputs one block in 100 exceeds 3, and one in 15 exceeds 2.
+# How far m may lag behind the true maximum of a row, in units of log2. If it lags further, m, l and O are rescaled. A
+# lag scales P and l by the same factor, so the final division by l cancels it. It only affects the rounding of P: with
+# an exact maximum the largest P is 1, which has no rounding error; with a lag it is larger and is rounded. In a
+# numerical model, on inputs with outliers, the error is at most 1.20 times that of an exact maximum with a threshold of
+# 8, 1.06 times with 4, 1.04 times with 3 and 1.02 times with 2. On normal inputs one block in 100 exceeds 3, and one in
+# 15 exceeds 2.
 RESCALE_THRESHOLD = 3.0
 # m is exact for the first EXACT_KEYS keys, because the largest P matters more with fewer keys. Exact blocks rescale
-# like every block of FlashAttention-2. Measured on an H200, error relative to FlashAttention-2 at S=512, and
-# speed of short full tiles: exact first block only 1.056; 192 keys 1.038 and 3 % slower; 512 keys 1.00 and 8 % slower.
+# like every block of FlashAttention-2. Measured on an H200 at S=512, the error relative to FlashAttention-2 is 1.056 if
+# only the first block is exact, 1.038 with 192 exact keys, and 1.00 with 512. Short full tiles are then 3 % slower with
+# 192 keys, and 8 % slower with 512.
 EXACT_KEYS = 128
 # With a speculative maximum, a block is checked if its row sums exceed this thread's part of l by more than this.
 SPECULATION_EXCESS = 6.0

@@ -3,12 +3,13 @@
     x / f = high + low,  high = fp16(x / f),  low = fp16(x / f - high)
 
 f is a power of two for each head (and sequence), such that the largest row norm of x / f is between 2^13 and 2^14. The
-pieces have 22 bits together. The error of small elements is up to 2^-38 of the largest norm. A product is three MMAs:
+pieces have 22 significant bits together. The error of small elements is up to 2^-38 of the largest norm. A product is
+three MMAs:
 
     A B = A_low B_high + A_high B_low + A_high B_high
 
-An MMA aligns its terms to the largest one and truncates them. Therefore MMAs accumulate within one block only, over
-the head dim, its keys or its queries. fp32 additions, which round to nearest, add up the blocks.
+An MMA aligns its terms to the largest one and truncates them. Therefore MMAs accumulate within one block only: over
+the head dim, the keys of the block, or its queries. fp32 additions, which round to nearest, add up the blocks.
 """
 
 import cutlass
@@ -22,7 +23,8 @@ from cute_flash.device.ptx import instruction
 PROB_SCALE = 2.0**12
 # The exponent of the largest row norm after division by the factor.
 NORM_BITS = 13
-_MIN_EXPONENT, _MAX_EXPONENT = 27, 254  # of fp32, biased: both factor and inverse are normal numbers
+# Limits of the biased fp32 exponent of a norm, between which a factor and its inverse are normal numbers.
+_MIN_EXPONENT, _MAX_EXPONENT = 27, 254
 
 
 def _exponent(norm: Float32) -> Int32:
@@ -70,8 +72,9 @@ def gemm_ss(mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand, b: MmaOperand, 
 
 
 def gemm_pieces(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, stage: Int32) -> None:
-    """acc += A B; `a`: the pieces of A, in registers or in two tiles of shared memory. B is transposed: the
-    columns of its low pieces follow those of its high pieces.
+    """acc += A B. `a`: the pieces of A, in registers or in two tiles of shared memory.
+
+    B is transposed: the columns of its low pieces follow those of its high pieces.
     """
     a = [x.rederived() if isinstance(x, MmaOperand) else x for x in a]
     b = b.rederived()

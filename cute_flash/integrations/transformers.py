@@ -109,7 +109,7 @@ def mask(
 
 
 def _parts(function: Callable) -> dict[str, Callable]:
-    """The mask functions that transformers' `and_masks` combines, by kind; others by name."""
+    """The mask functions that transformers' `and_masks` combines, by their kind in `MASK_PARTS`, or else by name."""
     is_known = getattr(function, "__module__", "") == "transformers.masking_utils"
     name = function.__qualname__ if is_known else repr(function)
     if name != "and_masks.<locals>.and_mask":

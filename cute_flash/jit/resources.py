@@ -124,7 +124,7 @@ def _compile(key: CompileKey) -> tuple[Resources, Any]:
         cubin, ptx = function.__cubin__, function.__ptx__
     log = _COLOUR.sub("", remarks.getvalue())
     registers = [int(count) for count in _REGISTERS.findall(log)]
-    # Of each kernel: bytes of the stack, of stores and of loads.
+    # For each kernel: bytes of the stack, of spill stores and of spill loads.
     bytes_used = [tuple(map(int, counts)) for counts in _SPILLS.findall(log)]
     symbol = re.search(r"\.entry (\S+?)\(", ptx)
     if not registers or not bytes_used or symbol is None:

@@ -194,7 +194,7 @@ def _family(problem: Problem, arch: ArchSpec, family: str) -> str:
 
 
 def _pieces(problem: Problem, tile: Any, *heads_and_rows: tuple[str, int, int]) -> list[Buffer]:
-    """The workspace of fp32 calls: the fp16 pieces of the tensors, and the norms that the pieces are relative to."""
+    """The workspace of fp32 calls: the fp16 pieces of the tensors, and the norms that set the scale of the pieces."""
     batch, width = problem.batch_dim, 2 * tile.head_dim
     buffers = [Buffer(f"{name}_pieces", (batch, heads, rows, width), "float16") for name, heads, rows in heads_and_rows]
     # Norms of each tensor, then the largest |D| of the backward. In a varlen batch, padding is one more sequence.
@@ -220,7 +220,7 @@ def _fwd_launches(
 
 
 def _rows_only(static: Static, seqused_k: bool) -> Static:
-    """Without mask and features, for kernels that work row by row."""
+    """The static without mask and features, for kernels that work row by row."""
     return Static(
         static.dtype, static.head_dim, head_dim_v=static.head_dim_v, varlen=static.varlen, seqused_k=seqused_k
     )
@@ -308,7 +308,7 @@ def plan_backward(
     if problem.static.is_fp32:
         family = _family(problem, arch, family)
         if "score_mod" in problem.features:
-            # The fp16 pieces of dS are relative to a bound, which a score_mod may exceed.
+            # The fp16 pieces of dS are scaled by an upper bound of |dS|, which a score_mod may exceed.
             raise UnsupportedError(
                 "the gradient of a score_mod, or of attn_varlen with a bias, in float32 on cuda: there is no such "
                 "kernel; use bfloat16 or float16"

@@ -24,7 +24,8 @@ from collections.abc import Callable
 from cute_flash.spec.band import Band, Index, ceil_div
 
 TILE_LIST_WIDTH = 8
-# Order of the tiles of a sequence. BY_LENGTH begins at the end with the longer tile, and lists short tiles separately.
+# Order of the tiles of a sequence. BY_LENGTH is descending if the last tile is longer than the first, else ascending,
+# and lists short tiles separately.
 ASCENDING, DESCENDING, BY_LENGTH = 0, 1, 2
 TILE_LIST_HEADER = 1
 # Classes of tile length; each is one thread of the scheduler kernel.

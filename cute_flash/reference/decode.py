@@ -93,7 +93,7 @@ def forward(
 
 
 def append(k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, sequences: list[CachedSequence]) -> None:
-    """Write k_new, rotated, and v_new behind the rows of each sequence."""
+    """Write k_new, rotated, and v_new after the rows of each sequence."""
     if args.k_new is None or args.v_new is None:
         return
     wide = lse_dtype(args.k_new.dtype)

@@ -17,7 +17,7 @@ def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(spec.ROUNDS):
-        # The product of two words has 64 bits, which int64 holds: the highest bit is the sign.
+        # int64 holds all 64 bits of the product of two words; the highest bit becomes the sign.
         low, high = c0 * spec.MULTIPLIERS[0], c2 * spec.MULTIPLIERS[1]
         c0, c1, c2, c3 = (word & spec.MASK32 for word in (high >> 32 ^ c1 ^ k0, high, low >> 32 ^ c3 ^ k1, low))
         k0, k1 = (k0 + spec.WEYL[0]) & spec.MASK32, (k1 + spec.WEYL[1]) & spec.MASK32

@@ -21,7 +21,7 @@ from cute_flash.spec.arch import ArchSpec, detect
 class Gpu:
     """CUDA through torch, with kernels from the compile cache."""
 
-    # The C function, without lazy initialization: CUDA is initialized, because a CUDA tensor exists.
+    # The C function does not initialize CUDA. CUDA is already initialized, because a CUDA tensor exists.
     current_device = staticmethod(getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device))
 
     def arch(self, index: int | None) -> ArchSpec:

@@ -1,7 +1,7 @@
 """Block masks, as in FlexAttention: the blocks of scores that a kernel skips, masks, or computes without a mask.
 
 A block has `tile_m` queries and `tile_n` keys. It is *empty* if no query sees a key of it, *full* if every query sees
-all `tile_n` keys, and else *partial*. A last K/V block with fewer than `tile_n` keys is never full.
+all `tile_n` keys, and otherwise *partial*. A last K/V block with fewer than `tile_n` keys is never full.
 
 A `BlockMask` is a snapshot of its mask: it holds copies of the tensors and numbers that the mask_mod captured. `attn`
 uses the copies, and raises a `ValueError` if a captured tensor was written to since. A write through `.data` to a CUDA
@@ -184,8 +184,8 @@ class BlockMask:
             mask_mod: The mask_mod that was passed to `attn` together with this block mask, or None.
 
         Raises:
-            ValueError: `mask_mod` differs from the block mask's own, which full blocks would ignore; or a captured
-                tensor was written to since the block mask was built.
+            ValueError: `mask_mod` differs from the block mask's own mask_mod, so that full blocks would ignore it; or a
+                captured tensor was written to since the block mask was built.
         """
         if torch.compiler.is_dynamo_compiling():
             if mask_mod is not None and self.is_mask_known:

@@ -54,7 +54,7 @@ class Recorder(TorchFunctionMode):
         self.captures: list[Tensor] = []
         dtypes = [torch.float32 if name in ("score", "grad") else torch.int32 for name in ROLES[role]]
         self.inputs = [torch.empty((), dtype=dtype, device=META) for dtype in dtypes]
-        # The names of placeholders and captured tensors: the inputs, then the result of each step, are numbered.
+        # The names of placeholders and captured tensors. They are numbered: the inputs, then the result of each step.
         self.names: dict[Tensor, str] = {x: f"%{i}" for i, x in enumerate(self.inputs)}
 
     def result(self, x: Tensor) -> Tensor:

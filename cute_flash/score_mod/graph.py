@@ -225,7 +225,8 @@ class Builder:
 
     def add(self, node: Node) -> int:
         """The index of a node. It is appended unless an equal node exists."""
-        # By repr, because 0.0 == -0.0 although they are two constants, and NaN != NaN although it is one.
+        # Values are compared by repr: 0.0 and -0.0 are different constants although they are equal, and NaN is one
+        # constant although it does not equal itself.
         key = node.op, node.kind, node.args, repr(node.value)
         if key not in self.indices:
             self.indices[key] = len(self.nodes)

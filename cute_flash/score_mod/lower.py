@@ -1,6 +1,6 @@
 """Rewrites a graph for kernels, with fewer conversions and divisions per score.
 
-An integer that is converted to float is computed in floats if that is exact: a conversion runs at the rate of exp2. A
+An integer that is converted to float is computed in floats if that is exact, because a conversion is as slow as exp2. A
 division of a score by a value of its head, row or column becomes a multiplication by the reciprocal, which is computed
 once per head, row or column.
 """

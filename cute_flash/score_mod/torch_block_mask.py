@@ -76,7 +76,7 @@ def _is_listed(num_blocks: Tensor, indices: Tensor, n_blocks: int) -> Tensor:
     """(B or 1, H or 1, query blocks, K/V blocks): whether a query block lists a K/V block."""
     num_blocks, indices = (x.reshape((1,) * (dims - x.dim()) + x.shape) for x, dims in ((num_blocks, 3), (indices, 4)))
     is_valid = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
-    # Indices after the first num_blocks, which may have any value, set an element beyond the last block.
+    # Indices after the first num_blocks may have any value. They are replaced by `n_blocks`, an additional column.
     columns = torch.where(is_valid & (indices < n_blocks), indices, n_blocks).long()
     listed = torch.zeros(*indices.shape[:-1], n_blocks + 1, dtype=torch.bool, device=indices.device)
     return listed.scatter(-1, columns, True)[..., :n_blocks]

@@ -1,6 +1,6 @@
 """Decoding with a K/V cache: `DecodeArgs`, the checks of a call, its `DecodeProblem`, and the shapes of its results.
 
-`cute_flash.decode` has applied `kv_layout` to the tensors:
+The shapes, after `cute_flash.decode` has applied `kv_layout`:
 
     q                 (B, T, H, D), or (T, H, D) with cu_seqlens_q
     k_cache, v_cache  (B or more, S, Hkv, D) and (…, Dv), or pages (num_pages, page_size, Hkv, D) with page_table

@@ -10,7 +10,7 @@ the word times `ROW_16_FACTOR` holds those of row i + 16. So one call serves the
 
     key        the low and the high half of seed
     counter    (4 ⌊j / 16⌋ + ⌊(j mod 8) / 2⌋,  8 ⌊i / 32⌋ + i mod 8,  b H + h,  the low half of offset)
-    word       number 2 (⌊i / 8⌋ mod 2) + ⌊j / 8⌋ mod 2; for the rows 16 to 31 of a rectangle times `ROW_16_FACTOR`
+    word       number 2 (⌊i / 8⌋ mod 2) + ⌊j / 8⌋ mod 2; times `ROW_16_FACTOR` for rows 16 to 31 of a rectangle
     number     the low 15 bits of the word's low half for even keys, of its high half for odd keys
 
 In the forward, accumulator rows are queries, and one thread holds the scores of a call in 16 rows (i and i + 8), for
@@ -20,8 +20,8 @@ backward, rows are keys, and two threads hold these scores and exchange their nu
 Seven rounds are the fewest with which Philox passed all statistical tests of its authors (Salmon et al. 2011). Single
 numbers, and pairs from different words, are as uniform as Philox. Pairs from one word are independent, except those of
 rows i and i + 16. The probability that both are dropped differs from p² by at most 3.5 / 2^15 = 2^-13.2 for even keys,
-and by less than 2^-26 for odd keys, into whose half the multiplication carries bits of the other half. Swapping bytes
-instead of multiplying, at the same cost, would give differences of up to 2^-9.
+and by less than 2^-26 for odd keys, because the multiplication carries bits of the low half into the high half.
+Swapping bytes instead of multiplying has the same cost, but would give differences of up to 2^-9.
 """
 
 from __future__ import annotations

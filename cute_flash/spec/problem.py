@@ -60,7 +60,7 @@ class Static:
     has_left: bool = False
     has_right: bool = False
     head_dim_v: int | None = None  # of V and of the output; None: equal to head_dim
-    pack_gqa: bool = False  # a tile has rows of all query heads of a group; the mask uses the position of a row
+    pack_gqa: bool = False  # a tile has rows of all query heads of a group, so the mask wraps row positions
     features: tuple[str, ...] = ()  # names of `spec.features.FEATURES`
     mods: Any = None  # a `score_mod.mod_spec.ModSpec`: user mods, bias and block mask
     varlen: bool = False
@@ -221,7 +221,7 @@ class Problem:
         if device != "cuda" and self.batch_invariant:
             raise UnsupportedError(f"batch_invariant on {device}: only on cuda")
         if device == "cuda":
-            # First, because the nearest head dim could be too wide for fp32 as well.
+            # Before `check_head_dim`, whose message could suggest a head dim that is too wide for fp32.
             if self.static.is_fp32 and MAX_HEAD_DIM_FP32 < self.static.widest <= MAX_HEAD_DIM:
                 widest = f"head_dim={self.static.widest} of float32 on cuda"
                 raise UnsupportedError(f"{widest}: at most {MAX_HEAD_DIM_FP32}; use bfloat16 or float16")

@@ -1,6 +1,6 @@
 """The command `cute-flash`.
 
-Each subcommand imports what it needs, so that `--help` and `--version` import neither torch nor the DSL.
+Each subcommand imports its own modules, so that `--help` and `--version` import neither torch nor the DSL.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class DecodeExplanation:
 
     @property
     def unit_seconds(self) -> dict[str, float]:
-        """The time of memory, and of tensor cores, which compute whole tiles; each unit runs alone and never waits."""
+        """The time of the memory, and of the tensor cores for whole tiles, if each unit runs alone and never waits."""
         tile = self.plan.tile
         flops = 4 * self.num_tiles * tile.tile_m * self.visited_keys * tile.head_dim
         memory = self.least_bytes / (self.arch.hbm_tbps * 1e12)

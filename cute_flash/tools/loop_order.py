@@ -133,8 +133,8 @@ def compare(problem: Problem, arch: ArchSpec, Br: int | None = None, Bc: int | N
     Args:
         problem: Shapes, dtype and mask. Counts are sums over the batch and the query heads.
         arch: The GPU.
-        Br: Rows of a Q tile. By default the tile that `attn` uses on this GPU, else 128.
-        Bc: Keys of a K/V block; by default likewise.
+        Br: Rows of a Q tile. By default those of the tile that `attn` uses on this GPU, or 128 without a kernel.
+        Bc: Keys of a K/V block. By default those of the same tile, or 64 without a kernel.
 
     Example:
         >>> q_outer, kv_outer = compare(Problem(1, 1, 1, 4096, 4096, 64), SM_80, 128, 64)

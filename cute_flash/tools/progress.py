@@ -26,12 +26,12 @@ from rich.progress import (
 
 
 def _console(stream: TextIO | None) -> Console:
-    # The present `sys.stderr`, because resources.py redirects `sys.stderr` while the compiler runs.
+    # The current `sys.stderr`, because resources.py redirects `sys.stderr` while the compiler runs.
     return Console(file=stream or sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 class _Times(ProgressColumn):
-    """Elapsed time, and the time left, estimated by the mean of all steps; rich's estimate uses the last 30 s only."""
+    """Elapsed time, and the time left by the mean of all steps; rich's own estimate uses the last 30 s only."""
 
     def render(self, task: Task) -> str:
         elapsed = task.elapsed or 0.0

@@ -155,7 +155,7 @@ class Roofline:
 
     @property
     def ridge(self) -> float:
-        """FLOP per byte from which on the tensor cores take longer than the memory."""
+        """FLOP per byte above which the tensor cores take longer than the memory."""
         return self.arch.ridge / self.mmas_per_product
 
     @property

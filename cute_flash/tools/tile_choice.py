@@ -7,8 +7,9 @@ A forward tile has Br queries and blocks of Bc keys. Four rules bound it:
     kernel      (q Br + 2 s Bc) d bytes <= M                              Q in q stages, K and V in s stages
     registers   the accumulators of O and S leave registers for the rest of a thread
 
-The kernels obey the last two. O and S are in registers, so the papers' rule and FA1's rule are stricter than needed. A
-tile reads 2 Bc d elements of K and V for 4 Br Bc d FLOP, so bytes depend on Br alone and Bc sets the number of steps.
+The kernels follow the last two. O and S are in registers, so the papers' rule and FA1's rule are stricter than needed.
+A step reads 2 Bc d elements of K and V for 4 Br Bc d FLOP, so bytes per FLOP depend on Br alone. Bc sets the number of
+steps.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from cute_flash.spec.dtypes import DTYPE_BYTES
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import roofline
 
-# The architecture of a GPU that no table has; it has mma.sync.
+# The architecture of a GPU that is in no table. Such a GPU has mma.sync, but no wgmma.
 UNKNOWN = "sm_00"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-# A CTA's shared memory that the driver reserves.
+# Shared memory of each CTA that the driver reserves.
 RESERVED_SMEM = KIB
 # Barriers and published tiles of a Hopper CTA, rounded up.
 BARRIER_BYTES = 512
@@ -69,7 +70,7 @@ class Candidate:
 
     @property
     def num_threads(self) -> int:
-        """All threads: on Hopper with the producer warpgroup."""
+        """All threads of a CTA; on Hopper, these include the producer warpgroup."""
         return 32 * self.num_warps + (128 if self.arch.has_wgmma else 0)
 
     @property
@@ -203,9 +204,9 @@ def largest_keys(arch: ArchSpec, head_dim: int, element_bytes: int, rows: int) -
 def candidates(arch: ArchSpec, head_dim: int, element_bytes: int) -> list[Candidate]:
     """All tiles that fit the GPU, the best first.
 
-    The order is that of the tables' rules: two CTAs on an SM (Hopper: two or three warpgroups, which alternate) hide
-    latency; then at least 32 keys; then many rows, because bytes fall with Br; then 32 rows per warp on mma.sync,
-    which read less shared memory per MMA; then a double buffer; then many keys, because each step has a fixed cost.
+    The criteria are those of the tile tables, in this order: two CTAs on an SM (Hopper: two or three warpgroups, which
+    alternate), to hide latency; at least 32 keys; many rows, because bytes fall with Br; 32 rows per warp on mma.sync,
+    which read less shared memory per MMA; a double buffer; many keys, because each step has a fixed cost.
     """
     width = ceil_div(head_dim, 32) * 32
     found = [
@@ -310,7 +311,7 @@ class Choice:
         return [] if ours is None or self.row is None else reasons(self.row, ours, self.chosen)
 
     def shortlist(self, count: int) -> list[Candidate]:
-        """The best number of stages for each (Br, Bc, warps)."""
+        """The first `count` candidates with different (Br, Bc, warps), each with its best number of stages."""
         seen: dict[tuple[int, int, int], Candidate] = {}
         for one in self.candidates:
             seen.setdefault((one.Br, one.Bc, one.num_warps), one)
@@ -381,9 +382,9 @@ class Choice:
 
 
 def markdown_table(gpus: Sequence[str] = ("A100", "A10", "H100"), head_dims: Sequence[int] = (64, 128, 256)) -> str:
-    """The most keys by each rule, the tile of the rules and the row of the table, for several GPUs, in Markdown.
+    """For several GPUs: the most keys by each rule, the tile that the rules choose, and the row of the tile table.
 
-    The most keys are those of the chosen tile's rows, for bf16 and no mask.
+    The most keys are for tiles with as many queries as the chosen tile, in bf16 without a mask. The result is Markdown.
     """
     header = ("GPU, D", "papers", "FA1", "kernel, 2 stages", "registers", "by the rules", "table", "CTAs on an SM")
     rows = [header, ("---", *("---:" for _ in header[1:]))]

@@ -34,8 +34,8 @@ CUTE_DTYPES = {
 }
 SCALARS = {"f32": Float32, "i32": Int32, "i64": Int64}
 ELEMENTS = {"f32": "float32", "i32": "int32", "i64": "int64"}
-# Names of dimensions that share the symbolic size of "B": in every batch, and only in dense batches. In a varlen batch
-# "B" is the batch of the workspace, which is 1, and "sequences" is the number of sequences.
+# Names of dimensions that have the symbolic size of "B": `_BATCH` always, `_DENSE_BATCH` only in a dense batch. In a
+# varlen batch "B" is the batch of the workspace, which is 1, and "sequences" is the number of sequences.
 _BATCH, _DENSE_BATCH = ("dalibi batch",), ("sequences",)
 # Operands whose presence is a field of `Static`.
 _IF_STATIC = {

@@ -28,8 +28,8 @@ _WITH_ROWS = {
 class Kernel:
     """A kernel of `planning.registry.KERNELS`.
 
-    `__call__` is the host side: it takes the stream, and by name the operands in the kernel's row of KERNELS. The
-    method `kernel` is the device code.
+    `__call__` is the host side. It takes the stream and, as keywords, the operands that the kernel's row of KERNELS
+    lists. The method `kernel` is the device code.
     """
 
     def __init__(self, static: Static, tile: Any):
@@ -39,7 +39,7 @@ class Kernel:
     def read_operands(self, operands: dict) -> SimpleNamespace:
         """The operands as attributes. Varlen tensors get a batch mode: (1, H, T, D) and (1, H, T).
 
-        The fp16 pieces of an fp32 tensor x (`x_pieces`) are also `x`, unless the kernel has x itself.
+        The fp16 pieces of an fp32 tensor x are `x_pieces`, and also `x`, unless the kernel has an operand x.
         """
         pieces = {name.removesuffix("_pieces"): mX for name, mX in operands.items() if name.endswith("_pieces")}
         if self.static.varlen:

@@ -128,6 +128,6 @@ def bwd_score_params(static: Static, tile: BwdTileSm80 | BwdTileSm90, args: Simp
 
 
 def _or_none(arguments: tuple) -> tuple | None:
-    """(captures, scalars) of a graph with None for empty tuples, which kernels do not take; None if both are empty."""
+    """Replace empty tuples in (captures, scalars) by None, because kernels take no empty tuples; None if both are."""
     nonempty = tuple(x or None for x in arguments)
     return None if nonempty == (None, None) else nonempty

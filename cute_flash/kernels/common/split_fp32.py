@@ -13,7 +13,7 @@ from cute_flash.kernels.common.kernel import Kernel
 
 THREADS = 128
 ROWS = 128  # of a CTA
-READ, WRITTEN = 4, 8  # elements of a vector
+READ, WRITTEN = 4, 8  # elements of a 16-byte vector: fp32 in `norms`, fp16 in `pieces`
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Sequences:
 
 
 class SplitFp32(Kernel):
-    """Computes the largest row norm of each head, then the pieces, of each operand x with an operand `x_pieces`.
+    """For each operand x that has an operand `x_pieces`, computes the largest row norm of each head, then the pieces.
 
     `norms[i]` holds the norms of the i-th x, and is 0 before the launch. In a varlen batch each sequence has its own
     norms. Padding and unused keys, which may be uninitialized, have neither norms nor pieces.

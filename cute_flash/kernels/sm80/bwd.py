@@ -61,7 +61,7 @@ class BwdSm80(Kernel):
     def __init__(self, static: Static, tile: BwdTileSm80):
         super().__init__(static, tile)
         self.widths = static.head_dim, static.width_v  # of Q and K; of V and dO
-        # The rows of pieces are as wide as the tile.
+        # The rows of fp16 pieces (fp32 calls) are as wide as the tile.
         self.loaded_widths = (tile.row_cols, tile.row_cols) if static.is_fp32 else self.widths
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
         self.q_tile = SmemTile(tile.tile_m, tile.row_cols)
@@ -423,7 +423,10 @@ class BwdSm80(Kernel):
             p.dq_semaphore.arrive(*self.semaphore_rank(p, state, m_block, head))
 
     def semaphore_rank(self, p: Params, state: MainloopState, m_block: Int32, head: Int32) -> tuple:
-        """The coordinate of the semaphore, and the rank of this tile. Opaque values save the registers to keep them."""
+        """The coordinate of the semaphore, and the rank of this tile.
+
+        They are computed again for each wait and arrival (`rederived`), so that they occupy no registers in between.
+        """
         seqlen, m_block = state.seqlen, rederived(m_block)
         head = rederived(head)
         coord = (head, 0 if seqlen.is_varlen else seqlen.batch, seqlen.padded_q_block(m_block, self.tile.tile_m))
@@ -478,12 +481,15 @@ class BwdSm80(Kernel):
         return cute.group_modes(values, 0, 2)
 
     def gemm_fp32(self, mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand, b: MmaOperand, stage, factor: Float32):
-        """acc = factor A B, from pieces."""
+        """acc = factor A B, from the pieces of A and B. `acc` is 0 before the call."""
         split_fp32.gemm_ss(mma, acc, a, b, stage, self.tile.head_dim // 16)
         acc.store(acc.load() * factor)
 
     def add_gemm(self, mma: cute.TiledMma, acc: cute.Tensor, a, b: MmaOperand, stage, factor: Float32 | None):
-        """acc += A B, with A in shared memory, or a tuple of fragments; of fp32 pieces, times a factor."""
+        """acc += A B, or acc += factor A B for fp32 pieces.
+
+        `a`: an operand in shared memory, or a tuple of fragments.
+        """
         if isinstance(a, tuple):
             a = tuple(as_operand_a(x) for x in a)
         if factor is None:

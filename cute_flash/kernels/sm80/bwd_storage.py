@@ -50,7 +50,8 @@ class Params:
     mma_kv: cute.TiledMma  # P^T dO and dS^T Q: keys x head_dim
     mma_q: cute.TiledMma  # dS K: queries x head_dim
     score_params: BwdScoreParams | None  # None: without score features
-    norms: cute.Tensor | None = None  # (5, B, H) of Q, K, V, dO, whose pieces mQ to mdO are; and the largest |D|
+    # fp32 calls, where mQ, mK, mV and mdO are pieces: (5, B, H), the norms of Q, K, V and dO, and the largest |D|.
+    norms: cute.Tensor | None = None
 
 
 @dataclass(frozen=True)

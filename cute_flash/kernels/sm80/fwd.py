@@ -129,7 +129,7 @@ class FwdSm80(Kernel):
         tracks_max_score, is_exact = p.score_params.max_logit is not None, self.static.batch_invariant
         softmax = Softmax.start(as_mn(acc_O), p.scale_log2, tracks_max_score, is_exact)
         softmax = replace(softmax, sums_by_block=self.static.is_fp32)
-        # The rows of pieces are as wide as the tile.
+        # The rows of fp16 pieces (fp32 calls) are as wide as the tile.
         head_dim, width_v = self.static.head_dim, self.static.width_v
         if cutlass.const_expr(self.static.is_fp32):
             head_dim, width_v = tile.row_cols, tile.row_cols
@@ -190,7 +190,7 @@ class FwdSm80(Kernel):
         return split_fp32.factor(p.norms[index, seqlen.batch, head])
 
     def score_factor(self, p: Params, head: Int32, head_kv: Int32, seqlen: SeqlenInfo) -> Float32 | None:
-        """From products of pieces to Q K^T; None if there are no pieces."""
+        """The factor from a product of pieces to Q K^T; None if there are no pieces."""
         if not self.static.is_fp32:
             return None
         return self.factor(p, 0, head, seqlen) * self.factor(p, 1, head_kv, seqlen)

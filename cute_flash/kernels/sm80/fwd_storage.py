@@ -40,7 +40,7 @@ class Params:
     copy_out: cute.TiledCopy
     tiled_mma: cute.TiledMma
     score_params: ScoreParams
-    norms: cute.Tensor | None = None  # (3, B, H) of Q, K, V, whose pieces mQ, mK and mV are
+    norms: cute.Tensor | None = None  # fp32 calls, where mQ, mK, mV are pieces: (3, B, H), the norms of Q, K, V
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class MainloopState:
     dropout: Dropout | None
     batch_head: Int32  # b H + h
     block_iter: BlockSparseIterator | None  # of a block mask
-    score_factor: Float32 | None = None  # from products of pieces to Q K^T
+    score_factor: Float32 | None = None  # the factor from a product of pieces to Q K^T
 
 
 def allocate(tile: FwdTileSm80, dtype):

@@ -20,8 +20,8 @@ For each K/V tile, over the query heads that share it and their m_blocks i, in p
 | shared memory | elements                    | lifetime                                             |
 |---------------|-----------------------------|------------------------------------------------------|
 | sK, sV        | tile_n x tile_d             | the tile                                             |
-| sQ, sdO       | stages x tile_m x tile_d    | one block, until dK and dV, which are one block late |
-| sdS           | 2 x tile_n x tile_m         | one block, until dQ, which is two blocks late        |
+| sQ, sdO       | stages x tile_m x tile_d    | one block, until dK and dV, one block later          |
+| sdS           | 2 x tile_n x tile_m         | one block, until dQ, two blocks later                |
 | sdQ           | tile_m x tile_d, fp32       | one block, in register order                         |
 | sLSE, sD      | stages x tile_m, fp32       | one m_block                                          |
 """
@@ -170,7 +170,7 @@ class BwdSm90(Kernel):
             self.mma(p, storage, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
 
     def _part(self, sX: cute.Tensor, size: int, wg: Int32) -> cute.Tensor:
-        """The warpgroup's `size` entries of the first mode, or all of them if there are no more."""
+        """The warpgroup's `size` entries of the first mode, or all entries if the mode has only `size`."""
         if cute.size(sX, mode=[0]) == size:
             return sX
         rest = (None,) * (cute.rank(sX) - 1)
@@ -299,7 +299,7 @@ class BwdSm90(Kernel):
         if cutlass.const_expr(blocks_before > 1):
             acc_dQ = self.start_dq(p, state, iteration - 2)
         if cutlass.const_expr(has_score_params and self.tile.early_dropout):
-            # Computed while products run, and before S and dP take registers.
+            # Dropout bits are computed while products run, and before S and dP take registers.
             m_block, head = self.block_and_head(p, tile, position)
             scores = p.score_params.block(mask, head, tile.batch, m_block * self.tile.tile_m, is_transposed=True)
         if cutlass.const_expr(blocks_before > 0):
@@ -468,7 +468,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def apply_band(self, p: Params, tile: KVTile, mask: Mask, acc_S: cute.Tensor, i: Int32):
-        """Set to -inf the scores outside the band, and of keys past the end, which must not contribute to dQ."""
+        """Set scores to -inf outside the band and for keys past the end, which must not contribute to dQ."""
         m_block, blocks = tile.m_block(i), tile.blocks
         is_tail = mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:

@@ -177,7 +177,7 @@ class Params:
 
     @property
     def num_adders(self) -> int:
-        """The number of warps that add dQ. With a semaphore each waits until its additions are complete."""
+        """The number of warps that add dQ. With a semaphore there are two, because each waits for its own additions."""
         return 1 if self.dq_semaphore is None else DETERMINISTIC_ADDERS
 
 

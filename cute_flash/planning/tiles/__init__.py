@@ -22,8 +22,8 @@ from cute_flash.spec.problem import Problem, Static
 AnyFwdTile = FwdTileSm80 | FwdTileSm90
 AnyBwdTile = BwdTileSm80 | BwdTileSm90 | BwdTileSm90Wide
 
-# The most operations per score of user mods for which the Hopper backward has enough registers, at head dims up to 64
-# and above. Longer mods run on the mma.sync kernel, with a smaller tile at head dims up to 64.
+# The most operations per score of user mods for which the Hopper backward has enough registers: at head dims up to 64,
+# and at larger head dims. Longer mods run on the mma.sync kernel, with a smaller tile at head dims up to 64.
 MAX_MOD_OPS = (24, 10)
 
 

@@ -13,7 +13,7 @@ class BwdTileSm80(Tile):
 
     Each product has its own grid of warps: `warps_*` along its rows, the others along its columns. If all warps are
     along the keys, P and dS stay in registers as operands of the next product. Otherwise they go through shared memory,
-    but fewer operands are read twice.
+    but each operand is read by fewer warps.
     """
 
     stages: int  # of Q, and of dO; with 1 stage their copies overlap only with the product dQ
@@ -21,7 +21,7 @@ class BwdTileSm80(Tile):
     warps_kv: int = 8  # along the keys of dK and dV (keys x head_dim)
     warps_q: int = 4  # along the queries of dQ (queries x head_dim)
     num_warps: int = 8
-    pieces: int = 1  # of an element in a row of Q, K, V and dO, and of P and dS; 2 for fp32
+    pieces: int = 1  # 16-bit pieces per element of Q, K, V, dO, P and dS; 2 for fp32
 
     def __post_init__(self) -> None:
         if self.num_warps not in (4, 8) or self.stages not in (1, 2):

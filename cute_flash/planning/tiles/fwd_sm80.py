@@ -29,7 +29,7 @@ class FwdTileSm80(Tile):
     q_steps: int = 0  # k-steps of 16 columns of Q that stay in registers; the others are read for every block
     max_bounds: int = 2  # bounds of the band (left, right) that it can mask; more would spill
     layout: str = VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
-    pieces: int = 1  # of an element in a row of Q, K and V; 2 for fp32
+    pieces: int = 1  # 16-bit pieces per element of Q, K and V; 2 for fp32
 
     def __post_init__(self) -> None:
         if self.num_warps not in (1, 2, 4, 8):

@@ -36,7 +36,8 @@ class FwdTileSm90(Tile):
     dropout_stages: int = 1  # of dropout masks
     bias_stages: int = 0  # of a bias that TMA loads; 0: threads load the bias, or there is none
     layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
-    is_bounded: bool | None = field(default=None, compare=False)  # True: only for masks with a bound; False: without
+    # True: the row is only for masks with a bound; False: only for masks without one; None: for both.
+    is_bounded: bool | None = field(default=None, compare=False)
 
     needs_wgmma: ClassVar[bool] = True
     dropout_producer_registers: ClassVar[int] = 56  # of a thread
