@@ -145,7 +145,7 @@ def attn_decode(
         rotary_interleaved, cu_seqlens_q, causal, window, softcap, alibi, sinks, scale, k_scale, v_scale, kv_layout,
         num_splits, out,
     )  # fmt: skip
-    result, lse = ops_decode.decode(q, k_cache, v_cache, args)
+    result, lse = ops_decode.decode(q, k_cache, v_cache, args, return_lse)
     return (result, lse) if return_lse else result
 
 

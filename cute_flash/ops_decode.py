@@ -26,6 +26,7 @@ from cute_flash.spec.decode import SCHEMA, TENSOR_FIELDS, DecodeArgs, decode_out
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _TENSOR_NAMES = ("q", "k_cache", "v_cache", *TENSOR_FIELDS)
+_DIRECT_TYPES = PLAIN_TYPES | {type(None)}
 
 LIBRARY.define(
     f"decode(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {SCHEMA}) -> (Tensor, Tensor)",
@@ -46,12 +47,14 @@ class _Cuda:
 _cuda = _Cuda()
 
 
-def decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> tuple[Tensor, Tensor]:
-    """Append to the caches, and compute out and lse."""
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, return_lse: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Append to the caches, and compute out and lse. Without `return_lse`, the values of lse are undefined."""
     if torch.is_grad_enabled():
         refuse_grad(q, k_cache, v_cache, args)
     if not _is_dynamo_compiling() and is_direct(q, k_cache, v_cache, args):
-        return _cuda.run(q, k_cache, v_cache, args)
+        return _cuda.run(q, k_cache, v_cache, args, return_lse)
     out, lse = decode_op(q, k_cache, v_cache, *args)
     return (out if args.out is None else args.out), lse
 
@@ -60,9 +63,9 @@ def is_direct(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> 
     """Whether the dispatcher can be bypassed: it would do nothing but call the operator's CUDA implementation."""
     if not q.is_cuda or is_observed():
         return False
-    for x in (q, k_cache, v_cache, *tensors_of(args)):
-        if x is not None and type(x) not in PLAIN_TYPES:
-            return False
+    tensors = tensors_of(args)
+    if not _DIRECT_TYPES.issuperset(map(type, (q, k_cache, v_cache, *tensors))):
+        return False
     # Only these tensors can have the negative bit (torch's lazy negation): tensors with it have an element stride of 2,
     # and the others are integers or have contiguous rows.
     return is_plain(args.rotary_cos, args.rotary_sin, args.alibi, args.sinks, args.k_scale, args.v_scale)

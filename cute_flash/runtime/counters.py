@@ -8,9 +8,11 @@ per-thread default stream, and on streams that torch did not create.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -22,12 +24,14 @@ T = TypeVar("T")
 PER_THREAD_STREAM = 2
 # The largest number of workspaces that are kept. Further ones are allocated for every call.
 MAX_SHARED = 64
+MIN_UNREAD = 1 << 16
 # The reserve of a device: the number of arrival counters of a captured graph, and the number of graphs.
 GRAPH_COUNTERS, MAX_GRAPHS = 4096, 256
 
 _counters: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
 _shared: dict[tuple[int, int, Hashable], object] = {}
 _reserve: dict[int, torch.Tensor] = {}  # by device: zeros, (graph, counter)
+_unread: dict[int, list[torch.Tensor]] = {}  # by device: fp32, results that nobody reads, the last is the largest
 _lock = threading.Lock()
 _graphs: dict[tuple[int, int, int], int] = {}  # device, capture, stream -> row of the reserve
 
@@ -84,6 +88,21 @@ def graph_counters(num: int, device_index: int) -> torch.Tensor:
     return _reserve[device_index][row] if row < MAX_GRAPHS else _zeros((num,), device_index)
 
 
+def unread(shape: tuple[int, ...], device_index: int) -> torch.Tensor | None:
+    """An fp32 tensor for a result that nobody reads, so that all launches on all streams may share it.
+
+    Its memory is never freed, because CUDA graphs may write to it. None if a capture is in progress and no tensor of
+    this size was allocated before it.
+    """
+    num, memory = math.prod(shape), _unread.setdefault(device_index, [])
+    if not memory or memory[-1].numel() < num:
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return None
+        size = max(MIN_UNREAD, 1 << (num - 1).bit_length())
+        memory.append(_in_new_thread(_lasting, device_index, partial(_floats, size, device_index)))
+    return memory[-1][:num].view(shape)
+
+
 def _is_external(device_index: int, stream: int) -> bool:
     """Whether torch did not create the current stream. The id of such a stream is its handle."""
     return stream != 0 and torch._C._cuda_getCurrentStream(device_index)[0] == stream
@@ -95,6 +114,10 @@ def _zero(device_index: int) -> torch.Tensor:
 
 def _zeros(shape: tuple[int, ...], device_index: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32, device=f"cuda:{device_index}")
+
+
+def _floats(num: int, device_index: int) -> torch.Tensor:
+    return torch.empty(num, dtype=torch.float32, device=f"cuda:{device_index}")
 
 
 def _lasting_zero(device_index: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.decode import CHUNK, DecodePlan, DecodeStatic, plan_decode
-from cute_flash.runtime.counters import graph_counters, reserve, shared
+from cute_flash.runtime.counters import graph_counters, reserve, shared, unread
 from cute_flash.runtime.gpu import bound, current_gpu, remember
 from cute_flash.runtime.operands import MAX_WINDOW, MIN_SCALE, ensure_aligned, positive_scale
 from cute_flash.spec.arch import ArchSpec
@@ -29,26 +29,33 @@ from cute_flash.spec.problem import Problem
 from cute_flash.spec.shapes import outputs
 
 Outputs = tuple[Tensor, Tensor]
+# Types of arguments that are not tensors. `isinstance(x, Tensor)` takes 0.2 us if x is not a tensor.
+VALUE_TYPES = frozenset((type(None), bool, int, float))
 # Architectures with an instruction from FP8 to fp16.
 FP8_CVT = (8, 9)
 # Architectures with programmatic dependent launch.
 DEPENDENT_LAUNCH = (9, 0)
 
 
-def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:
-    """Compute out and lse, and append new keys and values to the caches."""
+def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, return_lse: bool = True) -> Outputs:
+    """Compute out and lse, and append new keys and values to the caches.
+
+    Without `return_lse`, the values of lse are undefined: calls share its memory.
+    """
     signature = (
         "decode", q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype, v_cache.shape,
-        v_cache.stride(), v_cache.dtype, q.get_device(), current_family(),
-        *[(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in args],
+        v_cache.stride(), v_cache.dtype, q.get_device(), return_lse, current_family(),
+        *[x if type(x) in VALUE_TYPES else (x.shape, x.stride(), x.dtype) for x in args],
     )  # fmt: skip
     launch = bound.get(signature)
     if launch is None:
-        launch = remember(signature, _bind(q, k_cache, v_cache, args))
+        launch = remember(signature, _bind(q, k_cache, v_cache, args, return_lse))
     return launch(q, k_cache, v_cache, args)
 
 
-def _bind(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Callable[..., Outputs]:
+def _bind(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, return_lse: bool = True
+) -> Callable[..., Outputs]:
     problem = describe_decode(q, k_cache, v_cache, args, "cuda")
     _check_caches(k_cache, v_cache)
     if 0 in (problem.batch, problem.total_tokens, problem.heads, problem.capacity, k_cache.shape[0]):
@@ -86,7 +93,7 @@ def _bind(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Call
         static, gpu, problem.batch, tokens, problem.heads, problem.heads_kv, problem.capacity, args.num_splits
     )
     reserve(q.device.index)
-    return _launch(plan, problem, q, (k_cache, v_cache), args)
+    return _launch(plan, problem, q, (k_cache, v_cache), args, return_lse)
 
 
 def _rotary_dtype(cos: Tensor | None) -> str:
@@ -116,7 +123,12 @@ Convert = Callable[[Tensor], Tensor] | None
 
 
 def _launch(
-    plan: DecodePlan, problem: DecodeProblem, q: Tensor, caches: tuple[Tensor, Tensor], args: DecodeArgs
+    plan: DecodePlan,
+    problem: DecodeProblem,
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    args: DecodeArgs,
+    return_lse: bool,
 ) -> Any:
     """The function that launches calls of one signature. Strides and dtypes are examined once, here."""
     static: DecodeStatic = plan.key.static
@@ -133,7 +145,8 @@ def _launch(
     copies_q, negates_q = not _is_aligned(q), args.scale < 0
     shape = (*q.shape[:-1], problem.head_dim_v)
     lse_shape = (q.shape[1], q.shape[0]) if ragged else (q.shape[0], q.shape[2], q.shape[1])
-    dtype = q.dtype
+    dtype, has_shape_of_q = q.dtype, shape == q.shape and q.is_contiguous()
+    unread_lse = None if return_lse else unread(lse_shape, index)
 
     def launch(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:
         if current_device() != index:
@@ -142,11 +155,14 @@ def _launch(
             q = -q
         if copies_q or q.data_ptr() % ROW_ALIGN_BYTES:
             q = ensure_aligned(q.contiguous())
-        out = torch.empty(shape, dtype=dtype, device=device) if args.out is None else args.out
-        result = out
-        if args.out is not None and not _is_aligned(out):
-            result = torch.empty(shape, dtype=dtype, device=device)
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+        if args.out is not None:
+            out = result = args.out
+            if not _is_aligned(out):
+                result = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            # `empty_like` takes half the time.
+            out = result = torch.empty_like(q) if has_shape_of_q else torch.empty(shape, dtype=dtype, device=device)
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=device) if unread_lse is None else unread_lse
         values = template.copy()
         values[at_q], values[at_out], values[at_lse] = (
             (q[None], result[None], lse[None]) if ragged else (q, result, lse)

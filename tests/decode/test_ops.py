@@ -145,7 +145,7 @@ def launches() -> Iterator[list[DecodeArgs]]:
     """The calls that reach `runtime.decode.run`, which the reference computes."""
     calls: list[DecodeArgs] = []
 
-    def run(q: Any, k_cache: Any, v_cache: Any, args: DecodeArgs) -> Any:
+    def run(q: Any, k_cache: Any, v_cache: Any, args: DecodeArgs, return_lse: bool = True) -> Any:
         calls.append(args)
         return reference.forward(q, k_cache, v_cache, args)
 
