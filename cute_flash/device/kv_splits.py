@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Uint32
 
 from cute_flash.planning.decode import UNIT_KEYS
 
@@ -31,10 +31,22 @@ class Split:
     begin: Int32  # range of keys, multiples of `UNIT_KEYS`; the last split of a query tile may end after its last key
     end: Int32
     next_unit: Int32  # the first unit after the split
-    first_cta: Int32  # CTAs that compute splits of the query tile: first_cta ... last_cta
-    last_cta: Int32
-    final_ctas: Int32  # those of them that have no later split: all, or all but `last_cta`
+    tile_unit: Int32  # the first unit of the query tile
+    tile_end: Int32  # the first unit after the query tile
     is_first: cutlass.Boolean  # the split starts at the first unit of the query tile
+
+    @staticmethod
+    def none() -> "Split":
+        return Split(*(Int32(0) for _ in range(9)), cutlass.Boolean(False))
+
+
+@dataclass(frozen=True)
+class TileCtas:
+    """The CTAs that compute splits of a query tile: first ... last."""
+
+    first: Int32
+    last: Int32
+    num_final: Int32  # those of them that have no later split: all, or all but the last
 
 
 @dataclass(frozen=True)
@@ -140,12 +152,21 @@ class KvSplits:
         for first in cutlass.range(0, self.num_sequences, LANES, unroll=1):
             total += self.tile_counts(first + lane)[1]
         for step in cutlass.range_constexpr(5):
-            total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+            if self.num_sequences > 1 << step:
+                total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+        # Lane 0 has the sum of as many lanes as there are sequences.
+        total = cute.arch.shuffle_sync(total, 0)
         least = Int32(self.least_units) if self.num_splits == 0 else Int32(1)
-        return cutlass.max((total + self.num_ctas - 1) // self.num_ctas, least)
+        return cutlass.max(quotient(total + self.num_ctas - 1, self.num_ctas), least)
+
+    def ctas(self, split: Split, per_cta: Int32) -> TileCtas:
+        """The CTAs that compute splits of the query tile of a split."""
+        first, last = quotient(split.tile_unit, per_cta), quotient(split.tile_end - 1, per_cta)
+        continues = cutlass.select_(split.tile_end < (last + 1) * per_cta, Int32(1), Int32(0))
+        return TileCtas(first, last, last - first + 1 - continues)
 
     @cute.jit
-    def split(self, unit: Int32, end_unit: Int32, per_cta: Int32) -> tuple[cutlass.Boolean, Split]:
+    def split(self, unit: Int32, end_unit: Int32) -> tuple[cutlass.Boolean, Split]:
         """Whether a split begins at `unit`, and that split, which ends at `end_unit` or with its query tile.
 
         Invalid `cu_seqlens_q` may give more query tiles than the workspace has counters; the surplus is ignored.
@@ -157,13 +178,15 @@ class KvSplits:
             tiles, units = self.tile_counts(first + lane)
             tiles_end, units_end = tiles, units
             for step in cutlass.range_constexpr(5):
-                other_tiles = cute.arch.shuffle_sync_up(tiles_end, offset=1 << step)
-                other_units = cute.arch.shuffle_sync_up(units_end, offset=1 << step)
-                if lane >= 1 << step:
-                    tiles_end, units_end = tiles_end + other_tiles, units_end + other_units
-            is_past = vote_count(unit >= units_before + units_end)
+                if num_sequences > 1 << step:
+                    other_tiles = cute.arch.shuffle_sync_up(tiles_end, offset=1 << step)
+                    other_units = cute.arch.shuffle_sync_up(units_end, offset=1 << step)
+                    if lane >= 1 << step:
+                        tiles_end, units_end = tiles_end + other_tiles, units_end + other_units
+            # Lanes past the last sequence have no prefix sums.
+            is_past = vote_count(first + lane < num_sequences and unit >= units_before + units_end)
             # The first `is_past` lanes have only units before `unit`, so lane `is_past` has its sequence.
-            if is_past < LANES:
+            if is_past < cutlass.min(num_sequences - first, LANES):
                 batch = first + is_past
                 tiles_before += cute.arch.shuffle_sync(tiles_end - tiles, is_past)
                 units_before += cute.arch.shuffle_sync(units_end - units, is_past)
@@ -173,33 +196,38 @@ class KvSplits:
                 first += LANES
         is_found = batch >= 0 and batch < num_sequences
         sequence = self.sequence(cutlass.max(cutlass.min(batch, num_sequences - 1), 0))
-        num_units, row_tiles = self.num_units(sequence), cutlass.max(self.row_tiles(sequence), 1)
+        num_units, row_tiles = self.num_units(sequence), self.row_tiles(sequence)
         per_tile = num_units
         if self.num_splits > 0:
             per_tile = self.num_splits
-        index = (unit - units_before) // per_tile
+        index = quotient(unit - units_before, per_tile)
+        head_kv, row_tile = index, Int32(0)
+        if row_tiles > 1:
+            head_kv = quotient(index, row_tiles)
+            row_tile = index - head_kv * row_tiles
         tile_unit = units_before + index * per_tile
         next_unit = cutlass.min(end_unit, tile_unit + per_tile)
         begin, end = unit - tile_unit, next_unit - tile_unit
         if self.num_splits > 0:
             begin, end = begin * num_units // per_tile, end * num_units // per_tile
         first_unit = self.first_unit(sequence)
-        tile_end = tile_unit + per_tile
-        first_cta, last_cta = tile_unit // per_cta, (tile_end - 1) // per_cta
-        continues = Int32(1) if tile_end < (last_cta + 1) * per_cta else Int32(0)
         return is_found and tiles_before + index < self.max_query_tiles, Split(
             batch=batch,
-            head_kv=index // row_tiles,
-            row_tile=index % row_tiles,
+            head_kv=head_kv,
+            row_tile=row_tile,
             query_tile=tiles_before + index,
             begin=(first_unit + begin) * UNIT_KEYS,
             end=(first_unit + end) * UNIT_KEYS,
             next_unit=next_unit,
-            first_cta=first_cta,
-            last_cta=last_cta,
-            final_ctas=last_cta - first_cta + 1 - continues,
+            tile_unit=tile_unit,
+            tile_end=tile_unit + per_tile,
             is_first=unit == tile_unit,
         )
+
+
+def quotient(x: Int32, y: Int32) -> Int32:
+    """x // y of numbers that are not negative. An unsigned division takes fewer instructions than a signed one."""
+    return Int32(Uint32(x) // Uint32(y))
 
 
 def vote_count(condition: cutlass.Boolean) -> Int32:

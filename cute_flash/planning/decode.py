@@ -167,7 +167,8 @@ class DecodeTile:
     def smem_bytes(self) -> int:
         statistics = 2 * 4 * self.num_warps * EXCHANGE_ROWS
         exchange = self.exchange_bytes if self.own_exchange else 0
-        return align_smem(self.q_smem.bytes) + align_smem(self.kv_bytes) + exchange + statistics + 64
+        # The queries twice: as in global memory, and as the operand of the MMA.
+        return 2 * align_smem(self.q_smem.bytes) + align_smem(self.kv_bytes) + exchange + statistics + 64
 
     def ctas_per_sm(self, arch: ArchSpec) -> int:
         return min(arch.smem_per_sm // (self.smem_bytes + 1024), arch.max_threads_per_sm // self.num_threads)

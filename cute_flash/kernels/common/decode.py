@@ -7,8 +7,8 @@ query heads would use 4.
 The grid has a fixed number of CTAs, which divide the keys of all sequences equally (`device/kv_splits.py`). A CTA
 computes its splits one after the other:
 
-    append     write the new keys (rotated) and values of the split to the cache
-    stage      load Q, rotate it, write it to shared memory
+    begin      write the new keys (rotated) and values of the split to the cache, start to load Q and the first blocks
+    stage      rotate Q, and write it as the operand of the MMA
     loop       each warp, over its own 16 keys of every block, with its own pipeline and softmax statistics:
                    S = Q K^T;  m' = max(m, rowmax S);  P = exp(scale (S - m'))
                    l = l exp(scale (m - m')) + rowsum P;  O = O exp(scale (m - m')) + P V
@@ -28,8 +28,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device import fp8
-from cute_flash.device.kv_cache import CacheHead, WarpLoader
-from cute_flash.device.kv_splits import KvSplits, Lengths, Split
+from cute_flash.device.kv_cache import CacheHead, WarpLoader, copy_async
+from cute_flash.device.kv_splits import KvSplits, Lengths, Split, TileCtas
 from cute_flash.device.ldmatrix import MmaOperand
 from cute_flash.device.mask import column_offset
 from cute_flash.device.ptx import instruction
@@ -41,13 +41,14 @@ from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.warp_grid import WarpGrid
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.sm80.fwd_storage import gemm, gemm_rs
-from cute_flash.planning.decode import EXCHANGE_ROWS, UNIT_KEYS, DecodeTile
+from cute_flash.planning.decode import ATOM_BYTES, EXCHANGE_ROWS, UNIT_KEYS, DecodeTile
 from cute_flash.planning.tiles.common import SMEM_ALIGN
 
 FLOATS = 4  # floats of O that a thread combines at once
 # Fields of a split that the main loop does not need. They are kept in shared memory.
-COLD = ("batch", "head_kv", "row_tile", "query_tile", "next_unit", "first_cta", "last_cta", "final_ctas", "is_first")
-AT_ONCE = 8  # splits of a query tile that a thread loads at once
+COLD = ("batch", "head_kv", "row_tile", "query_tile", "next_unit", "is_first")
+CTAS = ("first", "last", "num_final")  # fields of `TileCtas`, which are in shared memory too
+AT_ONCE = 18  # splits of a query tile that a thread loads at once
 # Fields of an arrival counter.
 FINAL_BIT, SHARE_BIT = 12, 24
 
@@ -84,16 +85,19 @@ class Params:
 @dataclass(frozen=True)
 class SharedStorage:
     sQ: cute.Tensor  # (tile_m, tile_d, 1)
+    raw_q: cute.Tensor  # (tile_m, tile_d): the queries of the next split, as in global memory
     sKV: cute.Tensor  # (tile_n, tile_d, stage): K and V alternate; all stages of warp 0, then of warp 1, ...
     exchange: cute.Tensor  # (tile_d, 8 rows, warp) fp32
     stats: cute.Tensor  # (2, 8 rows, warp) fp32: m and l
     flag: cute.Tensor  # this CTA's share of a merge
-    cold: cute.Tensor  # the fields `COLD` of the split, which would occupy registers during the main loop
+    cold: cute.Tensor  # the fields `COLD` and `CTAS` of the split, which would occupy registers during the main loop
 
     @staticmethod
-    def allocate(tile: DecodeTile, dtype) -> "SharedStorage":
+    def allocate(tile: DecodeTile, dtype, q_dtype) -> "SharedStorage":
         smem = SmemAllocator()
         sQ = allocate_stages(smem, dtype, tile.q_smem, 1)
+        raw_layout = cute.make_layout((tile.tile_m, tile.head_dim), stride=(tile.head_dim, 1))
+        raw_q = smem.allocate_tensor(q_dtype, raw_layout, SMEM_ALIGN)
         cache_dtype = dtype if tile.element_bytes == 2 else cutlass.Uint8
         sKV = allocate_stages(smem, cache_dtype, tile.kv_smem, 2 * tile.num_warps * tile.stages)
         floats = cute.make_layout((tile.head_dim, EXCHANGE_ROWS, tile.num_warps))
@@ -105,18 +109,35 @@ class SharedStorage:
             exchange = cute.make_tensor(pointer, floats)
         stats = smem.allocate_tensor(Float32, cute.make_layout((2, EXCHANGE_ROWS, tile.num_warps)), 8)
         flag = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-        cold = smem.allocate_tensor(Int32, cute.make_layout(len(COLD)), 4)
-        return SharedStorage(sQ, sKV, exchange, stats, flag, cold)
+        cold = smem.allocate_tensor(Int32, cute.make_layout(len(COLD) + len(CTAS)), 4)
+        return SharedStorage(sQ, raw_q, sKV, exchange, stats, flag, cold)
 
-    def remember(self, split: Split):
-        """Write the fields `COLD` to shared memory. Called by one thread, before a barrier."""
-        for i, name in enumerate(COLD):
-            self.cold[i] = Int32(getattr(split, name))
+    def remember(self, split: Split, ctas: TileCtas):
+        """Write the fields `COLD` and `CTAS` to shared memory. Called by one thread, before a barrier."""
+        values = [getattr(split, name) for name in COLD] + [getattr(ctas, name) for name in CTAS]
+        for i, value in enumerate(values):
+            self.cold[i] = Int32(value)
 
-    def recall(self, split: Split) -> Split:
-        """The split with its fields `COLD` read from shared memory."""
+    def next_unit(self) -> Int32:
+        return self.cold[COLD.index("next_unit")]
+
+    def recall(self, split: Split) -> tuple[Split, TileCtas]:
+        """The split with its fields `COLD` read from shared memory, and the CTAs of its query tile."""
         fields = {name: self.cold[i] for i, name in enumerate(COLD)}
-        return replace(split, **(fields | {"is_first": fields["is_first"] == 1}))
+        ctas = TileCtas(*(self.cold[len(COLD) + i] for i in range(len(CTAS))))
+        return replace(split, **(fields | {"is_first": fields["is_first"] == 1})), ctas
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output and the softmax statistics of one warp."""
+
+    acc_O: cute.Tensor
+    softmax: Softmax
+
+    def reset(self):
+        self.acc_O.fill(0.0)
+        self.softmax.restart()
 
 
 @dataclass(frozen=True)
@@ -233,33 +254,32 @@ class Decode(Kernel):
     @cute.kernel
     def kernel(self, p: Params):
         cta, _, _ = cute.arch.block_idx()
-        storage = SharedStorage.allocate(self.tile, self.dtype)
+        storage = SharedStorage.allocate(self.tile, self.dtype, p.mQ.element_type)
         if cutlass.const_expr(self.static.overlaps_previous):
             # The kernel starts before the previous one ends (programmatic dependent launch).
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
+        output = self.output(p)
         per_cta = p.splits.units_per_cta()
         unit, end_unit = cta * per_cta, (cta + 1) * per_cta
-        exists, split = p.splits.split(unit, end_unit, per_cta)
-        if exists:
-            self.begin(p, storage, split)
-        while unit < end_unit:
-            unit = end_unit
+        # An iteration ends a split, if one `is_open`, and computes the next. The last iteration only ends one.
+        split, is_open, is_first = Split.none(), cutlass.Boolean(False), cutlass.Boolean(True)
+        while is_first or is_open:
+            exists = cutlass.Boolean(False)
+            if unit < end_unit:
+                exists, split = p.splits.split(unit, end_unit)
+            if cutlass.const_expr(self.tile.own_exchange):
+                # The exchange has its own memory, so the end of a split overlaps the loads of the next.
+                if exists:
+                    self.begin(p, storage, split)
+            if is_open:
+                self.finish(p, storage, *storage.recall(split), output, cta)
             if exists:
-                state = self.attend(p, storage, split)
-                split = storage.recall(split)
                 if cutlass.const_expr(not self.tile.own_exchange):
-                    self.finish(p, storage, split, state, cta)
-                unit = split.next_unit
-                has_next, following = cutlass.Boolean(False), split
-                if unit < end_unit:
-                    has_next, following = p.splits.split(unit, end_unit, per_cta)
-                    if has_next:
-                        self.begin(p, storage, following)
-                # If the exchange has its own memory, the end of this split overlaps the loads of the next.
-                if cutlass.const_expr(self.tile.own_exchange):
-                    self.finish(p, storage, split, state, cta)
-                exists, split = has_next, following
+                    self.begin(p, storage, split)
+                self.attend(p, storage, split, per_cta, output)
+                unit = storage.next_unit()
+            is_open, is_first = exists, cutlass.Boolean(False)
         if cutlass.const_expr(self.static.ragged):
             self.zero_padding(p, cta)
 
@@ -281,11 +301,22 @@ class Decode(Kernel):
                 if vector == 0:
                     p.mLSE[0, head, token] = -Float32.inf
 
+    def output(self, p: Params) -> "Output":
+        """The registers for the output of a split."""
+        thread, _, _ = cute.arch.thread_idx()
+        shape = p.tiled_mma.get_slice(thread % 32).partition_shape_C((self.tile.tile_m, self.tile.head_dim))
+        acc_O = cute.make_rmem_tensor(shape, Float32)
+        output = Output(acc_O, Softmax.start(as_mn(acc_O), p.scale_log2))
+        output.reset()
+        return output
+
     @cute.jit
     def begin(self, p: Params, storage: SharedStorage, split: Split):
-        """Append new keys and values of a split, and start to load its first blocks."""
+        """Append new keys and values of a split, and start to load its queries and its first blocks."""
         thread, _, _ = cute.arch.thread_idx()
         sequence = p.splits.sequence(split.batch)
+        # The queries first: behind the blocks they would wait until those have arrived.
+        self.load_q(p, storage, split, sequence, thread)
         if cutlass.const_expr(self.static.appends):
             self.append(p, split, sequence, thread)
         loads = self.loads(p, storage, split, sequence, thread)
@@ -297,23 +328,22 @@ class Decode(Kernel):
             self.load_block(loads, split, blocks[i], Int32(i), pages[i])
 
     @cute.jit
-    def attend(self, p: Params, storage: SharedStorage, split: Split):
+    def attend(self, p: Params, storage: SharedStorage, split: Split, per_cta: Int32, output: "Output"):
         """Compute the output of each warp over its keys of the split."""
         thread, _, _ = cute.arch.thread_idx()
         sequence = p.splits.sequence(split.batch)
         if thread == 0:
-            storage.remember(split)
+            storage.remember(split, p.splits.ctas(split, per_cta))
         self.stage_q(p, storage, split, sequence, thread)
-        state = self.warp_state(p, storage, split, sequence, thread)
+        state = self.warp_state(p, storage, split, sequence, output, thread)
         self.mainloop(p, split, state, self.loads(p, storage, split, sequence, thread))
-        return state
 
     @cute.jit
-    def finish(self, p: Params, storage: SharedStorage, split: Split, state: WarpState, cta: Int32):
+    def finish(self, p: Params, storage: SharedStorage, split: Split, ctas: TileCtas, output: "Output", cta: Int32):
         """Combine the warps, and merge the splits of the query tile if this CTA is one of the last to arrive."""
         thread, _, _ = cute.arch.thread_idx()
         sequence = p.splits.sequence(split.batch)
-        is_whole = split.first_cta == split.last_cta
+        is_whole = ctas.first == ctas.last
         target = is_whole, self.slot(p, cta, split.is_first)
         if cutlass.const_expr(not self.tile.own_exchange):
             # The exchange overwrites the stages: wait until every warp has read its last stage.
@@ -321,17 +351,18 @@ class Decode(Kernel):
         for i in cutlass.range_constexpr(self.tile.tile_m // EXCHANGE_ROWS):
             rows = cutlass.min(self.num_rows(p, split, sequence) - i * EXCHANGE_ROWS, EXCHANGE_ROWS)
             if rows > 0:
-                self.exchange(p, storage, state, i, rows)
+                self.exchange(p, storage, output, thread, i, rows)
                 self.combine(p, storage, split, thread, (Int32(i * EXCHANGE_ROWS), rows), target)
                 # The next rows, or the next split, reuse the memory.
                 cute.arch.sync_threads()
+        output.reset()
         if not is_whole:
             num_rows, rows_at_once = self.num_rows(p, split, sequence), self.tile.merged_rows
             num_shares = (num_rows + rows_at_once - 1) // rows_at_once
-            share = self.arrive(p, storage, split, thread, cta, num_shares)
+            share = self.arrive(p, storage, split, ctas, thread, cta, num_shares)
             if share >= 0:
-                shares = cutlass.min(num_shares, split.final_ctas) if num_shares > 1 else Int32(1)
-                self.merge(p, split, num_rows, thread, share, shares)
+                shares = cutlass.min(num_shares, ctas.num_final) if num_shares > 1 else Int32(1)
+                self.merge(p, split, ctas, num_rows, thread, share, shares)
                 self.leave(p, split, thread, shares)
 
     # ---- queries
@@ -351,34 +382,53 @@ class Decode(Kernel):
 
     @cute.jit
     def stage_q(self, p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32):
-        """Write the tile's queries, with rotary applied, to shared memory; rows and columns past the end are zeros."""
+        """Wait for the queries that `load_q` copied, apply rotary, and write them as the operand of the MMA."""
         tile = self.tile
         vectors = tile.head_dim // VECTOR
-        x = cute.make_rmem_tensor(VECTOR, Float32)
-        for index in cutlass.range(thread, tile.tile_m * vectors, tile.num_threads, unroll=1):
+        # The blocks that were requested after the queries may still be in flight.
+        cute.arch.cp_async_wait_group(tile.stages - 1)
+        cute.arch.sync_threads()
+        x, rounded = cute.make_rmem_tensor(VECTOR, Float32), cute.make_rmem_tensor(VECTOR, self.dtype)
+        for i in cutlass.range_constexpr(tile.tile_m * vectors // tile.num_threads):
+            index = i * tile.num_threads + thread
             row, vector = index // vectors, index % vectors
-            x.fill(0.0)
-            if row < self.num_rows(p, split, sequence) and vector * VECTOR < self.static.head_dim:
-                batch, token, head, position = self.coord(p, split, row)
-                gQ = p.mQ[batch, token, head, None]
-                if cutlass.const_expr(p.rotary is None):
-                    load_floats(gQ, vector, x)
-                else:
-                    position = sequence.key_len - sequence.tokens + position
+            raw = storage.raw_q[row, None]
+            load_floats(raw, vector, x)
+            if cutlass.const_expr(p.rotary is not None):
+                # Rows and columns past the end are zeros.
+                if row < self.num_rows(p, split, sequence) and vector * VECTOR < self.static.head_dim:
+                    position = sequence.key_len - sequence.tokens + self.coord(p, split, row)[3]
                     if cutlass.const_expr(p.window_left is None and p.window_right is None):
                         # Without a mask, all queries have the position after the old keys, as in flash-attn.
                         position = p.splits.old_len(split.batch)
-                    p.rotary.load(gQ, vector, position, x)
-            sQ = storage.sQ[row, None, 0]
-            for i in cutlass.range_constexpr(VECTOR):
-                # Round to the dtype of q first, as a separate rotary kernel would.
-                rounded = x[i].to(p.mQ.element_type).to(self.dtype)
-                sQ[self.query_column(vector * VECTOR + i)] = rounded
+                    p.rotary.load(raw, vector, position, x)
+            # Round to the dtype of q first, as a separate rotary kernel would.
+            rounded.store(x.load().to(p.mQ.element_type).to(self.dtype))
+            if cutlass.const_expr(self.static.is_fp8):
+                for j in cutlass.range_constexpr(VECTOR):
+                    storage.sQ[row, fp8.query_column(vector * VECTOR + j), 0] = rounded[j]
+            else:
+                # The swizzle of the tile: the 16-byte chunk c of row r is at c ^ (r mod 8).
+                columns, chunk = vector // 8, (vector % 8) ^ (row % 8)
+                address = Int32(storage.sQ.iterator.toint()) + (columns * tile.tile_m + row) * ATOM_BYTES + chunk * 16
+                target = cute.make_ptr(self.dtype, address, cutlass.AddressSpace.smem, assumed_align=16)
+                cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(VECTOR)))
         cute.arch.sync_threads()
 
-    def query_column(self, column: Int32) -> Int32:
-        """The column of the MMA operand at which a column of q is stored."""
-        return fp8.query_column(column) if self.static.is_fp8 else column
+    @cute.jit
+    def load_q(self, p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32):
+        """Start to copy the tile's queries to shared memory; rows and columns past the end are zero-filled."""
+        tile = self.tile
+        vectors, num_rows = tile.head_dim // VECTOR, self.num_rows(p, split, sequence)
+        memory = Int32(storage.raw_q.iterator.toint())
+        for i in cutlass.range_constexpr(tile.tile_m * vectors // tile.num_threads):
+            index = i * tile.num_threads + thread
+            row, vector = index // vectors, index % vectors
+            batch, token, head, _ = self.coord(p, split, cutlass.min(row, num_rows - 1))
+            source = p.mQ[batch, token, head, None].iterator.toint() + vector * (2 * VECTOR)
+            exists = row < num_rows and vector * VECTOR < self.static.head_dim
+            copy_async(memory + index * (2 * VECTOR), source, Int32(2 * VECTOR) if exists else Int32(0))
+        cute.arch.cp_async_commit_group()
 
     # ---- new keys and values
 
@@ -433,16 +483,15 @@ class Decode(Kernel):
     # ---- main loop
 
     @cute.jit
-    def warp_state(self, p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32):
+    def warp_state(
+        self, p: Params, storage: SharedStorage, split: Split, sequence: Lengths, output: "Output", thread: Int32
+    ):
         tile, is_fp8 = self.tile, self.static.is_fp8
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         grid = WarpGrid(self.dtype, 1, 1)
         thr_mma = p.tiled_mma.get_slice(lane)
-        acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_m, tile.head_dim)), Float32)
-        acc_O.fill(0.0)
-        softmax = Softmax.start(as_mn(acc_O), p.scale_log2)
         tScS = thr_mma.partition_C(cute.make_identity_tensor((tile.tile_m, tile.tile_n)))
-        rows = cute.size(softmax.row_max)
+        rows = cute.size(output.softmax.row_max)
         bounds = cute.make_rmem_tensor((2, rows), Int32)
         slopes = positions = None
         if cutlass.const_expr(p.alibi_slopes is not None):
@@ -466,8 +515,8 @@ class Decode(Kernel):
             q=grid.a(p.tiled_mma, lane, storage.sQ, tile.q_smem),
             k=None if is_fp8 else grid.b(p.tiled_mma, lane, storage.sKV, tile.kv_smem),
             v=None if is_fp8 else grid.b(p.tiled_mma, lane, storage.sKV, tile.kv_smem, is_transposed=True),
-            acc_O=acc_O,
-            softmax=softmax,
+            acc_O=output.acc_O,
+            softmax=output.softmax,
             tScS=tScS,
             bounds=bounds,
             visible=self.visible_keys(p, split, sequence),
@@ -599,19 +648,22 @@ class Decode(Kernel):
     # ---- combination of warps and splits
 
     @cute.jit
-    def exchange(self, p: Params, storage: SharedStorage, state: WarpState, part: cutlass.Constexpr, rows: Int32):
+    def exchange(
+        self, p: Params, storage: SharedStorage, output: "Output", thread: Int32, part: cutlass.Constexpr, rows: Int32
+    ):
         """Write eight rows of every warp's output and statistics to shared memory: the `part`-th row of each thread."""
-        acc, row = as_mn(state.acc_O), state.lane // THREADS_PER_ROW
-        first = self.coordinates(p, state.lane)[0, 0][1]
-        total = state.softmax.row_sum[part]
+        warp, lane = thread // 32, thread % 32
+        acc, row = as_mn(output.acc_O), lane // THREADS_PER_ROW
+        first = self.coordinates(p, lane)[0, 0][1]
+        total = output.softmax.row_sum[part]
         for offset in cutlass.range_constexpr(1, 3):
             total += cute.arch.shuffle_sync_bfly(total, offset=offset)
         if row < rows:
             for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-                storage.exchange[self.output_column(first, c), row, state.warp] = acc[part, c]
-            if state.lane % THREADS_PER_ROW == 0:
-                storage.stats[0, row, state.warp] = state.softmax.row_max[part]
-                storage.stats[1, row, state.warp] = total
+                storage.exchange[self.output_column(first, c), row, warp] = acc[part, c]
+            if lane % THREADS_PER_ROW == 0:
+                storage.stats[0, row, warp] = output.softmax.row_max[part]
+                storage.stats[1, row, warp] = total
         cute.arch.sync_threads()
 
     def output_column(self, first: Int32, c: int) -> Int32:
@@ -699,11 +751,20 @@ class Decode(Kernel):
         return cutlass.select_(p.splits.num_splits > 0, cta, own)
 
     @cute.jit
-    def arrive(self, p: Params, storage: SharedStorage, split: Split, thread: Int32, cta: Int32, num_shares: Int32):
+    def arrive(
+        self,
+        p: Params,
+        storage: SharedStorage,
+        split: Split,
+        ctas: TileCtas,
+        thread: Int32,
+        cta: Int32,
+        num_shares: Int32,
+    ):
         """Count this CTA's split of the query tile as written; return the CTA's share of the merge, or -1 for none.
 
         One share is merged by the last CTA to arrive. Several shares are merged by the last CTAs to arrive, which wait
-        until all have arrived. `split.last_cta` is not one of them if it has another split to compute. Fewer than
+        until all have arrived. `ctas.last` is not one of them if it has another split to compute. Fewer than
         `num_shares` CTAs wait for a query tile, and CTAs start in the order of the grid, so the CTAs that they wait for
         always find an SM.
 
@@ -711,17 +772,17 @@ class Decode(Kernel):
         """
         cute.arch.sync_threads()
         if thread == 0:
-            total, share, address = split.last_cta - split.first_cta + 1, Int32(-1), self.counter(p, split)
+            total, share, address = ctas.last - ctas.first + 1, Int32(-1), self.counter(p, split)
             if num_shares == 1:
                 before = cute.arch.atomic_add(address, Int32(1), sem="acq_rel", scope="gpu")
                 if before == total - 1:
                     share = Int32(0)
                     p.arrivals[split.query_tile] = 0
             else:
-                is_final = cta < split.last_cta or split.final_ctas == total
+                is_final = cta < ctas.last or ctas.num_final == total
                 added = Int32(1 + (1 << FINAL_BIT)) if is_final else Int32(1)
                 before = cute.arch.atomic_add(address, added, sem="acq_rel", scope="gpu")
-                rank = split.final_ctas - 1 - (before >> FINAL_BIT)
+                rank = ctas.num_final - 1 - (before >> FINAL_BIT)
                 if is_final and rank < num_shares:
                     share = rank
                     arrived = before + 1
@@ -744,7 +805,9 @@ class Decode(Kernel):
                 p.arrivals[split.query_tile] = 0
 
     @cute.jit
-    def merge(self, p: Params, split: Split, num_rows: Int32, thread: Int32, share: Int32, shares: Int32):
+    def merge(
+        self, p: Params, split: Split, ctas: TileCtas, num_rows: Int32, thread: Int32, share: Int32, shares: Int32
+    ):
         """Merge a share of the rows of a query tile, and write their output."""
         vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
         parts = [cute.make_rmem_tensor(FLOATS, Float32) for _ in range(AT_ONCE)]
@@ -754,11 +817,11 @@ class Decode(Kernel):
             row, column = index // vectors, index % vectors * FLOATS
             m, total = -Float32.inf, Float32(0.0)
             sums.fill(0.0)
-            for first in cutlass.range(split.first_cta, split.last_cta + 1, AT_ONCE, unroll=1):
+            for first in cutlass.range(ctas.first, ctas.last + 1, AT_ONCE, unroll=1):
                 # Issue all loads before the first use. Indices past the last split load the last split again.
                 for i in cutlass.range_constexpr(AT_ONCE):
-                    cta = cutlass.min(first + i, split.last_cta)
-                    slot = self.slot(p, cta, cta == split.first_cta)
+                    cta = cutlass.min(first + i, ctas.last)
+                    slot = self.slot(p, cta, cta == ctas.first)
                     load_vector(p.partial_stats[slot, row, None], Int32(0), stats[i])
                     load_vector(p.partial_out[slot, row, None], column, parts[i])
                 largest = m
@@ -768,7 +831,7 @@ class Decode(Kernel):
                 total = total * factor
                 sums.store(sums.load() * factor)
                 for i in cutlass.range_constexpr(AT_ONCE):
-                    if first + i <= split.last_cta:
+                    if first + i <= ctas.last:
                         factor = rescale(stats[i][0], largest)
                         total += stats[i][1] * factor
                         sums.store(sums.load() + parts[i].load() * factor)
