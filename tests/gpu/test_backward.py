@@ -143,7 +143,7 @@ def test_deterministic_gradients_have_the_same_bits(case, family):
             again = gradients(attend, inputs, loss)
             assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
         assert_gradients(attend, inputs, case.band, loss)
-    # By default they are added in any order.
+    # By default the order of additions is not fixed.
     assert_gradients(lambda *x: cute_flash.attn(*x, **options), inputs, case.band, loss)
 
 
@@ -176,7 +176,7 @@ def test_deterministic_gradients_of_values_of_another_width(widths, family):
 
 
 def test_the_default_family_has_deterministic_gradients_of_wide_heads():
-    """By mma.sync."""
+    """The mma.sync kernels compute them."""
     inputs = cases.make_inputs(cases.Case(1, 4, 2, 500, 500, 256, CAUSAL), torch.bfloat16, "cuda")
     loss = weighted(torch.randn_like(inputs[0]))
 

@@ -46,7 +46,7 @@ def test_values_of_another_width(case):
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("band", (Band(), CAUSAL), ids=str)
 def test_a_sequence_does_not_depend_on_its_batch(head_dim, band):
-    """The same bits beside numbers, NaN and infinity."""
+    """A sequence has the same bits if its neighbours are finite, NaN or infinite."""
     case = VarlenCase(Lengths([70, 200, 33], [90, 150, 40]), 4, 2, head_dim, band)
     inputs, attend = case.inputs(), case.attend()
     out, lse = attend(*inputs)
