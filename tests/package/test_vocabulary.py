@@ -33,7 +33,7 @@ MODULES = {"partial"}
 
 
 def words(name: str) -> list[str]:
-    """Of an identifier in snake_case or CamelCase."""
+    """The words of an identifier in snake_case or CamelCase."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+", name)]
 
 
