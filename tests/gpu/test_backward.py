@@ -32,7 +32,7 @@ def test_against_the_oracle(case, dtype):
 
 @pytest.mark.parametrize("band", cases.OTHER_WIDTH_BANDS, ids=str)
 @pytest.mark.parametrize("widths", cases.OTHER_WIDTHS, ids=str)
-def test_values_of_another_width(widths, band):
+def test_dv_other_than_d(widths, band):
     inputs = cases.other_width_inputs(widths, "cuda")
     generator = torch.Generator("cuda").manual_seed(7)
     dout = torch.randn(2, 8, 200, widths[1], generator=generator, device="cuda")
@@ -159,7 +159,7 @@ def test_deterministic_gradients_by_torchs_own_switch():
 
 
 @pytest.mark.parametrize("widths", ((128, 64), (192, 128)), ids=str)
-def test_deterministic_gradients_of_values_of_another_width(widths, family):
+def test_deterministic_gradients_with_dv_other_than_d(widths, family):
     if family == "sm90" and max(widths) > 128:
         pytest.skip("deterministic gradients of wide heads are computed by mma.sync")
     inputs = cases.other_width_inputs(widths, "cuda")

@@ -79,7 +79,7 @@ def test_any_finite_scale(scale):
 
 @pytest.mark.parametrize("band", cases.OTHER_WIDTH_BANDS, ids=str)
 @pytest.mark.parametrize("widths", cases.OTHER_WIDTHS, ids=str)
-def test_values_of_another_width(widths, band):
+def test_dv_other_than_d(widths, band):
     q, k, v = cases.other_width_inputs(widths, "cuda")
     for rows in (200, 3):
         out, lse = attend(q[:, :, :rows].contiguous(), k, v, band)

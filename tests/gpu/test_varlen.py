@@ -38,7 +38,7 @@ def test_fp16(case):
 
 
 @pytest.mark.parametrize("case", OTHER_WIDTHS, ids=lambda case: f"{case.head_dim}.{case.head_dim_v}")
-def test_values_of_another_width(case):
+def test_dv_other_than_d(case):
     inputs = case.inputs()
     check(case, *case.attend()(*inputs), inputs)
 

@@ -80,7 +80,7 @@ def test_against_the_oracle(case, family):
 
 
 @pytest.mark.parametrize("case", OTHER_WIDTHS, ids=lambda case: f"{case.head_dim}.{case.head_dim_v}")
-def test_values_of_another_width(case, family):
+def test_dv_other_than_d(case, family):
     check_or_refusal(case, family, with_lse=True)
 
 

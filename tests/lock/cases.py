@@ -54,7 +54,7 @@ PLACES = (HOPPER, AMPERE, AMPERE_86, AMPERE_ON_90)
 @dataclass(frozen=True, kw_only=True)
 class Bias:
     dtype: str = "bf16"
-    dims: str = "bhqk"  # those along which it differs; it broadcasts along the others
+    dims: str = "bhqk"  # dimensions of full size; it broadcasts along the others
     layout: str = "pairs"  # rows begin at 16 bytes ("aligned"), at pairs of elements, anywhere ("single")
     has_gradient: bool = True
 

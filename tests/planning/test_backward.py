@@ -27,7 +27,7 @@ def shape_of(plan: Plan, name: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("widths", [(64, 128), (128, 64), (192, 128), (192, 256), (40, 24), (256, 8)])
-def test_values_of_another_width_are_padded_to_a_tile(arch: str, widths: tuple[int, int]) -> None:
+def test_dv_other_than_d_is_padded_to_a_tile(arch: str, widths: tuple[int, int]) -> None:
     head_dim, head_dim_v = widths
     plain = Problem(1, 2, 2, 100, 300, head_dim, "bfloat16", Band(), head_dim_v)
     for fields in ({}, {"features": ALL}, {"varlen": True}):

@@ -32,14 +32,14 @@ def with_l2(share_bytes: int, arch: ArchSpec = A100) -> ArchSpec:
 @pytest.mark.parametrize(
     ("batch", "heads", "heads_kv", "seqlen_k", "share_mib", "l2_group"),
     [
-        (4, 16, 16, 4096, 16, 8),  # 16 MiB hold 8 of them
-        (4, 16, 16, 4096, 17, 8),  # no half one
-        (4, 16, 4, 4096, 16, 32),  # groups of 4 query heads share each
-        (4, 16, 1, 4096, 16, 64),  # all 4 * 16 heads: 8 * 16 would be more than there are
-        (1, 4, 4, 4096, 16, 4),  # no more than there are
-        (4, 16, 16, 1 << 20, 16, 1),  # not even one fits: one at a time
-        (4, 16, 4, 1 << 20, 16, 4),  # but never less than a group
-        (1, 6, 3, 8192, 8, 2),  # two would fit, but leave one over
+        (4, 16, 16, 4096, 16, 8),  # 16 MiB hold 8 heads
+        (4, 16, 16, 4096, 17, 8),  # 17 MiB hold no ninth head
+        (4, 16, 4, 4096, 16, 32),  # 8 K/V heads with 4 query heads each
+        (4, 16, 1, 4096, 16, 64),  # all 4 * 16 heads; there are fewer than 8 * 16
+        (1, 4, 4, 4096, 16, 4),  # at most all heads
+        (4, 16, 16, 1 << 20, 16, 1),  # no head fits: one at a time
+        (4, 16, 4, 1 << 20, 16, 4),  # at least the query heads of one K/V head
+        (1, 6, 3, 8192, 8, 2),  # two K/V heads fit, but three heads are not a multiple of two
         (2, 4, 4, 1, 16, 8),
     ],
 )
@@ -115,7 +115,7 @@ def test_pack_gqa_is_used_if_it_needs_fewer_tiles(heads: int, seqlen_q: int, pay
     assert found.sizes["num_tiles"] == (-(-heads * seqlen_q // 128) if pays else heads)
 
 
-def test_values_of_another_width_have_a_kernel_of_their_own() -> None:
+def test_dv_other_than_d_has_its_own_kernel() -> None:
     problem = Problem(1, 4, 2, 100, 4096, 192, head_dim_v=128)
     found = plan_forward(problem, with_l2(8 * MIB, H100))
     assert (found.main.static.head_dim, found.main.static.head_dim_v) == (192, 128)

@@ -180,7 +180,7 @@ def test_the_family_decides_the_kind_of_tile() -> None:
 
 
 @pytest.mark.parametrize("band", MASKS, ids=str)
-def test_values_of_another_width_find_a_row(band: Band) -> None:
+def test_dv_other_than_d_has_a_row(band: Band) -> None:
     widths = range(8, 257, 24)
     for head_dim, head_dim_v in itertools.product(widths, widths):
         if head_dim == head_dim_v:

@@ -126,7 +126,7 @@ def test_kernels_take_a_positive_scale(gpu: FakeGpu, scale: float, is_known: boo
 
 @pytest.mark.parametrize("width", [8, 72, 256])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_values_of_another_width(gpu: FakeGpu, width: int, deterministic: bool) -> None:
+def test_dv_other_than_d(gpu: FakeGpu, width: int, deterministic: bool) -> None:
     """Dv above or below D, in a tile that is wide enough for both."""
     tensors, args = [*inputs()[:2], normal(2, 2, 9, width)], plain(right=0, deterministic=deterministic)
     for v in (tensors[2], normal(2, 2, width, 9).mT):

@@ -68,7 +68,7 @@ def test_a_known_signature_still_checks_addresses(gpu: FakeGpu) -> None:
     assert len(gpu.keys) == 1
 
 
-# ---- pack_gqa, and values of another width
+# ---- pack_gqa, and Dv ≠ D
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (3, 1)])
@@ -95,7 +95,7 @@ def test_few_queries_of_grouped_heads_use_pack_gqa(
 
 @pytest.mark.parametrize("heads_kv", [1, 4])
 @pytest.mark.parametrize("width", [8, 64])
-def test_values_of_another_width(gpu: FakeGpu, width: int, heads_kv: int) -> None:
+def test_dv_other_than_d(gpu: FakeGpu, width: int, heads_kv: int) -> None:
     k, v = normal(2, heads_kv, 9, D), normal(2, heads_kv, 9, width)
     queries = {
         "contiguous": normal(2, 4, 7, D),

@@ -122,7 +122,7 @@ def test_nothing_to_compute_launches_nothing(gpu: FakeGpu, lengths: Lengths) -> 
     assert not gpu.launches
 
 
-def test_values_of_another_width(gpu: FakeGpu) -> None:
+def test_dv_other_than_d(gpu: FakeGpu) -> None:
     inputs = tensors(SMALL, width_v=64)
     assert run_forward(inputs, varlen(SMALL))[0].shape[2] == 64
     dv = run_backward(inputs, varlen(SMALL))[2]

@@ -140,7 +140,7 @@ def test_values_and_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
             table.requires_grad_(False)
 
 
-def test_values_of_another_width_and_outputs_in_floats() -> None:
+def test_dv_other_than_d_and_fp32_outputs() -> None:
     q, k, v = (x.detach().bfloat16() for x in inputs(Case("", 33, 50)))
     v, bias = torch.cat([v, -v, v], dim=3), normal(1, H, 33, 50, seed=5)
     how = {"score_mod": relative, "mask_mod": by_head, "out_dtype": torch.float32}

@@ -225,7 +225,7 @@ def test_explain_knows_fp32(capsys: pytest.CaptureFixture, gpu: str) -> None:
 
 
 @pytest.mark.parametrize("gpu", ["A100", "H200"])
-def test_explain_knows_values_of_another_width(capsys: pytest.CaptureFixture, gpu: str) -> None:
+def test_explain_knows_dv_other_than_d(capsys: pytest.CaptureFixture, gpu: str) -> None:
     assert main(["explain", "2,16,4096,192", "--value-dim", "128", "--gpu", gpu]) == 0
     assert "D=192/128 " in capsys.readouterr().out
     assert main(["explain", "2,16,4096,192", "--value-dim", "192", "--gpu", gpu]) == 0
