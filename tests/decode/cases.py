@@ -2,7 +2,7 @@
 
 `random_cases(seed, num)` draws descriptions. `DecodeCase.build(device, dtype)` makes the same tensors for every device
 and, up to rounding, in every dtype. Rows beyond a sequence's length and pages that no sequence uses hold NaN, and
-unused entries of page tables are no pages.
+unused entries of page tables are invalid indices.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "cute_flash"
 
-# Words of an identifier that stand for something the field has a name for, and that name.
+# Private word of an identifier -> the word that the field uses.
 WORDS = {
     "packed": "varlen, or pack_gqa", "packs": "pack_gqa", "how": "args", "custom": "mods", "given": "a noun",
     "asked": "a noun", "more": "a noun", "found": "a noun", "general": "features", "written": "mods",

@@ -298,7 +298,7 @@ def test_a_wrong_width_of_the_values_is_named(head_dim_v: int) -> None:
 
 
 # Barriers of 8 bytes: two for each stage, one for each warpgroup and stage of Q; 16 bytes for each of two
-# tiles, at multiples of 16. `test_resources` asks the kernel.
+# tiles, at multiples of 16. `test_launches` compares this with the kernel.
 @pytest.mark.parametrize(
     ("tile", "warpgroups", "threads", "smem_bytes"),
     [

@@ -35,7 +35,7 @@ def main_keys(gpu: FakeGpu) -> list[CompileKey]:
     return [key for key in gpu.keys if key.kernel.startswith("bwd_sm")]
 
 
-# ---- what the kernels are given
+# ---- arguments of the kernels
 
 
 @pytest.mark.parametrize("has_dlse", [False, True])

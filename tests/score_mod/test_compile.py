@@ -1,4 +1,4 @@
-"""Mods under `torch.compile(fullgraph=True)`: what they capture, what changes between calls, gradients, refusals."""
+"""Mods under `torch.compile(fullgraph=True)`: captured values, changes between calls, gradients, refusals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(function: Callable, *args: Any, wrt: tuple[Tensor, ...] = ()) -> None:
     torch.testing.assert_close(*results)
 
 
-# What mods compute
+# Operations of mods
 
 TABLE = normal(H, seed=4)
 RELATIVE = normal(H, 2 * S, seed=5)
@@ -124,7 +124,7 @@ def test_arithmetic_of_captured_tensors() -> None:
     torch.testing.assert_close(call(*qkv()), attn(*qkv(), score_mod=lambda score, b, h, i, j: score + table[h, i]))
 
 
-# What mods capture
+# Captured values
 
 
 def test_closures_made_inside_and_gradients() -> None:

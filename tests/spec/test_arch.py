@@ -1,4 +1,4 @@
-"""Architectures: names, the override, and what `detect` reads from the driver."""
+"""Architectures: names, the override, and the properties that `detect` reads from the driver."""
 
 from __future__ import annotations
 
