@@ -13,7 +13,7 @@ from torch.library import Library
 from torch.nn.functional import scaled_dot_product_attention
 
 import cute_flash
-from cute_flash import UnsupportedError
+from cute_flash import UnsupportedError, ops
 from cute_flash.integrations import sdpa as adapter
 from cute_flash.integrations.sdpa import NAME, activate, register, restore, sdpa
 from cute_flash.integrations.sdpa_kernels import KERNELS
@@ -313,12 +313,27 @@ def test_autocast_leaves_operands_as_they_are(on_cpu: None) -> None:
     assert_close(out, expected(*qkv)[0])
 
 
+def test_calls_that_nothing_observes_bypass_the_dispatcher(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cute_flash.reference import cpu
+    from cute_flash.runtime import launcher
+
+    monkeypatch.setattr(ops, "is_direct", lambda q, k, v, args: True)
+    monkeypatch.setattr(launcher, "forward", cpu.forward)
+    monkeypatch.setattr(launcher, "backward", cpu.backward)
+    qkv = tensors(2, 2, 8, 8, 16)
+    out = aten._scaled_dot_product_flash_attention(*qkv, 0.0, True)[0]
+    wanted = expected(*qkv, is_causal=True)[0]
+    assert_close(out, wanted)
+    assert_close(grads(out, qkv, wanted), grads(wanted, qkv, wanted))
+
+
 def test_nothing_is_recorded_below_autograd(on_cpu: None) -> None:
     out = aten._scaled_dot_product_flash_attention(*tensors(2, 2, 8, 8, 16))[0]
     assert out.grad_fn.name() == "ScaledDotProductFlashAttentionBackward0"
     assert {type(x).__name__ for x, _ in out.grad_fn.next_functions} == {"AccumulateGrad"}
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 def test_compile_and_checkpoint(on_cpu: None, dropout_p: float) -> None:
     from torch.utils.checkpoint import checkpoint
