@@ -69,7 +69,9 @@ def sdpa() -> Iterator[None]:
         >>> import torch
         >>> from torch.nn.functional import scaled_dot_product_attention
         >>> from cute_flash.integrations.sdpa import sdpa
+        >>> x = torch.randn(1, 4, 16, 32)
         >>> with sdpa():
+        ...     out = scaled_dot_product_attention(x, x, x, is_causal=True)
         ...     print(torch.nn.attention.current_flash_attention_impl())
         CUTE_FLASH
     """
@@ -130,7 +132,8 @@ class _Overrides:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # about the overrides
             for name, kernel in KERNELS.items():
-                library.impl(name, kernel)
+                if hasattr(torch.ops.aten, name):  # not all are in torch 2.10
+                    library.impl(name, kernel)
         self.libraries.append(library)
 
     @classmethod
