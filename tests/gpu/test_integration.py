@@ -231,7 +231,7 @@ def test_kernel_family_by_hand(qkv, family):
 def test_supports_says_what_attn_does(qkv):
     q, k, v = qkv
     assert cute_flash.supports(q, k, v, causal=True)
-    for bad in ([x.float() for x in qkv], [x[..., :12] for x in qkv], [q[:, :3], k, v]):
+    for bad in ([x.double() for x in qkv], [x[..., :12] for x in qkv], [q[:, :3], k, v]):
         answer = cute_flash.supports(*bad)
         assert not answer
         with pytest.raises(ValueError) as error:
