@@ -151,7 +151,7 @@ def bwd_sm90_wide_uses(tile: Sm90WideBwdTile) -> tuple[Use, ...]:
 
 
 def copy_statistic(rows: int) -> Access:
-    """cp.async of an fp32 value per row, 16 bytes a thread of one warp."""
+    """cp.async of an fp32 value per row by one warp, 16 bytes per thread."""
     phases = []
     per_line = WAVEFRONT_BYTES // CHUNK_BYTES
     for first in range(0, rows * FP32_BYTES // CHUNK_BYTES, per_line):
@@ -177,7 +177,7 @@ def row_statistic(first: int) -> Access:
 
 
 def contiguous_warp() -> Access:
-    """A warp's store of 16 bytes a thread, side by side."""
+    """A warp's store of 16 contiguous bytes per thread, neighbouring threads side by side."""
     per_phase = WAVEFRONT_BYTES // CHUNK_BYTES
     phases = [
         Phase(CHUNK_BYTES, tuple((lane, lane * CHUNK_BYTES) for lane in range(first, first + per_phase)))
@@ -187,7 +187,7 @@ def contiguous_warp() -> Access:
 
 
 def store_transposed(tile: SmemTile, first_row: int, rows: int, first_column: int) -> Access:
-    """stmatrix.trans of a warpgroup: `rows` rows of 64 columns, two 8 x 8 matrices of 16 columns to a warp.
+    """stmatrix.trans of a warpgroup: `rows` rows of 64 columns, two 8 x 8 matrices (16 columns) per warp.
 
     A lane passes the address of 8 columns of one row, as `device/stmatrix.py` computes it. An odd number of eight rows
     ends with an instruction of two matrices instead of four.

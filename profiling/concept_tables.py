@@ -74,5 +74,5 @@ def loop_orders() -> str:
 
 
 def tile_rules() -> str:
-    """The most keys of a block by each rule, and the tiles that follow."""
+    """The largest K/V block that each rule allows, and the tiles that follow from the rules."""
     return _compact(tile_choice.markdown_table()).replace("K/V stage", "stage")

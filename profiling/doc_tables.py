@@ -191,7 +191,7 @@ def _stalls(case: Case) -> str:
 
 
 def limits() -> Table:
-    """Each kernel with its default layout."""
+    """Use of the hardware units and stall reasons of each kernel with its default layout."""
     names = {
         "tensor cores": "tensor_percent",
         "XU (exp2)": "xu_percent",
@@ -238,7 +238,7 @@ def distance() -> Table:
 
 
 def _over_best(run: Run, cells: Iterable[Cell]) -> list[float]:
-    """Our speed over that of the fastest peer with right results, in each cell of a run."""
+    """Our speed over that of the fastest peer with correct results, in each cell of a run."""
     pairs = ((cell, run.best_peer(cell)) for cell in cells)
     ratios = (cell.ratio(run.ours[0], best) for cell, best in pairs if best is not None)
     return [ratio for ratio in ratios if ratio is not None]

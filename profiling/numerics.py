@@ -136,7 +136,7 @@ UNFUSED = "fp32, unfused"
 
 @dataclass(frozen=True)
 class Error:
-    """One case: its conditions, its errors, and the rescales of a row in the mean."""
+    """One case: its conditions, its errors, and the average number of rescales of a row."""
 
     study: str  # "length", "tile", "rescales" or "dtype"
     way: str  # of `WAYS`, or a dtype

@@ -161,7 +161,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Tools:
-    """What differs between a GPU and a test."""
+    """The functions of a measurement that need a GPU; tests replace them."""
 
     device: torch.device
     graph_timer: Timer

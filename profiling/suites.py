@@ -17,7 +17,7 @@ from cute_flash.spec.problem import Problem
 from cute_flash.tools import roofline
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Those, and that of `profiling fp32`.
+# `DTYPES`, and the dtype of `profiling fp32`.
 ALL_DTYPES = {**DTYPES, "fp32": torch.float32}
 MASKS = ("full", "causal")
 # FLOPs of each direction relative to the forward pass, as the papers count them.

@@ -159,8 +159,8 @@ def attempt(action: Callable[[], T], timer: Timer) -> T | Failure:
 def balanced(names: Sequence[str], round_index: int) -> list[str]:
     """The order of one round, by a Williams design.
 
-    Over as many rounds as there are names, each name is first once; each follows every other name once over as many
-    rounds if their number is even, over twice as many if it is odd.
+    Over n rounds of n names, each name is first once. Each name follows every other name equally often over n rounds
+    if n is even, and over 2 n rounds if n is odd.
     """
     count = len(names)
     if not count:

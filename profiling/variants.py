@@ -264,7 +264,7 @@ def read(sources: Iterable[str]) -> list[VariantExpr]:
 
 
 def neighbours(rows: Sequence[Variant], arch: ArchSpec) -> list[Variant]:
-    """The rows of one head dim, then the feasible tiles around them, by the steps to the nearest row."""
+    """The rows of one head dim, then the feasible tiles around them, by distance (`_steps`) to the nearest row."""
     family = family_of(rows[0].family)
     distances = dict.fromkeys(rows, 0)
     for row in rows:
@@ -286,7 +286,7 @@ def _with(values: Sequence[int], value: int) -> tuple[int, ...]:
 
 
 def _steps(tile: Tile, row: Tile, choices: Mapping[str, tuple[int, ...]]) -> int:
-    """The distance of two tiles: the sum over fields of the distance in the list of choices."""
+    """The distance of two tiles: over all fields, the sum of distances in the field's list of choices."""
     return sum(
         abs(values.index(getattr(tile, name)) - values.index(getattr(row, name))) for name, values in choices.items()
     )

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from profiling.ncu_case import BEYOND_L2, LAYOUTS, Case
 from profiling.ncu_metrics import ABSENT
 
-# Counted by instruction: other users of the banks do not add to these.
+# Counted by instruction, so other users of the banks do not add to them.
 EXACT = (
     "ldsm_instructions", "ldgsts_instructions", "sass_ldsm_conflicts", "sass_ldsm_wavefronts", "sass_ldgsts_conflicts",
 )  # fmt: skip
-# Counters of the load/store unit, with what they are compared with: the predicted wavefronts of the same kind.
+# Counters of the load/store unit -> the predicted wavefronts to compare with.
 CONFLICTS = {"ld_conflicts": "ld_wavefronts", "st_conflicts": "st_wavefronts"}
 WAVEFRONTS = ("ld_wavefronts", "st_wavefronts", "sass_ldgsts_wavefronts")
 # Share of the predicted wavefronts by which a counter may differ. One address conflict in each instruction of a kind

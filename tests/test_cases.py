@@ -70,7 +70,7 @@ def test_a_missing_case_is_noticed() -> None:
 def test_random_calls_have_every_dtype_with_every_mask(mask: str, dtype: torch.dtype) -> None:
     kinds = [feature_combinations.kind_of(seed) for seed in range(300)]
     assert any(kind.mask == mask and kind.dtype == dtype for kind in kinds)
-    # Of varlen batches too.
+    # Including varlen batches.
     varlen = kinds[2::3]
     if mask == "r":
         assert any(kind.mask == mask and kind.dtype == dtype for kind in varlen)

@@ -352,7 +352,7 @@ def traced(call: Call, leaves: dict[str, Tensor]) -> None:
 
 
 def heard(call: Call, leaves: dict[str, Tensor]) -> None:
-    """The forward only, because the function mode would treat `backward` as another function."""
+    """Run the forward only, because the function mode would also see `backward`."""
     with Listening():
         call(leaves)
 

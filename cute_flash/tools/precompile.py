@@ -89,6 +89,6 @@ def describe_key(key: CompileKey) -> str:
     if isinstance(tile, SchedulerTile):
         return f"{key.kernel}{' seqused_k' if static.seqused_k else ''}"
     bounds = [name for name in ("left", "right") if getattr(static, f"has_{name}")]
-    flags = [name for name in ("pack_gqa", "has_dlse") if getattr(static, name)]
+    flags = [name for name in ("pack_gqa", "has_dlse") if getattr(static, name, False)]
     parts = [key.kernel, f"D={static.widths}", static.dtype, *bounds, *static.tags, *flags]
     return f"{' '.join(parts)} {tile.tile_m}x{tile.tile_n}"

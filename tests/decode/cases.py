@@ -2,7 +2,7 @@
 
 `random_cases(seed, num)` draws descriptions. `DecodeCase.build(device, dtype)` makes the same tensors for every device
 and, up to rounding, in every dtype. Rows beyond a sequence's length and pages that no sequence uses hold NaN, and
-unused entries of page tables are no pages.
+unused entries of page tables are invalid indices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGE_SIZES = (None, 1, 8, 16, 24, 32, 64, 128, 256, 528)
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 16)
 # Few pairs of head dims, because a GPU compiles a kernel for each.
 HEAD_DIMS = ((128, 128), (64, 64), (128, 128), (64, 64), (256, 256), (96, 96), (40, 40), (8, 8), (192, 128), (64, 128))
-# How K and V are parts of a larger tensor.
+# Ways in which K and V are parts of a larger tensor.
 STORAGES = ("apart", "joined", "stacked", "padded")
 # Entries of a page table past the end of a sequence.
 NO_PAGES = (-1, 2**31 - 1)

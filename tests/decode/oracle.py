@@ -1,6 +1,6 @@
-"""Decoding written out row by row, in fp64, apart from `cute_flash.reference`: the oracle of the CPU tests.
+"""Decoding row by row in fp64, independent of `cute_flash.reference`: the oracle of the CPU tests.
 
-Rotary embedding is a product of complex numbers, and every key is looked up by itself.
+Rotary embedding is a product of complex numbers, and keys are looked up one by one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def oracle(
     kv_layout: str = "nhd",
     **_others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out and lse in fp64, and the caches after the call, in the layout of the arguments. The arguments stay."""
+    """out and lse in fp64, and the caches after the call, in the layout of the arguments, which do not change."""
     k_cache, v_cache = k_cache.clone(), v_cache.clone()
     keys, values = (x.transpose(1, 2) if kv_layout == "hnd" else x for x in (k_cache, v_cache))
     heads, heads_kv = q.shape[-2], keys.shape[2]
@@ -58,7 +58,7 @@ def oracle(
         return (b if cache_batch_idx is None else int(cache_batch_idx[b])), j
 
     def rotated(x: Tensor, position: int) -> Tensor:
-        """One token, (heads, D)."""
+        """The rotated heads of one token, (heads, D)."""
         x = x.double()
         if rotary_cos is None or rotary_sin is None:
             return x

@@ -42,7 +42,7 @@ FP8 = torch.zeros(B, S, HKV, D).to(torch.float8_e4m3fn)
 CU = ints(0, 1, 2)
 Q3 = torch.zeros(2, H, D)
 
-# Errors without a look at the elements of a tensor: `decode_supports` returns them too.
+# Errors that do not depend on tensor elements; `decode_supports` returns them too.
 WRONG = [
     (call(q=np.zeros(3)), "q is a numpy.ndarray: give a torch.Tensor"),
     (call(k_cache=None), "k_cache is a builtins.NoneType: give a torch.Tensor"),
@@ -148,7 +148,7 @@ def test_wrong_values_on_the_cpu(arguments: dict[str, Any], message: str) -> Non
 
 
 def test_pages_that_no_query_sees_may_have_any_index() -> None:
-    """Of the CPU path: kernels may read the entries of a whole block of keys."""
+    """This holds for the CPU path only: kernels may read the page indices of a full K/V block."""
     table = torch.tensor([[-1, 1, 99], [99, 4, -7]], dtype=torch.int32)
     run(paged(page_table=table, cache_seqlens=ints(12, 16), window=(3, 0)))
     run(paged(page_table=table, cache_seqlens=ints(12, 16), leftpad=ints(8, 9)))

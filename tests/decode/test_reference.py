@@ -1,4 +1,4 @@
-"""`attn_decode` on the CPU against the oracle that is written out row by row."""
+"""`attn_decode` on the CPU against the row-by-row oracle."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_iterators_visit_every_block_once_and_know_which_need_a_mask(ascends: bo
 
 
 def test_outward_iterators_start_at_a_block() -> None:
-    """Of an unbounded band, whose last block alone may need a mask."""
+    """The band is unbounded, so only the last block may need a mask."""
     for num, has_tail, start in itertools.product(range(1, 6), (False, True), range(7)):
         blocks = BlockRange(0, 0, num - has_tail, num)
         found = OutwardBlockIterator.of(blocks, start)
@@ -52,8 +52,8 @@ def test_outward_iterators_start_at_a_block() -> None:
         assert masked[1:] == [i >= found.full_end for i in range(1, num)]
 
 
-# One traced program per tile size runs all cases: (m_block, sq, sk, left, right) in, and out come six numbers
-# for each of the four ways in which the sides can be present.
+# One traced program per tile size runs all cases. Inputs: (m_block, sq, sk, left, right). Outputs: six numbers for each
+# of the four combinations of present bounds.
 PRESENCE = ((False, False), (False, True), (True, False), (True, True))
 
 

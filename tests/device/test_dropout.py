@@ -47,7 +47,7 @@ Draw = tuple[tuple[int, int], float]  # the first row and column, and the probab
 
 
 def after_dropout(shape: Any, draws: list[Draw]) -> Iterator[torch.Tensor]:
-    """Tiles of sevens of head 3 of the second of sequences of 5 heads, after all threads dropped theirs."""
+    """Tiles filled with 7 after dropout by all threads: batch 1, head 3 of 5."""
     rows, columns, threads, mma_of = shape
 
     @cute.jit
@@ -79,8 +79,8 @@ def after_dropout(shape: Any, draws: list[Draw]) -> Iterator[torch.Tensor]:
 
 @pytest.mark.compiles
 @shapes
-def test_every_score_has_its_draw(shape: Any) -> None:
-    """Of queries by keys; those of keys by queries are part of a block of the backward."""
+def test_every_score_has_its_random_number(shape: Any) -> None:
+    """For tiles of queries x keys; `test_score_bwd` tests keys x queries."""
     rows, columns, *_ = shape
     draws = [((0, 0), 0.3), ((128, 48), 0.8)]
     for (first, p), found in zip(draws, after_dropout(shape, draws), strict=True):
@@ -94,7 +94,7 @@ STEPS = 6  # of 16 keys
 
 
 def produced_masks(draws: list[Draw]) -> Iterator[torch.Tensor]:
-    """Tiles of ones of two warpgroups, through masks that four warps produced in the second stage."""
+    """Tiles filled with 1 of two warpgroups, after the masks that four producer warps wrote to the second stage."""
     columns = 16 * STEPS
 
     @cute.jit

@@ -27,15 +27,15 @@ from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import make_mma
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 
-# Widths of one instruction, m64nN, that are a power of two and that are not.
+# Widths N of m64nN: powers of two, and one other.
 widths = pytest.mark.parametrize("width", [16, 80, 128])
 THREADS = torch.arange(WARPGROUP_THREADS)
-# wgmma is refused on any other architecture, though nothing of it runs here.
+# The DSL refuses wgmma on other architectures, although no wgmma runs here.
 FOR_HOPPER = "--gpu-arch sm_90a"
 
 
 def tiled_mma(width: int):  # type: ignore[no-untyped-def]
-    """That of Q Kᵀ, with `width` keys; all its accumulators are alike."""
+    """The tiled MMA of Q Kᵀ with `width` keys."""
     return make_mma(cutlass.BFloat16, width, True, OperandMajorMode.K, OperandMajorMode.K)
 
 
@@ -45,7 +45,7 @@ def tiled_mma(width: int):  # type: ignore[no-untyped-def]
 @pytest.mark.compiles
 @widths
 def test_accumulators_as_rows_and_columns(width: int) -> None:
-    """The (m, n) view is the fragment D of wgmma m64nN as the PTX manual draws it."""
+    """The (m, n) view has the layout of fragment D of wgmma m64nN in the PTX manual."""
 
     @cute.jit
     def program(out):  # type: ignore[no-untyped-def]
@@ -65,15 +65,15 @@ def test_accumulators_as_rows_and_columns(width: int) -> None:
     col = (lane % 4 * 2)[:, None] + torch.tensor([j + 8 * t for t in range(width // 8) for j in (0, 1)])
     assert torch.equal(out[..., 0], row[:, :, None].expand(-1, -1, cols).int())
     assert torch.equal(out[..., 1], col[:, None, :].expand(-1, rows, -1).int())
-    # What the mask relies on.
+    # The mask relies on these offsets.
     offsets = torch.tensor([column_offset(c) for c in range(cols)])
     assert torch.equal(col - col[:, :1], offsets.expand(WARPGROUP_THREADS, -1))
 
 
 @pytest.mark.compiles
 @widths
-def test_probabilities_are_an_operand_where_they_are(width: int) -> None:
-    """P stays in registers: what D left there is the fragment A of wgmma as the PTX manual draws it."""
+def test_accumulators_are_operand_a(width: int) -> None:
+    """P stays in registers: viewed by `as_operand_a`, an accumulator has the layout of fragment A in the PTX manual."""
 
     @cute.jit
     def program(out):  # type: ignore[no-untyped-def]
@@ -89,7 +89,7 @@ def test_probabilities_are_an_operand_where_they_are(width: int) -> None:
     out = torch.full((WARPGROUP_THREADS, steps, 8, 2), -1, dtype=torch.int32)
     cute.compile(program, from_dlpack(out), options=FOR_HOPPER)(from_dlpack(out))
     warp, lane = THREADS // 32, THREADS % 32
-    # a0 a1: this row; a2 a3: 8 rows below; a4 ... a7: the same, 8 columns on.
+    # a0 a1: this row; a2 a3: 8 rows below; a4 to a7: the same, 8 columns to the right.
     i = torch.arange(8)
     row = (lane // 4 + 16 * warp)[:, None] + 8 * (i // 2 % 2)
     col = (lane % 4 * 2)[:, None] + i % 2 + 8 * (i // 4)
@@ -98,17 +98,19 @@ def test_probabilities_are_an_operand_where_they_are(width: int) -> None:
     assert torch.equal(out[..., 1], (col[:, None] + k).int())
 
 
-# Outputs that go to memory from registers
+# Outputs that are stored from registers
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(("width", "head_dim"), [(64, 64), (64, 40), (256, 200)])
-def test_rows_are_stored_where_they_exist(monkeypatch: pytest.MonkeyPatch, width: int, head_dim: int) -> None:
-    """Every pair of columns, by its number in the tile, as far as rows and columns exist; no other word."""
+def test_only_rows_and_columns_of_the_output_are_stored(
+    monkeypatch: pytest.MonkeyPatch, width: int, head_dim: int
+) -> None:
+    """Each pair of columns holds its own number. Rows and columns past the end are not written."""
     now: dict[str, Any] = {}
 
     def from_neighbour(value: Any, offset: int) -> Any:
-        # A lane gives its pair of one of two tiles of 4 pairs, and gets its neighbour's of the other.
+        # Two neighbouring lanes exchange one pair each: a lane gives a pair of one n8 tile and gets one of the other.
         assert offset == 1
         return value - 3 + 6 * (now["lane"] % 2)
 
@@ -139,14 +141,14 @@ def test_rows_are_stored_where_they_exist(monkeypatch: pytest.MonkeyPatch, width
         assert torch.equal(out.view(torch.int32), expected)
 
 
-# The softmax in steps
+# Softmax, step by step
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("speculative_max", [False, True])
 @pytest.mark.parametrize("slope", [0.0, 0.5, 60.0, -60.0])
 def test_softmax_in_steps(monkeypatch: pytest.MonkeyPatch, slope: float, speculative_max: bool) -> None:
-    """As the main loop does it: P of a block by the old maximum, once more if its sums outgrew that."""
+    """As in the main loop. With a speculative row max, P is computed again if the sums show that it was too small."""
     monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
     monkeypatch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
     monkeypatch.setattr(cute.arch, "fmax", lambda a, b: cutlass.max(a, b))
@@ -192,19 +194,19 @@ def test_softmax_in_steps(monkeypatch: pytest.MonkeyPatch, slope: float, specula
         for r in cutlass.range_constexpr(rows):
             out[r], lse[r] = acc_O[r], row_lse[r]
 
-    num_blocks = 300 if abs(slope) < 1 else 5  # what slow slopes add up to; what fp32 holds of steep ones
+    num_blocks = 300 if abs(slope) < 1 else 5  # slow slopes need many blocks; steep ones overflow after a few
     scores = torch.randn((num_blocks, rows, cols), generator=torch.Generator().manual_seed(1))
     scores += slope * torch.arange(num_blocks)[:, None, None]
     out, lse, sums = torch.zeros(rows), torch.zeros(rows), torch.zeros(num_blocks, rows)
     program(*map(from_dlpack, (scores, out, lse, sums)), Float32(LOG2_E))
     S = scores.double().permute(1, 0, 2)
-    # As in `test_device`: four threads of a row, each with the same scores.
+    # As in `test_parts`, the four threads of a row have the same scores.
     expected_lse = S.flatten(1).logsumexp(-1)
     weights = torch.arange(cols).double() % 2 + 1
     expected = ((S - expected_lse[:, None, None]).exp() * weights).sum((1, 2)) / THREADS_PER_ROW
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse.double(), expected_lse + math.log(THREADS_PER_ROW), rtol=1e-5, atol=1e-5)
-    # P in 16 bits must not overflow, whatever the maximum it was taken with.
+    # P in 16 bits must not overflow with any maximum that the kernel uses.
     assert sums.max() <= MAX_BLOCK_SUM
 
 
@@ -259,7 +261,7 @@ def scheduler_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..
 @pytest.mark.compiles
 @pytest.mark.parametrize("is_dynamic", [False, True])
 def test_persistent_ctas_compute_every_tile_once(scheduler_step: Any, is_dynamic: bool) -> None:
-    """In whatever order CTAs become free; and the counter is 0 again."""
+    """In any order in which CTAs become free. The counter is 0 afterwards."""
     step = scheduler_step(is_dynamic)
     counter = torch.zeros(1, dtype=torch.int32)
     order = random.Random(0)
@@ -285,7 +287,7 @@ def test_a_fast_cta_takes_the_tiles_of_a_slow_one(scheduler_step: Any) -> None:
     while index < num_tiles:
         done.append(index)
         index = step(counter, num_tiles, grid, 0, index)
-    # Block 1 is still at its first tile.
+    # CTA 1 is still at its first tile.
     assert done == [0, 2, 3, 4, 5, 6, 7, 8, 9]
     assert counter.item() == 9
     assert step(counter, num_tiles, grid, 1, 1) == 11
@@ -296,7 +298,7 @@ def test_a_fast_cta_takes_the_tiles_of_a_slow_one(scheduler_step: Any) -> None:
 
 
 class Barrier:
-    """An mbarrier as the PTX manual has it: a wait passes once the phase of that parity is over."""
+    """An mbarrier as in the PTX manual: a wait returns when the phase of its parity is complete."""
 
     def __init__(self) -> None:
         self.phases = 0
@@ -307,7 +309,7 @@ class Barrier:
 
 @pytest.fixture
 def pipeline_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[[int], list[int]]]:
-    """`pipeline_waits(stages)(iteration)`: stage, barrier and phase that a consumer waits for, and the producer.
+    """`pipeline_waits(stages)(iteration)`: the stage, and the barriers and phases that consumer and producer wait for.
 
     Barriers are numbered: full ones from 100 on, empty ones from 200 on.
     """
@@ -344,9 +346,9 @@ def test_pipelines_wait_for_their_own_iteration_and_no_other(pipeline_waits: Any
     for iteration in range(4 * stages + 1):
         stage, full_barrier, full_parity, empty_barrier, empty_parity = waits(iteration)
         assert (stage, full_barrier, empty_barrier) == (iteration % stages, 100 + stage, 200 + stage)
-        # The producer is let in at once in the first round, and then by the consumers of this stage alone.
+        # In the first round the producer does not wait; later it waits for the consumers of its stage.
         assert empty[stage].passes(empty_parity)
-        # The consumers see the bytes of this iteration, not those of a round before.
+        # Consumers see the bytes of this iteration, not those of the previous round.
         assert not full[stage].passes(full_parity)
         full[stage].phases += 1
         assert full[stage].passes(full_parity)
@@ -360,7 +362,7 @@ def test_pipelines_wait_for_their_own_iteration_and_no_other(pipeline_waits: Any
 
 
 def order_events(monkeypatch: pytest.MonkeyPatch, num_warpgroups: int) -> list[list[int]]:
-    """For every warpgroup: the barrier it arrives at when it starts, waits at, and arrives at afterwards.
+    """For each warpgroup the barriers at which it arrives when it starts, waits, and arrives afterwards.
 
     -1: none.
     """
@@ -391,9 +393,9 @@ def order_events(monkeypatch: pytest.MonkeyPatch, num_warpgroups: int) -> list[l
 def test_warpgroups_pass_in_order(monkeypatch: pytest.MonkeyPatch, num_warpgroups: int) -> None:
     events = order_events(monkeypatch, num_warpgroups)
     begins, waits, passes = zip(*events, strict=True)
-    # A barrier for each, none of them 0, which is the one of all threads.
+    # Each warpgroup has its own barrier. Barrier 0 belongs to all threads.
     assert sorted(waits) == list(range(1, num_warpgroups + 1))
-    # One warpgroup passes at a time, and they pass in a circle.
+    # One warpgroup passes at a time, in cyclic order.
     assert [begun for begun in begins if begun != -1] == [waits[0]]
     barrier, order = waits[0], []
     for _ in range(3 * num_warpgroups):

@@ -1,4 +1,4 @@
-"""Graphs as kernels compute them: on the host, scalar by scalar, and compiled for a GPU."""
+"""Graphs of mods as kernels evaluate them: on the host, scalar by scalar, and compiled for a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COUNT, RATE = 3, 2.5
 
 @pytest.fixture
 def host_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instructions that only a GPU has, in terms of those of the CPU."""
+    """Replace GPU-only instructions by host code."""
     monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan: cutlass.min(a, b))
     monkeypatch.setattr(cute.arch, "fmax", lambda a, b, nan: cutlass.max(a, b))
     monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
@@ -115,7 +115,7 @@ def test_values(function: Any, way: str) -> None:
 @pytest.mark.parametrize("way", ["lowered", "gradient"])
 @pytest.mark.parametrize("name", SCORE_MODS)
 def test_each_operation(name: str, way: str) -> None:
-    """fp32 in a kernel against fp32 of torch: 0.1 and its multiples are not those of fp64."""
+    """fp32 in a kernel against fp32 in torch. fp64 would differ, because it has other multiples of 0.1."""
     found = bind(SCORE_MODS[name], "score_mod")
     graph = lowered(gradient(found.graph).graph if way == "gradient" else found.graph)
     score, grad = scores(SIZE).float(), torch.tensor(GRAD)
@@ -130,7 +130,7 @@ def test_lowered_graphs_convert_rows_and_columns_only() -> None:
     graph = lowered(found.graph)
     inner = [graph.nodes[i].op for i in Stages.of(graph).nodes[3]]
     assert sorted(inner) == ["abs", "input", "mul", "mul", "sub", "sub"]
-    # Not where it would not be exact, or is not known to be.
+    # Not if the conversion is inexact, or not known to be exact.
     other = bind(lambda s, b, h, q, kv: s + (q - kv) * 3 + (q - kv + COUNT), "score_mod")
     inner = [lowered(other.graph).nodes[i].op for i in Stages.of(lowered(other.graph)).nodes[3]]
     assert inner.count("to_float") == 2
@@ -139,12 +139,12 @@ def test_lowered_graphs_convert_rows_and_columns_only() -> None:
 @pytest.mark.compiles
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiled_for_a_gpu(arch: str, tmp_path: Path) -> None:
-    """Parts of a head and a row are carried into a loop; a table is read once for a head."""
+    """Values of a head and a row are computed before the loop; a table of a head is loaded once."""
     found = bind(lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv).abs() + TABLE[h, kv] * RATE, "score_mod")
     made = compiled(found.graph, arch, tmp_path)
     assert made.__cubin__
     loads = made.__ptx__.count("ld.global")
-    # A slope; a score and an element of the table for each column.
+    # Loads: one slope; a score and a table element for each column.
     assert loads == 1 + 2 * COLUMNS, made.__ptx__
 
 
@@ -161,7 +161,7 @@ def test_all_operations_compiled_for_a_gpu(arch: str, tmp_path: Path) -> None:
 
 @pytest.mark.compiles
 def test_only_indices_that_may_be_negative_pay_for_wrapping(tmp_path: Path) -> None:
-    """The sign bits of such an index are shifted into a mask, once per column."""
+    """Wrapping shifts the sign bits of an index into a mask, once per column."""
     shifts = []
     for index in (lambda q, kv: (q - kv).abs(), lambda q, kv: q - kv):
         found = bind(lambda s, b, h, q, kv: s + SLOPES[index(q, kv)], "score_mod")  # noqa: B023

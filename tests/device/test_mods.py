@@ -29,13 +29,13 @@ from tests.device.test_score import FOR_HOPPER, SHAPES, shapes
 from tests.mod_cases import Case, Kind, Sizes
 
 BATCH, HEAD, SCALE = 1, 2, 0.25
-# The last row and key lie within the tile that begins at FIRST.
+# The sequences end inside the tile that starts at FIRST.
 FIRST, SIZES = (64, 96), Sizes(2, 3, 3, 64 + 50, 96 + 30)
 
 
 @pytest.fixture(autouse=True)
 def on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the instructions mean that only a GPU has."""
+    """Replace GPU-only instructions by their effect on a single thread."""
     monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda value: value)
     monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan=False: cutlass.min(a, Float32(b)))
     monkeypatch.setattr(cute.arch, "fmax", lambda a, b, nan=False: cutlass.max(a, b))
@@ -44,8 +44,9 @@ def on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cute.jit
 def exponentiate(head: Any, mask: Any, first: Any, bias: Any, acc: Any) -> None:
-    """Products, of which SCALE makes natural scores where something is added to them, become P relative to
-    the largest score of a thread's part of a row, if it has one.
+    """Replace the products in `acc` by P, relative to the largest score of the thread's part of each row.
+
+    If mods change scores, products are multiplied by SCALE first; otherwise SCALE is folded into exp2.
     """
     factors = (Float32(SCALE), Float32(LOG2_E))
     factors = factors if head.params.changes_scores else (None, Float32(SCALE * LOG2_E))
@@ -66,7 +67,7 @@ def exponentiate(head: Any, mask: Any, first: Any, bias: Any, acc: Any) -> None:
 def of_threads(
     shape: Any, case: Case, S: torch.Tensor, first: tuple[int, int], is_full: bool, is_fused: bool = False
 ) -> torch.Tensor:
-    """A tile of scores after all threads transformed and masked theirs, or P of products by the fused pass."""
+    """A tile of scores after all threads transformed and masked their part; with `is_fused`, P of products."""
     rows, columns, threads, mma_of = shape
     args, sizes = case.args(), case.sizes
     problem = launcher._with_bias(describe(*case.inputs(), args), args)
@@ -147,7 +148,7 @@ FUSED = [
 @pytest.mark.compiles
 @pytest.mark.parametrize("kind", FUSED, ids=lambda kind: kind.id)
 def test_fused_pass_of_a_tile(kind: Kind) -> None:
-    """The same by `device/fused_exp2`, from products."""
+    """P from products by `device/fused_exp2`."""
     shape = SHAPES["wgmma"]
     rows, columns, *_ = shape
     case = Case(kind, SIZES, seed=3, device="cpu")
@@ -161,7 +162,7 @@ def test_fused_pass_of_a_tile(kind: Kind) -> None:
 @pytest.mark.compiles
 @pytest.mark.parametrize("parts", (1, 2))
 def test_iterator_of_a_block_mask(parts: int) -> None:
-    """Full blocks first, then partial ones, each in as many parts as a kernel makes of it."""
+    """Full blocks come first, then partial ones. A block of the mask has `parts` K/V blocks of the kernel."""
     status = torch.randint(3, (1, 2, 3, 7), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     status[..., -1].clamp_(max=1)
     block_mask = BlockMask.of_status(status, 8, 8, 24, 55)

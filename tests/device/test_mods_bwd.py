@@ -60,7 +60,7 @@ def everywhere(score, b, h, q, kv):
 
 
 def odd(score, b, h, q, kv):
-    """Scores of -inf become numbers, and the derivative is no number at some."""
+    """Maps scores of -inf to finite numbers, and has an infinite or NaN derivative at some scores."""
     return torch.where(score < -3, -3.0, torch.sqrt((score + 3).clamp(min=0)))
 
 
@@ -82,7 +82,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, plain_on_the_host: None) -> Non
     monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan=False: cutlass.min(a, b))
     monkeypatch.setattr(cute.arch, "fmax", lambda a, b, nan=False: cutlass.max(a, b))
     monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
-    # Every thread adds what it has.
+    # Every thread adds its own value; lanes are not reduced.
     monkeypatch.setattr(gradient_sums, "sum_lanes", lambda value, offsets: value)
 
     def add_at(gradient, coord, value):  # type: ignore[no-untyped-def]
@@ -91,7 +91,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, plain_on_the_host: None) -> Non
     def store(self, gdBias, dS, r, c):  # type: ignore[no-untyped-def]
         query = self.position.query + column_offset(c)
         key = self.position.key + self.position.row_offset(r)
-        # Those past the end are 0, and go to an entry that is there.
+        # Values past the end are 0; they are added to the last valid entry.
         at = cutlass.min(query, SQ - 1), cutlass.min(key, SK - 1)
         gdBias[at] = gdBias[at] + dS
 
@@ -132,7 +132,7 @@ def bias_of(kind: str) -> torch.Tensor | None:
 def block(  # type: ignore[no-untyped-def]
     shape, names, call: BoundMods, wanted, bias, first, products, dP, statistics, stores_terms=False
 ) -> dict[str, Any]:
-    """P in 16 bits, dS and the other gradients of a block of keys by queries that begins there.
+    """P in 16 bits, dS and the other gradients for the block of keys x queries that starts at `first`.
 
     `stores_terms`: gradients of captured tensors are stored by score, and summed afterwards.
     """
@@ -298,7 +298,7 @@ def check_block(name: str, features: str, score_mod: Any, mask_mod: Any, kind: s
     torch.testing.assert_close(found["P"].double(), exact * (Z > 0), rtol=2.0**-7, atol=1e-30)
     above = exact * (Z * dP.double() - delta)
     leaves = [raw, slope, *([] if whole is None else [whole]), *(tables[n] for n in wanted)]
-    # Where nothing is seen the functions' derivatives do not count, whatever they are.
+    # Derivatives of masked scores do not count, even if they are NaN.
     chosen = S.masked_fill(exact == 0, 0.0)
     grads = torch.autograd.grad(chosen, leaves, above, allow_unused=True)
     dS, dalibi, *others = (torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves))

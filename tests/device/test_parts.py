@@ -1,6 +1,6 @@
 """Parts of the kernels on the CPU: a jit function that launches nothing is compiled for the host, and runs.
 
-Instructions that only a GPU has are replaced, while the test traces, by what they mean for a single thread.
+While a test traces, GPU-only instructions are replaced by their effect on a single thread.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def tile_coords(
 def expected_order(
     shape: tuple[int, int, int], heads_per_l2_group: int, longest_first: bool, batch_is_inner: bool
 ) -> list[tuple[int, int, int]]:
-    """L2 group by L2 group; in a group row tile by row tile, and then the heads of the group. `batch_is_inner`: heads
-    are ordered by head, and then by batch.
+    """L2 groups one after the other; in a group, m_blocks one after the other, and for each m_block all heads.
+
+    `batch_is_inner`: heads are ordered by head, then by batch.
     """
     num_m_blocks, heads, batch = shape
     pairs = [(head, b) for b in range(batch) for head in range(heads)]
@@ -125,18 +126,18 @@ def test_accumulators_as_rows_and_columns(tile: FwdTileSm80) -> None:
     assert torch.equal(out[..., 1], out[:, :1, :, 1].expand(-1, rows, -1))
     held = sorted(map(tuple, out.view(-1, 2).tolist()))
     assert held == list(itertools.product(range(tile.tile_m), range(tile.tile_n)))
-    # Neighbouring threads share rows: what the reductions of the softmax rely on.
+    # Neighbouring threads share rows; the reductions of the softmax rely on this.
     by_row = out[:, :, 0, 0].view(-1, THREADS_PER_ROW, rows)
     assert torch.equal(by_row, by_row[:, :1].expand_as(by_row))
-    # Columns are the thread's first one plus what the mask computes.
+    # A column is the thread's first column plus the offset that the mask computes.
     offsets = [column_offset(c) for c in range(cols)]
     assert torch.equal(out[:, 0, :, 1] - out[:, 0, :1, 1], torch.tensor(offsets).expand(tile.num_threads, -1))
 
 
 @pytest.mark.compiles
 @tiles
-def test_probabilities_are_an_operand_where_they_are(tile: FwdTileSm80) -> None:
-    """P stays in registers: what a thread holds of S is what it must hold of A, in the same order."""
+def test_accumulators_are_operand_a(tile: FwdTileSm80) -> None:
+    """P stays in registers: a thread holds the elements of S that it needs as operand A, in the same order."""
 
     @cute.jit
     def program(out):  # type: ignore[no-untyped-def]
@@ -207,8 +208,8 @@ def test_mask_is_the_band(tile: FwdTileSm80, has_left: bool, has_right: bool) ->
 
 
 @pytest.mark.compiles
-def test_mask_of_packed_heads_wraps_around() -> None:
-    """Rows are those of one head after the other, and the band begins anew with each."""
+def test_mask_with_pack_gqa_restarts_at_each_head() -> None:
+    """The rows of a tile belong to several heads, one after the other, and the band restarts at each head."""
     tile = TILES[0]
     run, band = masked_tile(tile, True, True, wraps=True), Band(20, 9)
     for sq, sk, group in ((1, 90, 200), (50, 90, 5), (100, 33, 3)):
@@ -231,9 +232,9 @@ ROWS, COLS, WIDTH = 2, 4, 3
 def online_softmax(
     scores: torch.Tensor, values: torch.Tensor, scale: float, keys_per_block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """On one thread, output and LSE of blocks of scores (block, ROWS, COLS) and values (block, COLS, WIDTH).
+    """Output and LSE of blocks of scores (block, ROWS, COLS) and values (block, COLS, WIDTH), on one thread.
 
-    `keys_per_block`: as many are said to have been seen with each block.
+    `keys_per_block`: the number by which the count of seen keys grows with each block.
     """
 
     @cute.jit
@@ -262,7 +263,7 @@ def online_softmax(
 
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All threads that share a row hold the same scores: a neighbour's value is one's own."""
+    """All threads of a row hold the same scores, so a shuffle returns the thread's own value."""
     monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
     monkeypatch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
     monkeypatch.setattr(cute.arch, "fmax", lambda a, b: cutlass.max(a, b))
@@ -291,7 +292,7 @@ def block_scores(name: str) -> torch.Tensor:
 @pytest.mark.compiles
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("scale", [1.0, 0.37])
-# Rescaled at every rise of a maximum, or only at steep ones: the result is the same.
+# The result is the same whether every rise of the maximum rescales, or only large ones.
 @pytest.mark.parametrize("keys_per_block", [0, 1 << 20])
 @pytest.mark.parametrize(
     "name", ["random", "slowly rising", "steeply rising", "falling", "first blocks hidden", "holes", "one row hidden"]
@@ -303,7 +304,7 @@ def test_online_softmax(name: str, keys_per_block: int, scale: float) -> None:
     S = scale * scores.double().permute(1, 0, 2).flatten(1)
     is_empty = (S == -torch.inf).all(-1)
     expected_lse = S.logsumexp(-1)
-    # The four threads of a row sum the same terms, and each holds a quarter of the output's.
+    # The four threads of a row add equal sums, but each has its own output: a quarter of the total weight.
     expected = (S - expected_lse[:, None]).exp() @ values.double().flatten(0, 1) / THREADS_PER_ROW
     torch.testing.assert_close(out[~is_empty].double(), expected[~is_empty], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
@@ -325,7 +326,7 @@ def test_constants_of_the_softmax() -> None:
 @pytest.mark.parametrize("check_rows", [False, True])
 @pytest.mark.parametrize(("tile", "head_dim"), [(TILES[0], 64), (TILES[0], 40), (TILES[1], 72), (TILES[1], 8)])
 def test_copies_stay_inside_the_matrix(tile: FwdTileSm80, head_dim: int, check_rows: bool) -> None:
-    """Every vector of the tile is one thread's, and is copied where it lies inside the matrix."""
+    """Each vector of the tile belongs to one thread, and is copied if it is inside the matrix."""
     row_elements = 64 if tile.head_dim % 64 == 0 else 32
     vectors = tile.head_dim // 8
 
@@ -348,5 +349,5 @@ def test_copies_stay_inside_the_matrix(tile: FwdTileSm80, head_dim: int, check_r
         inside = (torch.arange(vectors) * 8 < head_dim).expand(tile.tile_m, -1)
         if check_rows:
             inside = inside & (torch.arange(tile.tile_m) < rows_left)[:, None]
-        # 1: the vector of one thread, left out; 2: copied.
+        # 1: a vector that was not copied; 2: copied.
         assert torch.equal(out, 1 + inside.int())

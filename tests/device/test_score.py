@@ -29,7 +29,7 @@ from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.problem import Static
 
 FOR_HOPPER = "--gpu-arch sm_90a"
-# (rows, columns, threads, MMA) of a tile of scores: mma.sync with one and two row tiles a warp, and wgmma.
+# (rows, columns, threads, MMA) of a tile of scores: mma.sync with one and two row tiles per warp, and wgmma.
 ONE, TWO = FwdTileSm80(64, 64, 32, 4, 1), FwdTileSm80(64, 128, 48, 4, 1)
 SHAPES: dict[str, tuple[int, int, int, Callable[[], Any]]] = {
     "one row tile": (64, 32, 128, lambda: FwdSm80(Static("bfloat16", 64, True, True), ONE)._tiled_mma()),
@@ -44,7 +44,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 @pytest.fixture(autouse=True)
 def on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the instructions mean that only a GPU has."""
+    """Replace GPU-only instructions by their effect on a single thread."""
     monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda value: value)
     monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan=False: cutlass.min(a, Float32(b)))
     monkeypatch.setattr(cute.arch, "fmax", lambda a, b: cutlass.max(a, b))
@@ -55,7 +55,7 @@ def on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_masks(word: Any, threshold: Any) -> Any:
-    """In integers: not below."""
+    """`philox.keep_masks` by integer comparisons: a number is kept if it is not below the threshold."""
     halves = [((word >> shift) & 0x7FFF) >= ((threshold >> shift) & 0x7FFF) for shift in (0, 16)]
     low, high = (
         cutlass.select_(half, Int32(bits), Int32(0)) for half, bits in zip(halves, (0xFFFF, -65536), strict=True)
@@ -70,7 +70,7 @@ SCALE = 0.37
 
 @functools.cache
 def scoring(shape: Any, has_softcap: bool, has_slope: bool, reference: float | None) -> Any:
-    """What `scores` calls, compiled for all values of its numbers."""
+    """The compiled program that `scores` runs; scale, softcap, slope and sizes are run-time arguments."""
     rows, columns, threads, mma_of = shape
 
     @cute.jit
@@ -104,7 +104,10 @@ def scores(
     shape: Any, products: torch.Tensor, softcap: float | None, slope: float | None,
     sizes: tuple[int, ...], reference: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Of a tile of products, by all threads: scores, natural, less a reference and its row's number."""
+    """The scores of a tile of products, in natural units, from all threads.
+
+    With `reference`, (reference + row) is subtracted from each row.
+    """
     out = torch.full(shape[:2], torch.nan)
     numbers = torch.tensor([SCALE, softcap or 0.0, slope or 0.0])
     program = scoring(shape, softcap is not None, slope is not None, reference)
@@ -135,7 +138,7 @@ def test_scores(shape: Any, softcap: float | None, slope: float | None) -> None:
     sq, sk, first_row, first_column = 300, 333, 64, 48
     found = scores(shape, products, softcap, slope, (sq, sk, first_row, first_column))
     expected = exact_scores(products, softcap, slope, (sq, sk, first_row, first_column))
-    # Of a score and a bias of opposite signs little may be left.
+    # A score and a bias of opposite signs may nearly cancel.
     atol = 3e-7 * (softcap or 0.0) + (1e-5 if slope is not None else 0.0)
     torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=atol)
 
@@ -145,7 +148,7 @@ def test_scores(shape: Any, softcap: float | None, slope: float | None) -> None:
 @pytest.mark.parametrize("place", ["touching", "across", "after", "far after"])
 @pytest.mark.parametrize(("softcap", "slope"), [(None, 0.3), (30.0, None), (2.0, -0.7)], ids=str)
 def test_scores_less_a_reference(shape: Any, softcap: float | None, slope: float | None, place: str) -> None:
-    """Where a slope is a line, and where it is not."""
+    """Blocks on one side of the diagonal, where ALiBi is linear, and blocks across it."""
     rows, columns, *_ = shape
     generator = torch.Generator().manual_seed(1)
     products = torch.randn(rows, columns, generator=generator) * 10
@@ -171,9 +174,7 @@ def test_scores_less_a_reference(shape: Any, softcap: float | None, slope: float
     ids=str,
 )
 def test_fused_exp2_of_products(softcap: float | None, slope: float | None, place: str) -> None:
-    """P and the largest scores by the fused pass, of products that are near 0 in the first columns only; some are
-    masked.
-    """
+    """P and row maxima by the fused pass. Only the first columns have products near 0; some scores are masked."""
     rows, _, threads, _ = SHAPES["wgmma"]
     columns = 96
     sq, sk, first_row = 300, 333, 128
@@ -235,7 +236,7 @@ def test_fused_exp2_of_products(softcap: float | None, slope: float | None, plac
 @pytest.mark.parametrize("most", [0.1, 0.5], ids=["by a polynomial", "by both ways"])
 @pytest.mark.parametrize("softcap", [0.1, 50.0, 16384.0])
 def test_small_scores_keep_their_digits(softcap: float, most: float) -> None:
-    """Those of threads that see no large ones, and those of the others."""
+    """Both for threads with small scores only, and for threads that also have large ones."""
     shape = SHAPES["wgmma"]
     products = torch.linspace(-most, most, 64 * 80).view(80, 64).T.contiguous() * softcap / 0.37
     found = scores(shape, products, softcap, None, (64, 80, 0, 0))
@@ -258,7 +259,7 @@ def test_a_steep_cap_has_no_polynomial() -> None:
 @pytest.mark.parametrize("sink", [-torch.inf, -50.0, 0.3, 2.0, 300.0])
 @pytest.mark.parametrize("dropout_scale", [None, 2.5])
 def test_sinks(monkeypatch: pytest.MonkeyPatch, sink: float, dropout_scale: float | None) -> None:
-    """A row of scores and one that sees no key, on one of four threads that hold the same."""
+    """A row with scores and a row without keys. All four threads of a row have the same scores."""
     monkeypatch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
     columns = 8
 
@@ -287,6 +288,6 @@ def test_sinks(monkeypatch: pytest.MonkeyPatch, sink: float, dropout_scale: floa
     total = THREADS_PER_ROW * keys + torch.tensor(sink).double().exp()
     torch.testing.assert_close(out[0].double(), (dropout_scale or 1.0) * keys / total, rtol=1e-5, atol=1e-30)
     torch.testing.assert_close(lse[0].double(), total.log() if sink < 300 else torch.tensor(300.0).double())
-    # Exactly: nothing, the sink, and the largest score.
+    # These values are exact.
     assert out[1] == 0 and lse[1] == sink
     assert lse[2] == scores[0].max() and lse[3] == -torch.inf

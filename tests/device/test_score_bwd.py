@@ -37,7 +37,7 @@ FEATURES = ("softcap", "alibi", "dropout", "softcap alibi", "alibi dropout", "so
 
 
 def mma_sync(tile: BwdTileSm80) -> tuple[int, int, int, int, Callable[[], Any]]:
-    """(keys, queries, threads, from one m16 tile of a thread to the next, MMA) of S^T."""
+    """(keys, queries, threads, rows from one m16 tile of a thread to the next, MMA) of S^T."""
     kernel = BwdSm80(Static("bfloat16", tile.head_dim, True, True), tile)
     return tile.tile_n, tile.tile_m, tile.num_threads, 16 * tile.warps_s, kernel.s_grid.mma
 
@@ -53,7 +53,7 @@ SHAPES |= {"d256 sm_86": mma_sync(SM80_BWD_SCORE["sm_86"][-1]), "wgmma 64": wgmm
 
 @pytest.fixture(autouse=True)
 def on_the_host(monkeypatch: pytest.MonkeyPatch, on_one_thread: None) -> None:
-    """What the instructions mean that are written out."""
+    """Replace inline PTX by equivalent host code."""
 
     def pack(low, high, dtype):  # type: ignore[no-untyped-def]
         both = cute.make_rmem_tensor(2, Float32)
@@ -86,7 +86,7 @@ def block(
     shape: Any, names: list[str], first: tuple[int, int], products: torch.Tensor, dP: torch.Tensor,
     statistics: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, float]:  # fmt: skip
-    """P in 16 bits, dS, and the gradient of the slope, of a block of keys by queries that begins there."""
+    """P in 16 bits, dS and the gradient of the slope for the block of keys x queries that starts at `first`."""
     keys, queries, threads, row_step, mma_of = shape
 
     @cute.jit
@@ -132,7 +132,7 @@ def block(
     return outs[0], outs[1], outs[2].double().sum().item()
 
 
-# Every shape with all features, and all combinations of them with two.
+# Every shape with all features, and two shapes with all combinations of features.
 BLOCKS = [(name, FEATURES[-1]) for name in SHAPES]
 BLOCKS += [(name, features) for name in ("wgmma 64", "d96 sm_80") for features in FEATURES[:-1]]
 

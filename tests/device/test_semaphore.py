@@ -32,7 +32,7 @@ Ask = Callable[..., list[int]]
 
 
 def compiled_order(band: Band, tile_m: int, tile_n: int) -> Ask:
-    """`ask(n_block, m_block, sq, sk, i)` -> rank, and the number of m_blocks of n_block and the i-th of them."""
+    """`ask(n_block, m_block, sq, sk, i)` -> rank, the number of m_blocks of n_block, and the i-th of these m_blocks."""
 
     @cute.jit
     def program(out, n_block, m_block, sq, sk, i):  # type: ignore[no-untyped-def]
@@ -52,7 +52,7 @@ def compiled_order(band: Band, tile_m: int, tile_n: int) -> Ask:
     return ask
 
 
-# Of all tiles of keys and queries that the kernels have.
+# All (tile_m, tile_n) of the kernels.
 TILES = sorted(
     {
         (row.tile_m, row.tile_n)
@@ -88,7 +88,7 @@ def test_every_tile_adds_once_and_none_waits_forever(band: Band, tile_m: int, ti
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_tile_of_a_block_mask_waits_forever(seed: int) -> None:
-    """Each listed m_block gets ranks 0, 1, ... without a gap, whatever blocks a mask leaves out."""
+    """Each listed m_block gets ranks 0, 1, ... without a gap, for any set of empty blocks."""
     pick = random.Random(seed)
     batch, heads, heads_kv = pick.choice(((1, 1, 1), (2, 4, 2), (2, 6, 1)))
     tile, shape = (
@@ -114,7 +114,7 @@ def test_no_tile_of_a_block_mask_waits_forever(seed: int) -> None:
 
 
 def simulated_steps(visits: list[list[Any]], ranks: dict[tuple[int, Any], int], slots: int) -> int | None:
-    """Steps until all tiles are done, if `slots` K/V tiles run at a time, begun from the last down."""
+    """Steps until all K/V tiles are done, if `slots` tiles run at a time and the last tile starts first."""
     done, passed, steps = [0] * len(visits), dict.fromkeys((m for visited in visits for m in visited), 0), 0
     waiting, running = list(reversed(range(len(visits)))), []
     while waiting or running:
@@ -175,6 +175,6 @@ def test_mma_sync_kernels_keep_everything_in_registers(target: str, head_dim: in
     found = kernel_resources(plan.main)
     assert "_deterministic" in found.symbol
     assert (found.spill_bytes, found.stack_bytes) == (0, 0)
-    # One thread waits, and one arrives; TMA has no part in it.
+    # One thread waits and one thread arrives, without TMA.
     assert len(re.findall(r"ld\.acquire\.gpu", found.ptx)) == len(re.findall(r"st\.release\.gpu", found.ptx)) == 1
     assert "fence.proxy" not in found.ptx

@@ -1,7 +1,7 @@
-"""compose.yaml, docker/Dockerfile and .dockerignore against each other and against the tree, without Docker.
+"""compose.yaml, docker/Dockerfile and .dockerignore agree with each other and with the repository. Needs no Docker.
 
-`docker compose config` would find a wrong key, but not a command that is no more, a folder that moved, or an
-image whose tag is an old version.
+`docker compose config` would find a wrong key, but not a removed command, a moved folder, or an image tag of an old
+version.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 NEED_GPU = {"bench", "profile", "gpu-test"}
 
-# Keys of the compose specification, those that one might want here; more can be added.
+# Keys of the compose specification that this file may use; more can be added.
 TOP_KEYS = {"name", "services", "volumes"}
 SERVICE_KEYS: dict[str, type] = {
     "build": dict,
@@ -50,7 +50,7 @@ DEVICE_KEYS = {"driver", "count", "device_ids", "capabilities", "options"}
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """(instruction, rest) of each line of a Dockerfile, continued lines joined, comments left out."""
+    """(instruction, arguments) of a Dockerfile, with continued lines joined and comments removed."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     found = [line.partition(" ") for line in joined.splitlines() if line.strip()]
@@ -59,7 +59,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 DOCKERFILE = instructions((ROOT / "docker" / "Dockerfile").read_text())
 ARGS = dict(rest.partition("=")[::2] for name, rest in DOCKERFILE if name == "ARG")
-# With or without a build argument in it: what stands is the default.
+# A build argument in the text is replaced by its default.
 ENV = {
     key: re.sub(r"\$\{(\w+)\}", lambda match: ARGS.get(match[1], match[0]), value)
     for name, rest in DOCKERFILE
@@ -69,7 +69,7 @@ ENV = {
 
 
 def only(name: str) -> str:
-    """The rest of an instruction that occurs once."""
+    """The arguments of an instruction that occurs once."""
     (found,) = [rest for instruction, rest in DOCKERFILE if instruction == name]
     return found
 
@@ -78,7 +78,7 @@ WORKDIR = PurePosixPath(only("WORKDIR"))
 
 
 def mounts(service: dict[str, Any]) -> list[tuple[str, PurePosixPath]]:
-    """(named volume or ./folder, place in the container)."""
+    """(named volume or ./folder, path in the container) of each mount."""
     parts = [text.split(":") for text in service.get("volumes", [])]
     assert all(len(part) == 2 for part in parts), parts
     return [(source, PurePosixPath(target)) for source, target in parts]
@@ -96,7 +96,7 @@ def test_keys_are_known_and_of_their_types() -> None:
         for key, value in service.items():
             assert isinstance(value, SERVICE_KEYS[key]), (name, key)
         for key in {"cap_add", "command", "entrypoint", "volumes"} & set(service):
-            # YAML makes a number of 1 and a truth value of no: arguments are strings.
+            # YAML reads 1 as a number and no as a bool; arguments must be strings.
             assert all(isinstance(item, str) for item in service[key]), (name, key)
         assert service["pull_policy"] in PULL_POLICIES
         assert all(isinstance(value, str) for value in service.get("environment", {}).values())
@@ -115,7 +115,7 @@ def test_named_volumes_are_declared_and_folders_exist(name: str) -> None:
         assert target.is_absolute()
         if source.startswith("."):
             assert (ROOT / source).is_dir()
-            # Git keeps no empty folder, and Docker would make a missing one, as root.
+            # Git tracks no empty folder, and Docker would create a missing folder as root.
             assert is_checked_in(source), source
             assert ROOT / source == ROOT / target.relative_to(WORKDIR)
         else:
@@ -125,7 +125,7 @@ def test_named_volumes_are_declared_and_folders_exist(name: str) -> None:
 
 
 def is_checked_in(folder: str) -> bool:
-    """Whether git has a file of this folder; without git, as in the image, whether any file is there."""
+    """Whether git tracks a file of this folder; without git, as in the image, whether it has any file."""
     command = ["git", "ls-files", folder]
     try:
         return bool(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
@@ -141,7 +141,7 @@ def test_gpus_are_reserved_where_they_are_needed(name: str) -> None:
         (device,) = deploy["resources"]["reservations"]["devices"]
         assert set(device) <= DEVICE_KEYS and "capabilities" in device
         assert device["driver"] == "nvidia" and device["capabilities"] == ["gpu"]
-        # One of the two, says the specification.
+        # The specification allows one of the two.
         assert ("count" in device) != ("device_ids" in device)
 
 
@@ -160,7 +160,7 @@ def test_the_build_and_its_arguments_exist() -> None:
     context = ROOT / build["context"]
     assert context == ROOT and (context / build["dockerfile"]).is_file()
     assert set(build["args"]) == set(ARGS)
-    # Null: from the environment, else the Dockerfile's default, which stands in one place only.
+    # Null: the value is taken from the environment, else the Dockerfile's default applies.
     assert set(build["args"].values()) == {None}
 
 
@@ -168,7 +168,7 @@ def test_versions_are_pinned() -> None:
     assert DOCKERFILE[0] == ("ARG", f"BASE_IMAGE={ARGS['BASE_IMAGE']}") and only("FROM") == "${BASE_IMAGE}"
     image = re.fullmatch(r"nvidia/cuda:(13)\.(\d+)\.(\d+)-devel-ubuntu24\.04", ARGS["BASE_IMAGE"])
     assert image is not None
-    # Nsight Compute of the base image's own release.
+    # Nsight Compute has the release of the base image.
     major, minor, patch = image.groups()
     assert ARGS["NSIGHT_COMPUTE"] == f"cuda-nsight-compute-{major}-{minor}={major}.{minor}.{patch}-1"
     assert ARGS["PYTHON_VERSION"] == "3.12"
@@ -200,18 +200,18 @@ def test_only_the_profiler_has_a_capability_and_hands_it_to_the_user() -> None:
     assert not any({"cap_add", "user", "entrypoint"} & set(service) for service in others)
     profile = SERVICES["profile"]
     assert profile["cap_add"] == ["SYS_ADMIN"] and profile["user"] == "root"
-    # Root for as long as it takes to become the image's user.
+    # The container starts as root, then switches to the image's user.
     program, *options = profile["entrypoint"]
     assert program == "setpriv" and options[-1] == "--"
     assert {"--reuid=flash", "--regid=flash", "--init-groups", "--ambient-caps=+sys_admin"} <= set(options)
     assert profile["environment"]["HOME"] == "/home/flash"
 
 
-# What goes in
+# Files in the image
 
 
 def ignored(path: str) -> bool:
-    """Whether .dockerignore keeps a path of the repository out; for the patterns that are used there."""
+    """Whether .dockerignore excludes a path of the repository; handles the patterns that it uses."""
     patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     assert not any(pattern.startswith("!") for pattern in patterns)
     parts = PurePosixPath(path).parts
@@ -222,7 +222,7 @@ def ignored(path: str) -> bool:
     )
 
 
-def test_what_is_copied_exists_and_is_not_ignored() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     copies = [shlex.split(rest) for name, rest in DOCKERFILE if name in ("COPY", "ADD")]
     for copy in copies:
         *sources, target = (word for word in copy if not word.startswith("--"))
@@ -231,7 +231,7 @@ def test_what_is_copied_exists_and_is_not_ignored() -> None:
             assert (ROOT / source).exists() and not ignored(source), source
 
 
-def test_the_image_has_the_source_and_nothing_that_was_made_of_it() -> None:
+def test_the_image_has_the_source_and_no_build_outputs() -> None:
     for path in (".git", "cute_flash/__pycache__", "tests/gpu/a.pyc"):
         assert ignored(path), path
     for pattern in (ROOT / ".gitignore").read_text().split():
@@ -270,7 +270,7 @@ def test_commands_exist(name: str) -> None:
     known = subcommands(PARSERS[program]())
     assert command in known, f"{program} has no {command}: {', '.join(known)}"
     assert {word for word in rest if word.startswith("--")} <= options(known[command])
-    # Values too: as argparse takes them.
+    # Values must be accepted by argparse too.
     known[command].parse_args(rest)
 
 
@@ -279,21 +279,21 @@ def test_the_default_command_exists() -> None:
 
 
 def output_of(name: str) -> PurePosixPath:
-    """Where the command of a service writes: its --out, or the default of it."""
+    """The folder that the command of a service writes to: its --out, or the default."""
     words: list[str] = SERVICES[name]["command"]
     parser = subcommands(profiling_cli._parser())[words[3]]
     return WORKDIR / str(parser.parse_args(words[4:]).out)
 
 
 @pytest.mark.parametrize(("name", "folder"), [("bench", "profiling/results"), ("profile", "profiling/reports")])
-def test_what_is_measured_lands_in_a_mounted_folder(name: str, folder: str) -> None:
+def test_results_are_written_to_a_mounted_folder(name: str, folder: str) -> None:
     mounted = [target for source, target in mounts(SERVICES[name]) if source.startswith("./")]
     assert mounted == [WORKDIR / folder]
     assert any(target in output_of(name).parents for target in mounted), output_of(name)
 
 
 def test_a_checkout_that_belongs_to_root_can_be_written() -> None:
-    """USER_ID=0 is the id of a user that exists: useradd refuses it without --non-unique."""
+    """The user with USER_ID=0 exists already, so useradd needs --non-unique."""
     (made,) = (rest for name, rest in DOCKERFILE if name == "RUN" and "useradd" in rest)
     command = next(shlex.split(part) for part in made.split("&&") if "useradd" in part and "userdel" not in part)
     assert "--non-unique" in command and command[command.index("--uid") + 1] == "${USER_ID}"
@@ -313,7 +313,7 @@ def test_the_readme_names_the_versions_of_the_image_and_of_the_published_runs() 
         assert f"cuDNN {major}.{minor // 100}.{minor % 100}" in rows["torch"]
         if "fa4" in load(doc_tables.DATA / path).peers:
             assert machine["flash_attn_4"] in rows["FlashAttention-4"]
-    # Peers are no dependency: the image has none of them.
+    # Peers are not dependencies, so the image contains none.
     assert not any(name.startswith("flash") for name in pins)
 
 

@@ -43,7 +43,7 @@ def python_blocks(page: Path) -> list[str]:
 
 
 def run(page: Path, device: str) -> None:
-    """Run all blocks, and compare what one prints with the text block after it."""
+    """Run all blocks, and compare the output of each with the text block after it."""
     torch.manual_seed(0)
     known: dict[str, Any] = {"__name__": "example"}
     parts = blocks(page)

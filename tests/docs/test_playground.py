@@ -111,7 +111,7 @@ def layout_in_python(settings: Settings) -> Layout | ComposedLayout:
 
 
 def instructions(settings: Settings) -> list[list[tuple[int, int] | None]]:
-    """What the lanes of each instruction read, in the order of the page."""
+    """The elements that the lanes of each instruction read, in the order of the page."""
     rows, cols, access = settings["rows"], settings["cols"], settings["access"]
     length = (16 if access == "ldmatrix" else settings["width"]) // settings["bytes"]
     starts = range(0, cols, length)
@@ -136,7 +136,7 @@ def counts(access: Access) -> dict[str, int]:
 
 
 def banks_in_python(settings: Settings) -> Settings:
-    """What `playgroundBanks.analyze` should return."""
+    """The expected result of `playgroundBanks.analyze`."""
     try:
         layout = layout_in_python(settings)
         width = 16 if settings["access"] == "ldmatrix" else settings["width"]
@@ -237,7 +237,7 @@ def random_mask(rng: random.Random) -> Settings:
 
 
 def masks_in_python(settings: Settings) -> Settings:
-    """What `playgroundMasks.analyze` should return."""
+    """The expected result of `playgroundMasks.analyze`."""
     parts = []
     if settings["documents"]:
         offsets = torch.tensor([0, *settings["documents"]]).cumsum(0)

@@ -40,7 +40,7 @@ def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance:
 
 @contextmanager
 def plain_calls_by_sdpa() -> Iterator[None]:
-    """`attn` with no argument but `causal` and `layout` is torch's SDPA in fp32: the other side of a comparison."""
+    """Compute calls of `attn` that have only `causal` and `layout` by torch's SDPA in fp32, for comparison."""
     attn = cute_flash.attn
 
     def attn_or_sdpa(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
@@ -65,7 +65,7 @@ def entropy(text: str, length: int) -> float:
 def check_train_gpt(tolerance: float, steps: int = 120, **options: Any) -> None:
     losses = train_gpt.main(steps, **options)
     assert len(losses) == steps and losses[0] > 4  # log 128 and some noise
-    # Only a model that attends to the number before can do better than this.
+    # Only a model that attends to the previous number can have a lower loss.
     assert sum(losses[-10:]) / 10 < entropy(train_gpt.TEXT, 4)
 
 

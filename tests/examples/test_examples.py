@@ -24,7 +24,7 @@ PAGE = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on a machine with a GPU."""
+    """Run on the CPU, also on a machine with a GPU."""
     for module in checks.MODULES.values():
         monkeypatch.setattr(module, "DEVICE", "cpu")
         monkeypatch.setattr(module, "DTYPE", torch.float32)
@@ -32,7 +32,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["sm_80", "sm_90"])
 def gpu(request: pytest.FixtureRequest, on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """Examples take their CPU tensors, in bf16, for those of a GPU."""
+    """A fake GPU: CPU tensors of the examples claim to be on CUDA, in bf16."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # In fp32: 16-bit products take a hundred times as long on some CPUs.

@@ -1,4 +1,4 @@
-"""Checks of a launch's arguments against what the kernel is compiled for.
+"""Checks of a launch's arguments against the types that the kernel is compiled for.
 
 They follow the types of `planning.registry` as `kernels/common/fakes.py` does, on real tensors and without cutlass.
 """
@@ -24,7 +24,7 @@ from tests.fakes.recording import COUNTER
 
 ELEMENTS = {"f32": torch.float32, "i32": torch.int32, "i64": torch.int64}
 RANGES = {"i32": 1 << 31, "i64": 1 << 63}
-# Operands that a field of `Static` asks for.
+# Operands whose presence a field of `Static` decides.
 BY_STATIC = {
     "dq_semaphore": "deterministic",
     "dlse": "has_dlse",
@@ -40,7 +40,7 @@ MAX_TILE_ROWS = 512
 
 
 def check(key: CompileKey, arguments: dict[str, Any]) -> None:
-    """Assert that a compiled kernel would take these arguments, and that they make sense together."""
+    """Assert that a compiled kernel would accept these arguments, and that they are consistent."""
     checker = Checker(key)
     for operand in KERNELS[key.kernel].operands:
         value = arguments[operand.name]
@@ -76,7 +76,7 @@ def is_present(operand: Operand, static: Static) -> bool:
 
 
 def graphs_of(static: Static) -> list:
-    """The graphs of user mods whose captures and scalars a kernel takes, one after the other."""
+    """The graphs of user mods whose captures and scalars a kernel takes, in order."""
     graphs = static.mods.graphs
     return [graph for graph in (graphs.score, graphs.mask, graphs.bwd) if graph is not None]
 
@@ -86,7 +86,7 @@ def out_dtype(static: Static) -> str:
 
 
 class Checker:
-    """One method per layout or kind of operand; dimensions of one name have one size."""
+    """One method per layout or kind of operand. Dimensions with the same name must have the same size."""
 
     def __init__(self, key: CompileKey) -> None:
         self.key, self.static = key, key.static
@@ -116,7 +116,7 @@ class Checker:
     # ---- layouts
 
     def rows(self, operand: Operand, value: Tensor) -> None:
-        """(B, H, S, D), or (T, H, D), with rows that begin at multiples of 16 bytes."""
+        """(B, H, S, D), or (T, H, D), with rows that start at multiples of 16 bytes."""
         dims = operand.dims
         self.shape(operand, value, (dims[2], dims[1], dims[3]) if self.static.varlen else dims)
         *outer, element = value.stride()
@@ -225,7 +225,7 @@ class Checker:
 
 
 def _check_values(key: CompileKey, a: dict[str, Any]) -> None:
-    """What types do not say: ranges, initial values, agreement between operands."""
+    """Check ranges, initial values and agreement between operands, which types do not cover."""
     static = key.static
     if "scale" in a:
         assert 0 < a["scale"] < math.inf
@@ -250,12 +250,12 @@ def _check_values(key: CompileKey, a: dict[str, Any]) -> None:
 
 
 def is_dynamic(key: CompileKey) -> bool:
-    """Whether CTAs fetch their tiles from a counter: where tiles differ in length, and none waits for another."""
+    """Whether CTAs fetch their tiles from a counter: if tiles differ in length, and no tile waits for another."""
     static = key.static
     differs = static.is_bounded or static.varlen or static.block_sparse
     return differs and key.kernel in ("fwd_sm90", "bwd_sm90") and not static.deterministic
 
 
 def dalibi_warps(key: CompileKey) -> int:
-    """Warps of a CTA of the backward that store a part of dalibi each."""
+    """The number of warps of a backward CTA; each stores a part of dalibi."""
     return key.tile.num_warps if isinstance(key.tile, BwdTileSm80) else DALIBI_WARPS_SM90

@@ -1,7 +1,7 @@
 """CPU tensors that claim to be on CUDA, and operators whose CPU kernels are those of CUDA.
 
-With `claiming_cuda`, `attn` launches through the `Gpu` in use and goes past the dispatcher. What goes through the
-operators is computed by their CPU kernels, and launches nothing, unless `launching_operators` is active.
+With `claiming_cuda`, `attn` bypasses the dispatcher and launches through the `Gpu` in use. Calls through the operators
+run their CPU kernels and launch nothing, unless `launching_operators` is active.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def launching_operators() -> Iterator[None]:
 
 @contextmanager
 def own_workspaces() -> Iterator[list[tuple[int, ...]]]:
-    """Decode calls on CPU tensors get workspaces of their own. Yields (slots, rows, width, counters) of each launch."""
+    """Give each decode call on CPU tensors its own workspace. Yields (slots, rows, width, counters) of each launch."""
     sizes: list[tuple[int, ...]] = []
 
     def fill(values: list[Any], at: dict[str, int], plan: DecodePlan, index: int | None) -> None:

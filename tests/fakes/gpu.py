@@ -1,7 +1,8 @@
 """A GPU on the CPU: launches are recorded, checked, and computed by the reference.
 
-`with use_gpu(FakeGpu("sm_90")): launcher.forward(q, k, v, args)` takes CPU tensors. A launch refuses what the compiled
-kernel would not take, so results that equal the CPU path's show that the host passed the right arguments.
+`with use_gpu(FakeGpu("sm_90")): launcher.forward(q, k, v, args)` takes CPU tensors. A launch raises an
+error for arguments that the compiled kernel would not accept. So if results equal the CPU path's, the host passed the
+right arguments.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ class Launch:
 
 
 class Present(dict):
-    """The arguments of a launch; what a kernel has no operand for is None."""
+    """The arguments of a launch by name; None for operands that the kernel does not have."""
 
     def __missing__(self, name: str) -> None:
         return None
 
 
 class FakeGpu(RecordingGpu):
-    """`launches` is in the order of launches, `keys` in that of compilations."""
+    """A fake GPU. `launches` are in launch order, `keys` in the order of compilation."""
 
     def __init__(self, name: str) -> None:
         super().__init__(ARCHS[name])
@@ -51,7 +52,7 @@ class FakeGpu(RecordingGpu):
 
     @property
     def family(self) -> str:
-        """The family of kernels that is chosen by default."""
+        """The default kernel family."""
         return self.name.replace("_", "")
 
     def current_device(self) -> int | None:  # type: ignore[override]
@@ -84,7 +85,7 @@ class FakeGpu(RecordingGpu):
         return [launch.kernel for launch in self.launches]
 
     def last(self, prefix: str = "") -> Launch:
-        """The last launch of a kernel whose name begins so."""
+        """The last launch of a kernel with this prefix of its name."""
         return next(x for x in reversed(self.launches) if x.kernel.startswith(prefix))
 
     @property
@@ -95,7 +96,7 @@ class FakeGpu(RecordingGpu):
 
 @contextmanager
 def fake_gpu(name: str) -> Iterator[FakeGpu]:
-    """Launch through a `FakeGpu`; new memory holds NaN, so that what no kernel writes is seen."""
+    """Launch through a `FakeGpu`. New memory holds NaN, so that elements that no kernel writes are detected."""
     with use_gpu(FakeGpu(name)) as gpu, poisoned_memory():
         yield gpu  # type: ignore[misc]
 
@@ -104,7 +105,7 @@ def fake_gpu(name: str) -> Iterator[FakeGpu]:
 def poisoned_memory() -> Iterator[None]:
     """Fill uninitialised memory: NaN in floats, the largest value in integers.
 
-    Torch does so in its deterministic mode. `warn_only` leaves gradients as they are by default.
+    Torch does so in its deterministic mode. With `warn_only` this mode does not make gradients deterministic.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -115,5 +116,5 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def is_shared(x: Tensor, other: Tensor) -> bool:
-    """Whether two tensors begin at the same address."""
+    """Whether two tensors start at the same address."""
     return x.data_ptr() == other.data_ptr()

@@ -1,7 +1,7 @@
-"""What each kernel computes, in fp32 on CPU tensors, from its named arguments alone.
+"""A stand-in for each kernel: computes its results in fp32 on CPU tensors from its named arguments.
 
-dQ is accumulated by rows, not in the order of accumulators: only the kernels know that one. Kernels of a varlen
-batch compute each tile from its row of the tile list.
+dQ is accumulated in row order, not in the accumulator order of the kernels. Stand-ins for kernels of a varlen batch
+compute each tile from its row of the tile list.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Arguments = dict[str, Any]
 
 
 def kernel_of(name: str) -> Callable[[CompileKey, Arguments], None]:
-    """The stand-in of a kernel of `planning.registry`."""
+    """The stand-in for a kernel of `planning.registry`."""
     for prefix, kernel in _KERNELS.items():
         if name.startswith(prefix):
             return kernel
@@ -73,7 +73,7 @@ def args_of(key: CompileKey, a: Arguments, block_mask: BlockMask | None = None) 
 
 
 def _as_captured(x: Tensor, table: Any) -> Tensor:
-    """As a call has it: bools rather than bytes, and single values."""
+    """A captured tensor as the call has it: bools instead of bytes, and 0-d tensors."""
     x = x.view(torch.bool) if table.dtype == "bool" else x
     return x if table.rank else x[0]
 
@@ -130,7 +130,7 @@ def _sequence(tile: VarlenTile, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]
 
 
 def _rows_of(tile: VarlenTile, tile_m: int) -> slice:
-    """The rows of a tile of queries in tensors of tokens."""
+    """The rows of a query tile in (T, ...) tensors."""
     first = tile.block * tile_m
     return slice(tile.q_begin + first, tile.q_begin + min(first + tile_m, tile.q_len))
 
@@ -144,7 +144,7 @@ def _scheduler_fwd(key: CompileKey, a: Arguments) -> None:
 
 def _scheduler_bwd(key: CompileKey, a: Arguments) -> None:
     _write_tile_list(a, of_keys=True)
-    # Their workspace has blocks of its own for what comes after the last sequence.
+    # The workspace has separate blocks for rows after the last sequence.
     _write_tile_list(a, of_keys=False, numbers_rest=True)
 
 
@@ -161,7 +161,7 @@ def _write_tile_list(a: Arguments, of_keys: bool, numbers_rest: bool = False) ->
 
 
 def _q_tiles(key: CompileKey, a: Arguments) -> Iterator[tuple[slice, slice]]:
-    """For each tile of a varlen batch, its rows among the tokens, and its block of rows in the workspace."""
+    """For each tile of a varlen batch, its rows among the tokens and its rows in the workspace."""
     tile_m = key.tile.tile_m
     for tile in varlen_model.read(a["q_tile_list"]):
         first = (padded_block(tile.q_begin, tile.sequence, tile_m) + tile.block) * tile_m
@@ -187,7 +187,7 @@ def _preprocess(key: CompileKey, a: Arguments) -> None:
 
 
 def _preprocess_rows(a: Arguments, block: slice, out, dout, lse, dlse) -> None:
-    """LSE in units of log2, and Δ, of (B, H, S) rows; those of the block beyond them are padding."""
+    """LSE in units of log2, and Δ, of (B, H, S) rows; the remaining rows of the last block are padding."""
     has_keys, num = lse > -torch.inf, lse.shape[2]
     lse_log2, delta = a["lse_log2"][:, :, block], a["delta"][:, :, block]
     lse_log2.fill_(torch.inf)
@@ -199,7 +199,7 @@ def _preprocess_rows(a: Arguments, block: slice, out, dout, lse, dlse) -> None:
 
 def _backward(key: CompileKey, a: Arguments) -> None:
     if a["dq_semaphore"] is not None:
-        # Blocks of no query are not zeroed in a varlen batch, and not read.
+        # In a varlen batch, blocks without queries are neither zeroed nor read.
         assert key.static.varlen or not a["dq_semaphore"].any()
     if key.static.varlen:
         _varlen_backward(key, a)
@@ -230,7 +230,7 @@ def _dense_backward(key: CompileKey, a: Arguments) -> None:
     a["dk"].copy_(dk)
     a["dv"].copy_(dv)
     if a["dalibi_partial"] is not None:
-        # All of it in one of the parts.
+        # One part holds the full sum.
         a["dalibi_partial"][:, :, -1] = grads.alibi
     if a["dbias"] is not None:
         _store_dbias(a["dbias"], grads.bias, key.static.mods.dbias_accumulates)
@@ -240,7 +240,7 @@ def _dense_backward(key: CompileKey, a: Arguments) -> None:
 
 @contextmanager
 def _stored_terms(dcapture_terms: list[Tensor] | None) -> Iterator[None]:
-    """With deterministic gradients, what scores add to captured tensors is stored, and not added."""
+    """With deterministic gradients, the terms that scores add to captured tensors are stored, not summed."""
     if dcapture_terms is None:
         yield
         return
@@ -285,7 +285,7 @@ def _varlen_backward(key: CompileKey, a: Arguments) -> None:
         for into, grad in zip(a["dcaptures"] or (), grads.captures.values(), strict=True):
             into += grad.view_as(into)
         if dalibi is not None and tile.q_len:
-            # All of it in one of the tile's parts.
+            # One part of the tile holds the full sum.
             warps, block = dalibi_warps(key), padded_block(tile.k_begin, tile.sequence, tile_n)
             part = (block + tile.block) * warps + tile.block % warps
             assert not dalibi[0, :, part].any(), "two tiles in one place"
@@ -320,7 +320,7 @@ def _accumulated_rows(key: CompileKey, a: Arguments) -> Tensor:
 
 
 def _store_dbias(dbias: Tensor, grad: Tensor, accumulates: bool) -> None:
-    """Sums over the dimensions in which entries of `dbias` share memory."""
+    """Store the gradient of the bias, summed over the dimensions in which `dbias` has a stride of 0."""
     shared = [i for i in range(4) if dbias.stride(i) == 0 or dbias.shape[i] == 1]
     one = dbias[tuple(slice(1) if i in shared else slice(None) for i in range(4))]
     total = grad.sum(dim=shared, keepdim=True) if shared else grad
@@ -328,7 +328,7 @@ def _store_dbias(dbias: Tensor, grad: Tensor, accumulates: bool) -> None:
 
 
 def _bwd_block_mask(key: CompileKey, num: Tensor, indices: Tensor, *ranks_and_shape: Any) -> BlockMask:
-    """Of tiles of the kernel, from the list of each K/V tile; see `score_mod.block_sparse`."""
+    """The block mask in units of kernel tiles, from the index list of each K/V tile; see `score_mod.block_sparse`."""
     *ranks, shape = ranks_and_shape
     (batch, heads, sq, sk), tile = shape, (key.tile.tile_m, key.tile.tile_n)
     m_blocks, group = -(-sq // tile[0]), heads // num.shape[1]
@@ -366,7 +366,7 @@ def _postprocess(key: CompileKey, a: Arguments) -> None:
 
 
 def _split(key: CompileKey, a: Arguments) -> None:
-    """The largest row norm of each head and sequence, and the two fp16 pieces of rows over its power of two."""
+    """Write the largest row norm of each head and sequence, and the two fp16 pieces of the scaled rows."""
     names = [name for name in a if f"{name}_pieces" in a]
     assert not a["norms"].any()
     for i, name in enumerate(names):
@@ -384,7 +384,7 @@ def _split(key: CompileKey, a: Arguments) -> None:
 
 
 def _sequences(key: CompileKey, a: Arguments, name: str) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Index, rows (H, S, D) of a tensor that are not empty, and their pieces, of each sequence."""
+    """(index, rows (H, S, D) of a tensor, their pieces) of each sequence that is not empty."""
     pieces = a[f"{name}_pieces"]
     if not key.static.varlen:
         yield from ((b, a[name][b], pieces[b]) for b in range(len(pieces)))
@@ -404,7 +404,7 @@ def _factor(norms: Tensor) -> Tensor:
 
 
 def _with_tensors(key: CompileKey, a: Arguments) -> Arguments:
-    """The arguments with fp32 tensors in place of their pieces."""
+    """The arguments, with fp32 tensors in place of pieces."""
     static, names = key.static, ("q", "k", "v", "dout_cast")
     a = type(a)(a)
     for i, name in enumerate(names):
@@ -423,7 +423,7 @@ def _with_tensors(key: CompileKey, a: Arguments) -> Arguments:
 
 
 def _sequence_of_rows(a: Arguments, name: str, num_rows: int) -> Tensor:
-    """The sequence of each row, by the tile list; 0 for rows of none."""
+    """The sequence of each row, from the tile list; 0 for rows that belong to no sequence."""
     found = torch.zeros(num_rows, dtype=torch.int64)
     for tile in varlen_model.read(a["q_tile_list"] if "q_tile_list" in a else a["kv_tile_list"]):
         begin, length = (tile.k_begin, tile.k_len) if name in ("k", "v") else (tile.q_begin, tile.q_len)

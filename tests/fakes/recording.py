@@ -1,4 +1,4 @@
-"""A `Gpu` that collects what would be compiled: the launches do nothing, and tensors may be on the CPU."""
+"""A `Gpu` that collects the kernels to compile. Launches do nothing, and tensors may be on the CPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The tile list of a varlen batch in plain Python: what `kernels/common/varlen_scheduler.py` writes, but for the
-order of sequences of one length class.
+"""A model in Python of the tile list that `kernels/common/varlen_scheduler.py` writes.
+
+Only the order of sequences within a length class may differ.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from cute_flash.spec.band import Band, ceil_div
 
 
 class SeqlenInfo(NamedTuple):
-    """A sequence, or rows that belong to none."""
+    """A sequence, or rows that belong to no sequence."""
 
     sequence: int
     q_begin: int
@@ -53,10 +54,10 @@ def sequences(
     of_keys: bool,
     numbers_rest: bool = False,
 ) -> list[SeqlenInfo]:
-    """The sequences whose tiles are listed, and after them the rows that belong to none.
+    """The sequences whose tiles are listed, then the rows that belong to no sequence.
 
-    `of_keys`: tiles of keys; unused keys of each sequence are listed too. `numbers_rest`: what comes after the
-    last sequence counts as one more.
+    `of_keys`: tiles are of keys, and unused keys of each sequence are listed too. `numbers_rest`: the rows after the
+    last sequence get the next sequence number.
     """
     queries, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     used, unused = [], []
@@ -75,7 +76,7 @@ def sequences(
 def tiles(
     infos: list[SeqlenInfo], band: Band, tile_shape: tuple[int, int], of_keys: bool, tile_order: int
 ) -> Iterator[VarlenTile]:
-    """The tiles in the order of the list. `band` is that of rows over columns, `tile_shape` (rows, columns)."""
+    """The tiles in the order of the list. `band`: of rows over columns. `tile_shape`: (rows, columns)."""
 
     def classed(info: SeqlenInfo) -> Iterator[tuple[int, VarlenTile]]:
         rows, columns = (info.k_len, info.q_len) if of_keys else (info.q_len, info.k_len)
@@ -94,7 +95,7 @@ def tiles(
 
 
 def write(tile_list: Tensor, listed: list[VarlenTile]) -> None:
-    """Into an int32 tensor (TILE_LIST_HEADER + tiles at most, TILE_LIST_WIDTH)."""
+    """Write the list into an int32 tensor (TILE_LIST_HEADER + most tiles, TILE_LIST_WIDTH)."""
     assert len(listed) <= len(tile_list) - TILE_LIST_HEADER, "more tiles than there is room for"
     assert tile_list.shape[1] == TILE_LIST_WIDTH
     tile_list[0, 0] = len(listed)

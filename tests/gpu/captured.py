@@ -14,11 +14,11 @@ WARM_UPS = 2
 @dataclass(frozen=True, eq=False)
 class Captured:
     graph: torch.cuda.CUDAGraph
-    results: Any  # of the call: every replay writes them anew
+    results: Any  # of the call; every replay overwrites them
 
     @staticmethod
     def of(call: Callable[[], Any]) -> Captured:
-        """After a few on another stream: what is compiled, planned or made once is no part of the graph."""
+        """Capture a call after warm-up calls on another stream, so that compilation and planning are not captured."""
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(WARM_UPS):
                 call()
@@ -29,7 +29,7 @@ class Captured:
         return Captured(graph, results)
 
     def replay(self) -> Any:
-        """The results, which are there."""
+        """Replay the graph, wait, and return the results."""
         self.graph.replay()
         torch.cuda.synchronize()
         return self.results

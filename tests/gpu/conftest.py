@@ -14,7 +14,7 @@ from tests.gpu import families
 
 @pytest.fixture(autouse=True, scope="session")
 def few_threads() -> Iterator[None]:
-    """Of the CPU: files of tests run side by side, and compute little there."""
+    """Use at most two CPU threads, because test files run in parallel and compute little on the CPU."""
     before = torch.get_num_threads()
     torch.set_num_threads(min(before, 2))
     yield
@@ -23,7 +23,7 @@ def few_threads() -> Iterator[None]:
 
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A test runs once with each family of kernels that the GPU can run."""
+    """Run a test once with each kernel family that the GPU can run."""
     if reason := families.obstacle(request.param):
         pytest.skip(reason)
     with families.chosen(request.param):
@@ -32,12 +32,12 @@ def family(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """New memory holds NaN, so that what no kernel writes is seen."""
+    """New memory holds NaN, so that elements that no kernel writes are detected."""
     with fakes.poisoned_memory():
         yield
 
 
 @pytest.fixture
 def known_rng(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call of dropout has the same seed."""
+    """Give every call with dropout the same seed."""
     monkeypatch.setattr(api, "draw_seed", lambda device: torch.tensor(RNG, device=device))

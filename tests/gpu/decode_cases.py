@@ -32,7 +32,7 @@ Case = tuple[DecodeCase, torch.dtype]
 
 
 def random_group(family: str, group: int) -> list[Case]:
-    """Random calls; those of each family are different. FP8 caches have head dims that the GPU supports."""
+    """Random calls, different for each family. FP8 caches have head dims that the GPU supports."""
     seed = 1000 * list(FAMILIES).index(family) + group
     cases = []
     for i, case in enumerate(random_cases(seed, CASES_OF_A_GROUP)):
@@ -68,7 +68,7 @@ def chunk_cases(tokens: int, page_size: int | None) -> list[Case]:
 
 
 def head_dim_cases(head_dim: int) -> list[Case]:
-    """FP8 rows are copied by 16 bytes."""
+    """Head dims with FP8 are multiples of 16, because rows are copied 16 bytes at a time."""
     case = replace(BASE, head_dim=head_dim, head_dim_v=head_dim, tokens=(3,) * 3, new=(3,) * 3)
     fp8 = [] if head_dim % ROW_ALIGN_BYTES else [(replace(case, fp8="scalar"), torch.bfloat16)]
     return [(case, torch.bfloat16), *fp8]
@@ -139,7 +139,7 @@ class SplitCase:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The keywords that are no tensors."""
+        """The keywords that are not tensors."""
         return {name: x for name, x in self.options.items() if name not in ("alibi", "sinks")}
 
 

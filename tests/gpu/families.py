@@ -7,12 +7,12 @@ import torch
 
 from cute_flash.spec.family import FAMILIES, use_kernels
 
-# wgmma is on this architecture alone: not on those after it.
+# Only this architecture has wgmma; later ones do not.
 ONLY_ON = {"sm90": (9, 0)}
 
 
 def obstacle(family: str) -> str | None:
-    """Why the first GPU cannot run it, or None."""
+    """Why the first GPU cannot run a family, or None."""
     capability, least = torch.cuda.get_device_capability(0), FAMILIES[family]
     if capability < least or capability != ONLY_ON.get(family, capability):
         return f"{family} kernels do not run on capability {capability[0]}.{capability[1]}"
@@ -25,7 +25,7 @@ def runnable() -> list[str]:
 
 @contextmanager
 def chosen(family: str) -> Iterator[None]:
-    """Use one family, also in functions that torch compiles: those of another one are dropped."""
+    """Use one family. Functions that torch compiled for another family are dropped."""
     torch.compiler.reset()
     with use_kernels(family):
         yield

@@ -1,4 +1,4 @@
-"""Forward calls with features, for the tests of them on a GPU and for compiling ahead."""
+"""Forward calls with features, for GPU tests and for compilation ahead of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FeatureCase:
         """q, k, v, and the keywords of `attn`."""
         case = self.case
         generator = torch.Generator().manual_seed(5)
-        # Slopes of both signs, by batch and head; sinks about as heavy as all keys.
+        # Slopes of both signs, by batch and head; sinks with about the weight of all keys.
         slopes = torch.randn(case.batch, case.heads, generator=generator) * 0.05
         sinks = torch.randn(case.heads, generator=generator) + 5.0
         values = {SOFTCAP: self.softcap, ALIBI: slopes, SINKS: sinks, DROPOUT: self.dropout, MAX_LOGIT: True}
@@ -82,19 +82,19 @@ def _cases() -> list[FeatureCase]:
     # Wide heads, and rows without keys above a causal mask with more queries than keys.
     cases += [FeatureCase(Case(2, 8, 2, 130, 700, 256, window), bf16, names) for names in ((SOFTCAP,), ALL)]
     cases += [FeatureCase(Case(2, 6, 3, 333, 129, 72, CAUSAL), fp16, names) for names in (two, ALL)]
-    # Padded and odd head dims.
+    # Less common head dims.
     cases += [FeatureCase(Case(2, 2, 1, 150, 260, d, CAUSAL), bf16, ALL) for d in (40, 96, 192)]
     # As in models: sinks in a window, ALiBi without a mask, a softcap for wide heads.
     cases += [FeatureCase(Case(1, 8, 1, 1000, 1000, 64, Band(200, 0)), bf16, (SINKS,))]
     cases += [FeatureCase(Case(1, 4, 4, 2500, 2500, 128, FULL), bf16, names) for names in ((ALIBI,), (DROPOUT,))]
     cases += [FeatureCase(Case(1, 4, 2, 900, 2500, 256, FULL), bf16, (SOFTCAP,), softcap=50.0)]
-    # Few rows of heads that share keys, with and without pack_gqa.
+    # Few queries with GQA, with and without pack_gqa.
     cases += [FeatureCase(Case(2, 16, 2, rows, 700, 128, CAUSAL), bf16, (SOFTCAP,)) for rows in (1, 33)]
     cases += [FeatureCase(Case(2, 16, 2, 3, 700, 128, CAUSAL), bf16, ALL)]
-    # Many more tiles than SMs: persistent CTAs compute several, of other heads, some of which see no key.
+    # Many more tiles than SMs: persistent CTAs compute tiles of several heads, some without keys.
     for d, band in ((64, Band(30, 20)), (128, CAUSAL), (128, FULL), (256, CAUSAL)):
         cases += [FeatureCase(Case(4, 40, 8, 300, 150, d, band), bf16, ALL)]
-    # Almost nothing to see, and a single score.
+    # Very few visible keys, and a single score.
     cases += [
         FeatureCase(Case(1, 2, 2, 999, 3, 64, CAUSAL), bf16, two),
         FeatureCase(Case(1, 2, 2, 1, 1, 128), fp16, ALL),

@@ -1,6 +1,6 @@
-"""Calls with features, forward and backward, for tests on a GPU and for compiling ahead.
+"""Calls with features, forward and backward, for GPU tests and for compilation ahead of them.
 
-What is compiled in comes from a list, so that many random calls share few kernels; all else is random.
+Compiled-in properties come from a list, so that many random calls share few kernels. All others are random.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ def _cases() -> list[Combination]:
     made = [case(2, 2, 2, 257, 391, 128, BF16, causal, features) for features in each]
     made += [case(1, 4, 1, 300, 200, 64, FP16, (None, None), features) for features in each]
     made += [case(2, 2, 4, 130, 333, 256, BF16, window, features) for features in (SOFTCAP, SINKS, ALL)]
-    # Rows without keys, with and without a sink; head dims that tiles are wider than.
+    # Rows without keys, with and without a sink; head dims narrower than their tile.
     made += [case(2, 3, 2, 333, 129, 72, FP16, causal, features) for features in (ALIBI, ALL)]
     made += [case(2, 1, 2, 150, 260, d, BF16, causal, ALL) for d in (40, 96, 192)]
     made += [case(1, 2, 1, 999, 3, 64, BF16, causal, ALL), case(1, 2, 1, 1, 1, 128, FP16, (None, None), ALL)]
-    # Many more tiles than SMs, of several query heads: persistent CTAs work on some of each.
+    # Many more tiles than SMs, of several query heads: persistent CTAs compute tiles of several heads.
     made += [case(4, 10, 4, 300, 900, 64, BF16, window, ALL), case(4, 10, 4, 300, 900, 128, BF16, causal, ALL)]
     made += [case(2, 16, 2, 700, 1200, 128, BF16, (None, None), features) for features in (ALIBI, ALL)]
-    # Values of another width.
+    # Dv ≠ D.
     for widths, features in itertools.product(((128, 64), (192, 128)), (SOFTCAP, ALL)):
         made += [replace(case(2, 2, 2, 150, 260, widths[0], BF16, causal, features), head_dim_v=widths[1])]
     return made
 
 
 CASES = _cases()
-# Of a test of its own, with other lengths.
+# Used by a separate test, with other lengths.
 CAPTURED = Combination(1, 2, 1, 200, 300, 64, 64, BF16, None, None, {"softcap": 5.0, "alibi": 1, "dropout": 0.5})
 # Calls whose gradients are also compared bit by bit.
 DETERMINISTIC = [
@@ -79,7 +79,7 @@ def _varlen_cases() -> list[VarlenCombination]:
     made += [case(used, 3, 1, 64, BF16, full, ALIBI), case(used, 1, 3, 64, FP16, window, {**SOFTCAP, **DROPOUT})]
     made += [case(used, 1, 5, 128, BF16, full, ALL)]
     made += [case(ragged, 1, 3, 256, BF16, window, features) for features in (SINKS, ALL)]
-    # Slopes that sequences share; head dims that tiles are wider than.
+    # Slopes that all sequences share; head dims narrower than their tile.
     made += [case(ragged, 1, 2, d, BF16, causal, {**ALL, "alibi": 1}) for d in (40, 72, 192)]
     # More tiles than SMs, of several query heads.
     made += [case(busy, 4, 3, 64, BF16, window, ALL), case(busy, 4, 3, 128, BF16, causal, ALL)]
@@ -96,7 +96,7 @@ def mask_of(case: Combination) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """What of a random call is compiled in."""
+    """The compiled-in properties of a random call."""
 
     head_dim: int
     head_dim_v: int
@@ -111,7 +111,7 @@ class Kind:
         return Kind(*widths, case.dtype, mask_of(case), tuple(case.features), deterministic)
 
 
-# Those of the cases, and some more.
+# The kinds of the cases, and some more.
 KINDS = list(dict.fromkeys(Kind.of(case) for case in CASES if case.head_dim in (*HEAD_DIMS, 192)))
 KINDS += list(dict.fromkeys(Kind.of(case, True) for case in DETERMINISTIC))
 KINDS += [
@@ -124,7 +124,7 @@ KINDS += [
     Kind(256, 256, BF16, "r", ("alibi",)),
     Kind(256, 256, FP16, "", ("dropout",)),
 ]
-# Of varlen batches.
+# Kinds of varlen batches.
 VARLEN_KINDS = [
     *dict.fromkeys(Kind.of(case.one) for case in VARLEN_CASES if case.head_dim in HEAD_DIMS),
     Kind(64, 64, BF16, "r", ()),
@@ -134,20 +134,20 @@ VARLEN_KINDS = [
 
 
 def kind_of(seed: int) -> Kind:
-    """Every third is of a varlen batch."""
+    """The kind of a seed; every third is a varlen batch."""
     third, rest = divmod(seed, 3)
     return VARLEN_KINDS[third % len(VARLEN_KINDS)] if rest == 2 else KINDS[(2 * third + rest) % len(KINDS)]
 
 
 def drawn(seed: int) -> AnyCombination:
-    """One of all that belong together; the same for the same seed."""
+    """The random call of a seed."""
     pick = random.Random(seed)
     one = _one(pick, kind_of(seed))
     return VarlenCombination(one, _lengths(pick)) if seed % 3 == 2 else one
 
 
 def _lengths(pick: random.Random) -> Lengths:
-    """Of a few sequences, some of them empty on either side, not all."""
+    """Lengths of a few sequences. Some have no queries or no keys, but not all."""
     batch = pick.choice([1, 2, 3, 5])
     queries, keys = ([pick.choice(VARLEN_LENGTHS) for _ in range(batch)] for _ in range(2))
     keys[pick.randrange(batch)], queries[pick.randrange(batch)] = pick.choice(LENGTHS), pick.choice(LENGTHS)
@@ -182,8 +182,9 @@ def _one(pick: random.Random, kind: Kind) -> Combination:
 
 
 def has_gradients(case: AnyCombination, family: str) -> bool:
-    """Whether a family computes them: wgmma has no registers for features at wide head dims, and no kernel for
-    their varlen batches.
+    """Whether a family computes the gradients.
+
+    The wgmma kernels have no features and no varlen batches for D > 128.
     """
     is_plain = not backward_features(case.problem.features) and not case.problem.varlen
     return family == "sm80" or is_plain or max(case.head_dim, case.head_dim_v) <= 128
@@ -215,6 +216,6 @@ def case_keys(case: AnyCombination, arch: ArchSpec, family: str) -> Iterator[Com
 
 
 def with_other_values(case: Combination) -> Combination:
-    """The same kernels, other numbers."""
+    """The same call with other run-time values of its features."""
     values = {"softcap": 20.0, "dropout": 0.9, "alibi": 1}
     return replace(case, features={name: values.get(name, x) for name, x in case.features.items()})

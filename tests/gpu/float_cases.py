@@ -1,4 +1,4 @@
-"""Calls whose output is fp32, for the tests of them on a GPU and for compiling ahead."""
+"""Calls with fp32 outputs, for GPU tests and for compilation ahead of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.gpu.varlen_cases import VarlenCase
 CASES = [
     Case(2, 4, 2, 257, 391, d, band) for d, band in itertools.product((64, 72, 128, 256), (FULL, CAUSAL, Band(100, 37)))
 ]
-# More tiles than SMs, some of which see no key; few rows of heads that share keys; rows without keys.
+# More tiles than SMs, some without keys; few queries with GQA; rows without keys.
 CASES += [Case(4, 40, 8, 300, 150, d, band) for d, band in itertools.product((64, 128, 256), (FULL, CAUSAL))]
 CASES += [Case(2, 16, 2, 3, 700, 128, CAUSAL), Case(1, 2, 2, 999, 3, 64, CAUSAL)]
 GRADIENTS = [case for case in CASES if case.batch == 2 and case.seqlen_q > 3]

@@ -44,7 +44,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 def call_keys(
     inputs: Inputs, args: AttentionArgs, forward: bool = True, deterministic: bool = False
 ) -> Iterator[CompileKey]:
-    """Forward and gradients of one call by every family; what a family has no kernel for is left out."""
+    """The kernels of forward and gradients of one call, for every family that supports them."""
     for family in families.runnable():
         own = args._replace(kernel_family=family, deterministic=deterministic)
         try:
@@ -87,7 +87,7 @@ def varlen_keys() -> Iterator[CompileKey]:
 
 
 def study_keys() -> Iterator[CompileKey]:
-    """Kernels with other layouts of shared memory."""
+    """Kernels with other shared-memory layouts."""
     from profiling.ncu_case import LAYOUTS
     from tests.gpu import test_banks
 
@@ -102,7 +102,7 @@ def study_keys() -> Iterator[CompileKey]:
 
 
 def feature_keys() -> Iterator[CompileKey]:
-    """Those of the forward tests, and forward and backward of the tests of gradients."""
+    """The kernels of the forward tests and of the gradient tests."""
     for case, family in itertools.product(feature_cases.CASES, families.runnable()):
         q, k, v, options = case.tensors("cpu")
         yield from forward_keys(q, k, v, case.args(q, options)._replace(kernel_family=family), detect(0))
@@ -114,7 +114,7 @@ def float_keys() -> Iterator[CompileKey]:
 
 
 def mod_keys() -> Iterator[CompileKey]:
-    """Those of the tests with user mods, a bias and block masks, and of batch invariance; others are few."""
+    """The kernels of the tests with user mods, a bias and block masks, and of batch invariance."""
     for case, family in itertools.product(mod_cases.cases("cpu"), families.runnable()):
         yield from forward_keys(*case.uninitialized_inputs(), case.args(kernel_family=family), detect(0))
     yield from test_batch_invariance.keys(detect(0), families.runnable())

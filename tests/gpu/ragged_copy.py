@@ -1,4 +1,4 @@
-"""A kernel that copies one tile of one sequence by `VarlenTmaTiles`: what lies past its end must stay behind."""
+"""A kernel that copies one tile of one sequence by `VarlenTmaTiles`; rows past the end must not be copied."""
 
 import cutlass
 import cutlass.cute as cute
@@ -17,9 +17,9 @@ from cute_flash.spec.problem import Static
 
 
 class RaggedCopy:
-    """mX rows [begin + rows · block, begin + length) -> the same rows of mY, all heads; one warp a head.
+    """mX rows [begin + rows · block, begin + length) -> the same rows of mY, all heads, one warp per head.
 
-    `mSeen` receives the whole tile as it was in shared memory, with what the load found past the end.
+    `mSeen` receives the full tile from shared memory, including the rows past the end.
     """
 
     def __init__(self, head_dim: int, rows: int = 64):

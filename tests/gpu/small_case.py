@@ -22,10 +22,10 @@ SMALL = (
     cases.Case(1, 1, 1, 70, 90, 192, Band(None, 0)),
     cases.Case(1, 1, 1, 70, 90, 256, Band(20, 10)),
     cases.Case(1, 1, 1, 300, 60, 72, Band(None, 0)),
-    # More tiles than an H200 has SMs: persistent CTAs come back for another.
+    # More tiles than an H200 has SMs: persistent CTAs compute several.
     cases.Case(1, 140, 2, 40, 70, 64, Band(None, 0)),
     cases.Case(1, 140, 2, 40, 70, 128, Band()),
-    # The same for the gradients' tiles of keys.
+    # The same for the K/V tiles of the backward.
     cases.Case(1, 68, 68, 40, 200, 64, Band(None, 0)),
     cases.Case(1, 68, 68, 70, 200, 128, Band()),
 )

@@ -1,4 +1,4 @@
-"""Which features the random calls of `test_features_bwd.py` covered: data of the support table in the README.
+"""Counts of the random calls of `test_features_bwd.py` by feature: the data of the support table in docs/support.md.
 
     python -m pytest tests/gpu/test_features_bwd.py -k random --support FOLDER
     python -m tests.gpu.support FOLDER profiling/results/h200/DATE-support.json
@@ -62,7 +62,7 @@ def write(folder: str, family: str, ran: str, calls: list[dict[str, Any]]) -> No
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """What ran, where, and row -> "family direction dtype" -> calls that were right."""
+    """The machine, the source, and row -> "family direction dtype" -> number of calls that passed."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     facts = [run["machine"] for run in runs]
     for name in SAME:

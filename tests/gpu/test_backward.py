@@ -32,7 +32,7 @@ def test_against_the_oracle(case, dtype):
 
 @pytest.mark.parametrize("band", cases.OTHER_WIDTH_BANDS, ids=str)
 @pytest.mark.parametrize("widths", cases.OTHER_WIDTHS, ids=str)
-def test_values_of_another_width(widths, band):
+def test_dv_other_than_d(widths, band):
     inputs = cases.other_width_inputs(widths, "cuda")
     generator = torch.Generator("cuda").manual_seed(7)
     dout = torch.randn(2, 8, 200, widths[1], generator=generator, device="cuda")
@@ -143,7 +143,7 @@ def test_deterministic_gradients_have_the_same_bits(case, family):
             again = gradients(attend, inputs, loss)
             assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
         assert_gradients(attend, inputs, case.band, loss)
-    # By default they are added in any order.
+    # By default the order of additions is not fixed.
     assert_gradients(lambda *x: cute_flash.attn(*x, **options), inputs, case.band, loss)
 
 
@@ -159,7 +159,7 @@ def test_deterministic_gradients_by_torchs_own_switch():
 
 
 @pytest.mark.parametrize("widths", ((128, 64), (192, 128)), ids=str)
-def test_deterministic_gradients_of_values_of_another_width(widths, family):
+def test_deterministic_gradients_with_dv_other_than_d(widths, family):
     if family == "sm90" and max(widths) > 128:
         pytest.skip("deterministic gradients of wide heads are computed by mma.sync")
     inputs = cases.other_width_inputs(widths, "cuda")
@@ -176,7 +176,7 @@ def test_deterministic_gradients_of_values_of_another_width(widths, family):
 
 
 def test_the_default_family_has_deterministic_gradients_of_wide_heads():
-    """By mma.sync."""
+    """The mma.sync kernels compute them."""
     inputs = cases.make_inputs(cases.Case(1, 4, 2, 500, 500, 256, CAUSAL), torch.bfloat16, "cuda")
     loss = weighted(torch.randn_like(inputs[0]))
 

@@ -1,4 +1,4 @@
-"""The counters of Nsight Compute against the predictions of layouts.kernels, and the layouts for study."""
+"""Nsight Compute counters against the predictions of layouts.kernels; results with other shared-memory layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`batch_invariant=True`: a row's bits alone, in chunks and among neighbours, forward."""
+"""`batch_invariant=True`, forward: a row has the same bits alone, in chunks and among other sequences."""
 
 import itertools
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
 
 
 def drawn(head_dim: int, batch: int, device: str = "cuda") -> list[torch.Tensor]:
-    """Some rows with outliers, which outgrow their maximum late."""
+    """Random inputs; some rows have outliers, which raise the row maximum late."""
     generator = torch.Generator().manual_seed(head_dim)
     shapes = ((4, SQ), (2, SK), (2, SK))
     q, k, v = (torch.randn(batch, *shape, head_dim, generator=generator) for shape in shapes)

@@ -1,4 +1,4 @@
-"""The least time that `cute-flash explain` gives for few queries, against the clock."""
+"""The lower bound of the time that `cute-flash explain` prints for few queries, against measured time."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def seconds_of(heads: int, heads_kv: int, seqlen_q: int) -> float:
 
 @SHAPES
 def test_the_time_of_few_queries(heads: int, heads_kv: int, seqlen_q: int) -> None:
-    """By a family that the caller chooses, which does not split keys."""
+    """With a kernel family that the caller chooses, which does not split keys."""
     with cute_flash.use_kernels(families.runnable()[0]):
         expected = Explanation.of(Problem(1, heads, heads_kv, seqlen_q, SEQLEN_K, HEAD_DIM), detect(0)).occupancy
         assert expected.busy_sms < expected.plan.arch.num_sms
         seconds = seconds_of(heads, heads_kv, seqlen_q)
-    # The clock may be above the datasheet's.
+    # The GPU clock may exceed that of the data sheet.
     assert 0.9 * expected.seconds <= seconds <= 3 * expected.seconds, (seconds, expected.unit_seconds)
 
 
@@ -46,6 +46,6 @@ def test_the_time_of_split_keys(heads: int, heads_kv: int, seqlen_q: int) -> Non
     expected = explain(Problem(1, heads, heads_kv, seqlen_q, SEQLEN_K, HEAD_DIM), detect(0))
     assert isinstance(expected, DecodeExplanation)
     seconds = seconds_of(heads, heads_kv, seqlen_q)
-    # K and V that fit into L2 are not read from memory.
+    # K and V that fit in L2 are not read from HBM.
     least = 0.0 if expected.kv_bytes < 2 * expected.arch.l2_bytes else 0.9 * expected.seconds
     assert least <= seconds <= 3 * expected.seconds + 20e-6, (seconds, expected.unit_seconds)

@@ -71,7 +71,7 @@ def test_dropout_follows_the_generator():
     assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[4])
 
 
-def test_a_captured_call_drops_anew_at_every_replay():
+def test_every_replay_of_a_captured_call_has_a_new_dropout_mask():
     q, k, v = cases.make_inputs(cases.Case(1, 2, 2, 200, 300, 128, CAUSAL), torch.bfloat16, "cuda")
     options = {"causal": True, "dropout": 0.5, "return_max_logit": True}
     expected = cute_flash.attn(q, k, v, causal=True, return_max_logit=True)[1]
@@ -116,7 +116,7 @@ def test_sinks_alone_for_rows_without_keys():
     assert (out[:, :, :240] == 0).all()
     assert torch.equal(lse[:, :, :240], sinks[:, None].expand(2, 4, 240))
     plain, plain_lse = cute_flash.attn(q, k, v, causal=True, return_lse=True)
-    # A sink of -inf, one of next to no weight, and one of almost all of it.
+    # A sink of -inf, one with almost no weight, and one with almost all the weight.
     torch.testing.assert_close((out[:, 1], lse[:, 1]), (plain[:, 1], plain_lse[:, 1]))
     torch.testing.assert_close(out[:, 2], plain[:, 2])
     assert (out[:, 3] == 0).all() and torch.equal(lse[:, 3], torch.full_like(lse[:, 3], 200.0))
@@ -144,7 +144,7 @@ def test_nan_stays_in_the_rows_that_see_it():
 
 @pytest.mark.parametrize("band", (FULL, CAUSAL, Band(20, 0)), ids=str)
 def test_max_logit_of_falling_and_rising_scores(band):
-    """Negative scores that rise and fall along the keys; rows past the end have none."""
+    """Negative scores that rise and fall along the keys. Rows past the end do not count."""
     case = cases.Case(2, 4, 2, 257, 700, 128, band)
     q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
     q, k = q.abs(), -k.abs() * torch.linspace(2, 1, 700, device="cuda").bfloat16()[:, None]

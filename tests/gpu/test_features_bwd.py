@@ -90,7 +90,7 @@ def test_deterministic_gradients_have_the_same_bits(case, family):
 
 
 def test_rows_without_keys(family):
-    """dq exactly 0; a sink beside them receives the gradient of the LSE, whatever else flows in."""
+    """dq is exactly 0. A sink of such a row gets the gradient of the LSE, for any gradient of the output."""
     case = made.CASES[16]
     assert (case.seqlen_q, case.seqlen_k) == (333, 129) and "sinks" in case.features
     tensors, (dout, dlse) = on_gpu(case), weights(case, "cuda", True)
@@ -112,7 +112,7 @@ def test_memory_as_bshd(family):
 
 
 def test_the_default_family_computes_all_gradients():
-    """Those of wide heads with features by mma.sync."""
+    """The mma.sync kernels compute the gradients of wide heads with features."""
     case = next(case for case in made.CASES if case.head_dim == 256 and len(case.features) == 4)
     with cute_flash.use_kernels(""):
         assert_feature_gradients(attending(case), case, on_gpu(case), weights(case, "cuda", False))
@@ -128,7 +128,7 @@ def test_compiled_training_step_equals_eager():
 
 
 def test_captured_training_step(monkeypatch):
-    """Replayed, a graph draws anew, and its gradients are those of its own mask: out is linear in v."""
+    """Each replay has a new dropout mask, and its gradients use this mask; checked by the linearity of out in v."""
     monkeypatch.undo()
     q, k, v = (x.requires_grad_() for x in cases.make_inputs(cases.Case(1, 2, 2, 200, 300, 64), torch.bfloat16, "cuda"))
     slopes = torch.tensor([0.01, 0.1], device="cuda", requires_grad=True)

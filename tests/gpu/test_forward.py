@@ -33,7 +33,7 @@ def test_against_the_oracle(case, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=("bf16", "fp16"))
 @pytest.mark.parametrize("growth", (1.0, 30.0, -30.0))
 def test_scores_that_grow_along_the_keys(dtype, growth):
-    """Rising, falling and wildly rising maxima: every path of the rescaling."""
+    """Rising, falling and steeply rising maxima: every path of the rescaling."""
     case = cases.Case(1, 2, 2, 300, 1500, 128, CAUSAL)
     q, k, v = cases.make_inputs(case, dtype, "cuda")
     k = (k * torch.linspace(1, 1 + abs(growth), 1500, device="cuda", dtype=dtype)[:, None]).to(dtype)
@@ -45,7 +45,7 @@ def test_scores_that_grow_along_the_keys(dtype, growth):
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("num_hidden", (100, 300))
 def test_keys_that_score_minus_infinity(head_dim, num_hidden):
-    """The last keys, whole blocks of them and a part of one, before the first finite score."""
+    """Scores of -inf in full blocks and in a part of a block, which kernels visit before the first finite score."""
     q, k, v = cases.make_inputs(cases.Case(1, 2, 2, 200, 600, head_dim, Band()), torch.bfloat16, "cuda")
     q[..., 0] = 1.0
     k[:, :, -num_hidden:, 0] = -torch.inf
@@ -79,7 +79,7 @@ def test_any_finite_scale(scale):
 
 @pytest.mark.parametrize("band", cases.OTHER_WIDTH_BANDS, ids=str)
 @pytest.mark.parametrize("widths", cases.OTHER_WIDTHS, ids=str)
-def test_values_of_another_width(widths, band):
+def test_dv_other_than_d(widths, band):
     q, k, v = cases.other_width_inputs(widths, "cuda")
     for rows in (200, 3):
         out, lse = attend(q[:, :, :rows].contiguous(), k, v, band)
@@ -88,7 +88,7 @@ def test_values_of_another_width(widths, band):
 
 
 def strided(kind: str, x: torch.Tensor) -> torch.Tensor:
-    """The same values behind other strides."""
+    """The same values with other strides."""
     batch, heads, seqlen, dim = x.shape
     if kind == "bshd":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -172,7 +172,7 @@ def test_output_beyond_32_bits():
     out = cute_flash.attn(q, kv, kv)
     assert out.stride() == q.stride() and out.stride(2) * (out.shape[2] - 1) >= 2**31
     for rows in (slice(0, 64), slice(-64, None)):
-        # Other rows in a warp: the row max is raised at other blocks, which rounds differently.
+        # The warp has other rows, so rescaling happens at other blocks, which rounds differently.
         alone = cute_flash.attn(q[:, :, rows].contiguous(), kv, kv)
         torch.testing.assert_close(out[:, :, rows], alone, rtol=0.02, atol=2e-3)
 
@@ -181,7 +181,7 @@ def test_output_beyond_32_bits():
     "case",
     [
         cases.Case(2, 8, 2, 1000, 1000, 128, CAUSAL),
-        # More tiles than SMs: which block gets which one differs from run to run.
+        # More tiles than SMs: the assignment of tiles to CTAs differs from run to run.
         cases.Case(4, 16, 4, 2000, 1500, 64, CAUSAL),
         cases.Case(4, 16, 16, 1500, 1500, 128, Band(300, 100)),
         cases.Case(4, 16, 16, 1500, 1500, 256, Band()),
@@ -196,7 +196,7 @@ def test_same_input_same_bits(case):
         assert torch.equal(out, first) and torch.equal(lse, first_lse)
 
 
-# A kernel that hangs would take the GPU with it: in a process of its own, with a time limit.
+# A hanging kernel would block the GPU, so this runs in a separate process with a time limit.
 NAN_INPUTS = """
 import sys, torch, cute_flash
 q, k, v = (torch.randn(1, 4, 700, int(sys.argv[1]), device="cuda").bfloat16() for _ in range(3))

@@ -86,7 +86,7 @@ def test_graph_and_deterministic_gradients():
 
 @pytest.mark.parametrize("garbage", [torch.inf, 1e30, torch.nan])
 def test_rows_of_no_sequence_have_no_influence(garbage):
-    """Padding and unused keys may be uninitialized; a huge value would take the bits of all other rows."""
+    """Padding and unused keys may be uninitialized. A huge value there must not reduce the precision of other rows."""
     lengths = Lengths([100, 0, 257, 31], [90, 4, 300, 40], used=[90, 2, 211, 0], padding=(9, 130))
     total_q, total_k = lengths.totals
     q, k, v = (torch.randn(n, 4, 64, device="cuda") for n in (total_q, total_k, total_k))
@@ -103,7 +103,7 @@ def test_rows_of_no_sequence_have_no_influence(garbage):
 
 
 def test_a_sequence_does_not_depend_on_the_others():
-    """Its pieces are relative to norms of its own."""
+    """The pieces of a sequence are relative to its own norms."""
     lengths = Lengths([100, 31, 257], [90, 40, 300])
     q, k, v = (torch.randn(n, 4, 64, device="cuda") for n in (*lengths.totals, lengths.totals[1]))
     (q_rows, k_rows), *_ = lengths.spans()
@@ -116,7 +116,7 @@ def test_a_sequence_does_not_depend_on_the_others():
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_keys_that_are_not_finite_do_not_scale_their_head(value):
-    """Tiles of queries that do not see the key keep their bits."""
+    """Query tiles that do not see such a key keep their bits."""
     q, k, v = (torch.randn(1, 2, 512, 64, device="cuda") for _ in range(3))
     k[..., -1, :] = 0.0
     expected = cute_flash.attn(q, k, v, causal=True)

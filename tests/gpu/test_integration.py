@@ -1,4 +1,4 @@
-"""The op inside torch on a GPU: streams, graphs, memory, compile, errors."""
+"""The operator in torch on a GPU: streams, CUDA graphs, memory, torch.compile, errors."""
 
 import contextlib
 
@@ -40,7 +40,7 @@ def test_cuda_graph(qkv):
 
 
 def test_side_stream(qkv):
-    """The kernel runs on the current stream: it sees what was written there, and no other waits for it."""
+    """The kernel runs on the current stream: it sees earlier writes of this stream, and other streams do not wait."""
     q, k, v = qkv
     expected = cute_flash.attn(q, k, v, causal=True)
     late = torch.zeros_like(q)
@@ -60,7 +60,7 @@ def test_side_stream(qkv):
 
 
 def test_streams_side_by_side(qkv):
-    """Launches that run at once: none fetches the tiles of another."""
+    """Concurrent launches do not share tile counters."""
     expected = cute_flash.attn(*qkv, causal=True)
     captured = Captured.of(lambda: cute_flash.attn(*qkv, causal=True))
     streams = [torch.cuda.Stream() for _ in range(4)]
@@ -115,7 +115,7 @@ def test_torch_compile(qkv):
 
 
 def test_torch_compile_with_cuda_graphs(qkv):
-    """Its warm-up runs outside a capture but allocates from the graph's pool: no counter may stay there."""
+    """The warm-up runs outside a capture but allocates from the graph's pool, so no counter may stay in that memory."""
     attend = torch.compile(lambda q, k, v: cute_flash.attn(q, k, v, causal=True) * 1, mode="reduce-overhead")
     expected = cute_flash.attn(*qkv, causal=True)
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_opcheck(qkv):
 
 
 def test_modes_and_profilers_see_the_op(qkv):
-    """A call that nothing observes may go past the dispatcher; an observed one may not."""
+    """A call that nothing observes may bypass the dispatcher; an observed call may not."""
     seen = []
 
     class Watch(TorchDispatchMode):
@@ -192,7 +192,7 @@ class Listening(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["plain", "softcap", "sinks", "bias", "mask"])
 def test_gradients_with_and_without_the_dispatcher(qkv, name):
-    """Have the same bits."""
+    """Both ways give the same bits."""
     more = {
         "plain": {},
         "softcap": {"softcap": 5.0},
@@ -223,7 +223,7 @@ def test_kernel_family_by_hand(qkv, family):
     chosen = cute_flash.attn(*qkv, causal=True)
     with cute_flash.use_kernels("sm80"):
         other = cute_flash.attn(*qkv, causal=True)
-    # Other sums in another order, but the same attention.
+    # Sums have another order, so only rounding differs.
     assert torch.equal(chosen, other) == (family == "sm80")
     torch.testing.assert_close(chosen.float(), other.float(), rtol=0.0, atol=0.02)
 
@@ -231,7 +231,7 @@ def test_kernel_family_by_hand(qkv, family):
 def test_supports_says_what_attn_does(qkv):
     q, k, v = qkv
     assert cute_flash.supports(q, k, v, causal=True)
-    for bad in ([x.float() for x in qkv], [x[..., :12] for x in qkv], [q[:, :3], k, v]):
+    for bad in ([x.double() for x in qkv], [x[..., :12] for x in qkv], [q[:, :3], k, v]):
         answer = cute_flash.supports(*bad)
         assert not answer
         with pytest.raises(ValueError) as error:

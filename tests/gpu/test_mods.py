@@ -22,7 +22,7 @@ def test_against_the_oracle(case: Case) -> None:
     out, lse, *most = cute_flash.attn(q, k, v, return_lse=True, **case.options)
     exact = reference.dense(q, k, v, args=case.args())
     low, _ = reference.dense_low_precision(q, k, v, args=case.args())
-    # Captured tensors and the bias have what precision they have on both sides.
+    # Captured tensors and the bias have the same precision on both sides.
     cases.assert_close(out, lse, *exact, low)
     assert len(most) == ("return_max_logit" in case.options)
 
@@ -54,7 +54,7 @@ def test_against_flex_attention(kind: Kind) -> None:
 
 @pytest.mark.parametrize("head_dim", (64, 128))
 def test_a_block_mask_changes_nothing(head_dim: int) -> None:
-    """Blocks of the default size and of larger ones; a band that the block mask knows of, one that it does not."""
+    """Blocks of the default size and larger; with a window that the block mask contains, and one that it does not."""
     case = Case(Kind(head_dim, mask="document"), Sizes(2, 4, 2, 700, 900), seed=4)
     q, k, v = case.inputs()
     mask, shape = case.options["mask_mod"], (2, 4, 700, 900)
@@ -67,8 +67,8 @@ def test_a_block_mask_changes_nothing(head_dim: int) -> None:
             torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
 
 
-def test_a_block_mask_of_ones_own() -> None:
-    """Full blocks do not evaluate mask_mod, empty ones are skipped, and without a mask_mod partial ones are full."""
+def test_a_block_mask_from_a_status_table() -> None:
+    """Full blocks do not evaluate mask_mod, empty blocks are skipped; without a mask_mod partial blocks are full."""
     case = Case(Kind(128), Sizes(1, 2, 2, 300, 400), seed=1)
     q, k, v = case.inputs()
     status = torch.tensor([[0, 2, 1, 0], [0, 0, 0, 0], [1, 0, 2, 1]], dtype=torch.uint8, device="cuda")
@@ -109,7 +109,7 @@ def test_new_captured_values_compile_nothing() -> None:
 
 
 def test_varlen() -> None:
-    """Functions count within a sequence, and know which one it is."""
+    """Mods get positions within the sequence, and its index."""
     lengths = [100, 0, 257, 31]
     offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
     q, k, v = (torch.randn(sum(lengths), 2, 64, device="cuda").bfloat16() for _ in range(3))
@@ -149,7 +149,7 @@ def test_same_input_same_bits() -> None:
 
 
 def test_functions_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same mask on both sides, with a block mask and without: forward and gradients as the CPU path has them."""
+    """With the same dropout mask, forward and gradients equal those of the CPU path, with and without a block mask."""
     rng = torch.tensor([123456789123, 42])
     monkeypatch.setattr(api, "draw_seed", lambda device: rng.to(device))
     generator = torch.Generator().manual_seed(5)

@@ -102,7 +102,7 @@ def test_deterministic_gradients_have_the_same_bits(case, family):
 
 @pytest.mark.parametrize("index", [0, 1, 2, 6])
 def test_as_flex_attention(index, family):
-    """The same functions; of 16-bit products and sums, within what those cost."""
+    """The same mods, within the rounding errors of 16-bit products and sums."""
     case = mod_cases.Case(mod_cases.KINDS[index], mod_cases.Sizes(2, 4, 4, 384, 384), 2)
     leaves, (dout, _) = mod_gradients.leaves_of(case), mod_gradients.douts_of(case)
     options, names = case.options, [name for name in leaves if name in "qkv" or name.startswith("capture")]
@@ -127,7 +127,7 @@ def test_as_flex_attention(index, family):
 
 
 def test_rows_without_keys(family):
-    """dq, and the bias's gradient, exactly 0 where a mask leaves nothing."""
+    """dq and the gradient of the bias are exactly 0 in rows without visible keys."""
     q, k, v = (torch.randn(1, 2, 200, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3))
     bias = torch.randn(1, 2, 200, 200, device="cuda", requires_grad=True)
     out = cute_flash.attn(q, k, v, bias=bias, mask_mod=lambda b, h, q, kv: (q % 3 > 0) & (kv < 150))

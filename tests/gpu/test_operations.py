@@ -1,6 +1,6 @@
 """Operations of user mods on a GPU, against the CPU path: every one of `tests.operations`, and indices that wrap.
 
-Elements of q and k are small integers, so that both compute the same scores, also where an operation jumps.
+Elements of q and k are small integers, so that GPU and CPU compute equal scores, even at the jumps of an operation.
 """
 
 import itertools

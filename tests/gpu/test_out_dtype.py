@@ -56,7 +56,7 @@ def test_merged_parts_have_the_gradients_of_the_whole(head_dim):
     inputs = cases.make_inputs(case, torch.bfloat16, "cuda")
 
     def ring(q, k, v):
-        """Keys in three parts, each seen by the queries at and after it."""
+        """Keys in three parts. A query sees its own part and earlier ones."""
         found = []
         for a, b in ((0, 100), (100, 300), (300, 400)):
             found.append(attend(q, k[:, :, a:b], v[:, :, a:b], window=(None, 400 - b)))

@@ -1,4 +1,4 @@
-"""TMA knows where a sequence of a varlen batch ends: loads are zero-filled, stores are dropped."""
+"""TMA with the end of a varlen sequence: loads past the end give zeros, stores past the end are dropped."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.gpu import families
 pytestmark = pytest.mark.gpu
 
 TOKENS, HEADS = 1000, 3
-# (begin, length, block): within, up to the end, a part, nothing at all, the last tokens, the first.
+# (begin, length, block): full tiles, a partial tile, no rows, the first token, the last token, the end of all tokens.
 PLACES = [(100, 200, 0), (100, 200, 2), (100, 200, 3), (100, 200, 5), (0, 1, 0), (999, 1, 0), (0, 1000, 15)]
 
 
@@ -22,7 +22,7 @@ def test_a_tile_of_a_sequence(head_dim):
     copy, tile = kernel.compiled(), kernel.tile
     x = torch.randn(TOKENS, HEADS, head_dim, device="cuda").bfloat16()
     for begin, length, block in PLACES:
-        # Other rows are NaN: none of them may be loaded.
+        # Rows outside of the sequence are NaN; none may be loaded.
         source = torch.full_like(x, torch.nan)
         source[begin : begin + length] = x[begin : begin + length]
         target, seen = (torch.full_like(x, 7.0), torch.full((tile.rows, HEADS, tile.cols), 9.0).cuda().bfloat16())

@@ -1,4 +1,4 @@
-"""The Python blocks of README.md and docs/ that use CUDA run as they are."""
+"""The Python blocks of README.md and docs/ that use CUDA run unchanged."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_fp16(case):
 
 
 @pytest.mark.parametrize("case", OTHER_WIDTHS, ids=lambda case: f"{case.head_dim}.{case.head_dim_v}")
-def test_values_of_another_width(case):
+def test_dv_other_than_d(case):
     inputs = case.inputs()
     check(case, *case.attend()(*inputs), inputs)
 
@@ -46,7 +46,7 @@ def test_values_of_another_width(case):
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("band", (Band(), CAUSAL), ids=str)
 def test_a_sequence_does_not_depend_on_its_batch(head_dim, band):
-    """The same bits beside numbers, NaN and infinity."""
+    """A sequence has the same bits if its neighbours are finite, NaN or infinite."""
     case = VarlenCase(Lengths([70, 200, 33], [90, 150, 40]), 4, 2, head_dim, band)
     inputs, attend = case.inputs(), case.attend()
     out, lse = attend(*inputs)

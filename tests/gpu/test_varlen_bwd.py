@@ -80,7 +80,7 @@ def test_against_the_oracle(case, family):
 
 
 @pytest.mark.parametrize("case", OTHER_WIDTHS, ids=lambda case: f"{case.head_dim}.{case.head_dim_v}")
-def test_values_of_another_width(case, family):
+def test_dv_other_than_d(case, family):
     check_or_refusal(case, family, with_lse=True)
 
 
@@ -285,7 +285,7 @@ def test_new_lengths_with_features_neither_wait_nor_compile():
 
 
 def test_a_captured_training_step_with_features():
-    """Replayed, it draws anew, and its gradients are those of its own mask: out is linear in v."""
+    """Each replay has a new dropout mask, and its gradients use this mask; checked by the linearity of out in v."""
     case = VARLEN_CASES[3]
     leaves = {name: x.nan_to_num().cuda().requires_grad_() for name, x in case.tensors().items()}
     cu, options = (case.lengths.cu_q.cuda(), case.lengths.cu_k.cuda()), case.one.options(leaves)

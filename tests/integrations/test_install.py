@@ -1,4 +1,4 @@
-"""`install_as_flash_attn`: what `import flash_attn` then imports, and when it is refused."""
+"""`install_as_flash_attn`: the names that `import flash_attn` then provides, and refusals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Compile a kernel once in a session, whichever test or worker asks, and keep what tests read of it.
+"""Compile a kernel once per session, for all tests and workers.
 
-One compilation leaves two files in the session's kernel cache: the entry that launches load, and the
-`Resources` that gates and the lock read.
+A compilation writes two files to the session's kernel cache: the entry that launches load, and the `Resources` that the
+gates and the lock read.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from cute_flash.jit.disk import DiskCache
 from cute_flash.jit.resources import Resources
 from cute_flash.planning.plan import CompileKey
 
-# A cache that is kept between sessions may hold what an older reader read.
+# A cache that is kept between sessions may hold files of an older version of the reader.
 SUFFIX = f".{hashlib.sha256(Path(reading.__file__).read_bytes()).hexdigest()[:8]}.resources"
 
 
 def kernel_resources(key: CompileKey) -> Resources:
-    """What a kernel uses; compiles it if no other test did."""
+    """The resources of a kernel; compiles it if no other test did."""
     cache, name = DiskCache.default(), digest(key)
     with cache.locked(name):
         path = cache.find(name, SUFFIX)

@@ -1,4 +1,4 @@
-"""The compile cache: memory, then disk, then the compiler, once. `test_digest` has what names an entry.
+"""The compile cache: memory, then disk, then the compiler, once. `test_digest` tests the names of entries.
 
 Most tests replace the compiler by a function that returns a few bytes.
 """
@@ -102,7 +102,7 @@ def test_a_damaged_entry_is_compiled_again(
     assert compiled_kernel(key_of())() == OBJECT
     assert cache_info() == CacheInfo(compiles=2)
     forget()
-    # Mended for the next one.
+    # The next process finds a valid entry.
     assert compiled_kernel(key_of())() == OBJECT
     assert cache_info() == CacheInfo(compiles=2, disk_hits=1)
 
@@ -227,7 +227,7 @@ print(json.dumps({
 
 
 def check_arguments(function: Callable[..., None], key: CompileKey) -> None:
-    """It is the kernel: it takes as many arguments as the row of its registry, and CUDA tensors only."""
+    """Assert that it is the kernel: it takes the arguments of its registry row, and only CUDA tensors."""
     with pytest.raises(TypeError, match=f"Expects {len(key.operands)} parameters"):
         function()
     tensor = torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16)

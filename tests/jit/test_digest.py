@@ -1,4 +1,4 @@
-"""The digest that names an entry of the compile cache: it covers what decides the code, and nothing else."""
+"""The digest that names an entry of the compile cache covers everything that decides the code, and nothing else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def key_of(family: str = "sm80", head_dim: int = 64) -> CompileKey:
 
 @pytest.fixture
 def clear_facts() -> Iterator[Callable[[], None]]:
-    """Forget what was read of sources and versions: at will, and when the test is over."""
+    """A function that clears the cached digests of sources and versions; also called after the test."""
 
     def clear() -> None:
         for cached in (compiling.source_digest, compiling.toolchain, compiling.runtime_library):
@@ -48,7 +48,7 @@ def test_digest_changes_with_all_that_is_compiled_in() -> None:
         hopper,
         replace(ampere, kernel="fwd_sm90"),
         replace(ampere, target="sm_86"),
-        # Kernels take arguments by position: a renamed or moved operand is another kernel.
+        # Kernels take arguments by position, so a renamed or moved operand makes another kernel.
         replace(ampere, operands=(*ampere.operands[1::-1], *ampere.operands[2:])),
     ]
     assert {f.name for f in fields(ampere)} == {"kernel", "static", "tile", "target", "operands"}

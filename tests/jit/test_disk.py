@@ -1,4 +1,4 @@
-"""The folder of compiled kernels: whole entries of our own or nothing, one writer at a time."""
+"""The folder of compiled kernels: only complete entries of the same user are read, and one process writes at a time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_new_entry_replaces_the_old_one(cache: DiskCache) -> None:
     cache.store("entry", CONTENT, ".so")
     with open(cache.folder / "entry.so", "rb") as old:
         cache.store("entry", b"new", ".so")
-        # Who has the old one open keeps it whole.
+        # A process that has the old entry open can still read it.
         assert old.read() == CONTENT
     found = cache.find("entry", ".so")
     assert found is not None
@@ -176,7 +176,7 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.warns(CacheWarning, match=rf"kernel cache {folder} cannot be used .* for this process only"):
             found = default_in(folder, monkeypatch)
         check_private_substitute(found, folder)
-        # Said once, decided once.
+        # The second call gives no warning and the same folder.
         assert DiskCache.default() == found
     assert blocked.read_text() == "not a folder"
 
@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     def refuse(dir: Path | None = None) -> None:
         raise PermissionError(13, "Permission denied")
 
-    # Permission bits do not stop root, who runs tests in containers.
+    # Permission bits do not stop root, and tests in containers run as root.
     monkeypatch.setattr(disk.tempfile, "TemporaryFile", refuse)
     with pytest.warns(CacheWarning, match=r"cannot be used .*Permission denied"):
         found = default_in(folder, monkeypatch)
@@ -235,7 +235,7 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path: Path, monkeypatch: pytes
 def test_a_substitute_ends_with_its_process(tmp_path: Path) -> None:
     blocked = tmp_path / "kernels"
     blocked.write_text("")
-    # The module alone: its package would import torch.
+    # Import the module without its package, which would import torch.
     program = (
         "import runpy, sys\n"
         "cache = runpy.run_path(sys.argv[1])['DiskCache'].default()\n"

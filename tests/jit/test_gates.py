@@ -1,4 +1,4 @@
-"""The gates' compilation: it reads what `resources` reads, happens once, and leaves the entry that launches load."""
+"""The compilation of the gates reads the same resources as `resources`, runs once, and writes the cache entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading what a kernel uses: from the remarks of ptxas, the PTX and the SASS. No kernel is compiled."""
+"""Reading the resources of a kernel from ptxas remarks, PTX and SASS. No kernel is compiled."""
 
 from __future__ import annotations
 

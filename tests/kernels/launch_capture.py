@@ -1,12 +1,12 @@
-"""What compiled kernels would launch, seen without a GPU: grid, threads of a CTA and shared memory.
+"""Records the launches of compiled kernels without a GPU: grid, threads of a CTA and shared memory.
 
 The host code of a compiled kernel checks its arguments and calls the CUDA runtime through a small shim library. Here a
-stub takes the place of that library, and the tensors are CPU tensors that say they are on a GPU. The stub's symbols are
-global to the process, where no kernel could be launched again. So this runs as a process of its own,
+stub replaces that library, and the tensors are CPU tensors that claim to be on a GPU. The stub's symbols are global, so
+its process can launch no real kernel afterwards. Therefore it is a separate process,
 
     python -m tests.kernels.launch_capture FOLDER
 
-which compiles the stub into FOLDER, reads a pickled list of requests from stdin, and writes one of launches to stdout.
+which compiles the stub into FOLDER, reads a pickled list of requests from stdin, and writes a list of launches.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ void CuteDSLRT_TVMFFISetRaisedCudaError(void *where, int code) {}
 
 @dataclass(frozen=True)
 class Request:
-    """The call of a case of the lock, on other sizes."""
+    """A call of a case of the lock, with other sizes."""
 
     case: Case
     sizes: Sizes
@@ -96,7 +96,7 @@ def has_compiler() -> bool:
 
 
 def capture(requests: list[Request], folder: Path) -> list[list[Launch]]:
-    """The launches of each request, from a process of its own."""
+    """The launches of each request, recorded in a separate process."""
     done = subprocess.run(
         [sys.executable, "-m", __name__, str(folder)],
         input=pickle.dumps(requests),
@@ -144,7 +144,7 @@ DTYPES = {
 
 
 class OnGpu:
-    """A CPU tensor that says it is on GPU 0. Its memory is never read."""
+    """A CPU tensor that claims to be on GPU 0. Its memory is never read."""
 
     def __init__(self, tensor: Tensor):
         rank = tensor.dim()

@@ -1,7 +1,7 @@
-"""Which elements of shared memory the backward's warps read and write, on the CPU.
+"""The elements of shared memory that warps of the backward read and write, on the CPU.
 
-A jit function that launches nothing runs on the host: it computes the addresses of all threads, and what
-ldmatrix and the tensor cores make of them is written out here.
+A jit function that launches nothing runs on the host and computes the addresses of all threads. The tests model
+ldmatrix and the MMA in Python.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LANES, VALUES = 32, 8  # values of 16 bits a thread gets from one ldmatrix.x4
 
 @pytest.fixture(autouse=True)
 def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses are numbers here, and nothing is behind them."""
+    """Replace pointers by numbers, without memory."""
     monkeypatch.setattr(ldmatrix, "rederived", lambda value: value)
 
 
@@ -76,7 +76,7 @@ def coordinates_at(smem: SmemTile) -> torch.Tensor:
 
 
 def addresses(operand):  # type: ignore[no-untyped-def]
-    """The elements that a thread points at in all its loads: while `operand` is traced."""
+    """The elements that a thread addresses in all its loads, recorded while `operand` is traced."""
     found = []
 
     def note(_, source, target):  # type: ignore[no-untyped-def]
@@ -93,7 +93,7 @@ def addresses(operand):  # type: ignore[no-untyped-def]
 
 
 def stores(store, fragment):  # type: ignore[no-untyped-def]
-    """(number of a pair, its element), for all stores of a thread: while `store` is traced."""
+    """(number of a pair, its element) of all stores of a thread, recorded while `store` is traced."""
     found = []
 
     class Target:
@@ -105,7 +105,7 @@ def stores(store, fragment):  # type: ignore[no-untyped-def]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cute, "make_tensor", Target)
-        # In the place of pairs: their numbers.
+        # The tensors hold numbers of pairs instead of values.
         patch.setattr(cute, "recast_tensor", lambda *_: range(cute.size(fragment) // 2))
         store.store(fragment)
     return found
@@ -128,13 +128,13 @@ def test_ldmatrix_reads_what_the_product_needs(tile: BwdTileSm80, name: str) -> 
     def program(read, wanted):  # type: ignore[no-untyped-def]
         mma = grid.mma()
         for thread in range(tile.num_threads):
-            # The address that each thread hands to ldmatrix, in elements of the tile that is meant.
+            # The address that each thread passes to ldmatrix, as an element of the tile.
             operand = operand_of(mma, Int32(thread))
             steps, last = cute.size(operand.view, mode=[1]), cute.size(operand.view, mode=[2])
             sizes["loads"], sizes["k"] = steps, last
             for index, address in enumerate(addresses(operand)):
                 read[thread, index] = address - smem.cosize
-            # What every register must hold, by the definition of the product.
+            # The element that each register must hold, by the definition of the product.
             thr_mma = mma.get_slice(Int32(thread))
             held = getattr(thr_mma, f"partition_{side.upper()}")(cute.make_identity_tensor(shape))
             codes = cute.make_rmem_tensor(operand.fragment.layout, Int32)
@@ -154,7 +154,7 @@ def test_ldmatrix_reads_what_the_product_needs(tile: BwdTileSm80, name: str) -> 
     count = sizes["loads"] * sizes["k"]
     read, wanted = read[:, :count], wanted[:, :count]
 
-    # ldmatrix.x4: lane 8 r + i hands over row i of the 8x8 matrix r, of which lane l gets the elements
+    # ldmatrix.x4: lane 8 r + i passes the address of row i of the 8x8 matrix r. Lane l gets its elements
     # (l / 4, 2 (l % 4) + j), or, transposed, (2 (l % 4) + j, l / 4).
     at = coordinates_at(smem)
     rows = read.view(tile.num_warps, LANES, count)
@@ -195,7 +195,7 @@ def test_scores_land_where_they_are_read(tile: BwdTileSm80) -> None:
     program(from_dlpack(out))
     at = coordinates_at(smem)
     assert torch.equal(at[out[..., 2].long()], out[..., :2].long())
-    # The second of a pair is the next element, and all of the tile is covered.
+    # The second element of a pair follows the first, and all elements of the tile are covered.
     assert torch.equal(
         at[out[..., 2].long() + 1] - at[out[..., 2].long()], torch.tensor((0, 1)).expand_as(out[..., :2])
     )
@@ -223,8 +223,8 @@ def test_queries_of_a_thread_lie_as_the_mask_says(tile: BwdTileSm80) -> None:
 
 
 @pytest.mark.compiles
-def test_scores_are_an_operand_where_they_are() -> None:
-    """All warps along the keys: what a thread holds of S^T is what it must hold of A, in the same order."""
+def test_accumulators_are_operand_a() -> None:
+    """If all warps are along the keys, a thread holds the elements of S^T that it needs as operand A, in order."""
     tile = next(tile for tile in TILES if tile.p_in_registers)
     bwd = kernel(tile)
 
@@ -250,7 +250,7 @@ def test_scores_are_an_operand_where_they_are() -> None:
 @tiles
 @pytest.mark.parametrize("product", ["kv", "q"])
 def test_gradients_leave_in_order(tile: BwdTileSm80, product: str) -> None:
-    """What the epilogue writes to an element of the tile is that element's accumulator."""
+    """The epilogue writes each accumulator to its own element of the tile."""
     bwd = kernel(tile)
     grid = getattr(bwd, f"{product}_grid")
     shape = (tile.tile_n if product == "kv" else tile.tile_m, tile.head_dim)

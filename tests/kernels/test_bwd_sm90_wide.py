@@ -1,4 +1,4 @@
-"""Orders that the wide Hopper backward relies on: of dQ in global memory, of P and dS in shared memory."""
+"""Element orders that the wide Hopper backward relies on: dQ in global memory, P and dS in shared memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.device.test_hopper_parts import FOR_HOPPER, tiled_mma
 
 @pytest.mark.compiles
 def test_halves_of_accumulators_have_the_order_of_the_whole() -> None:
-    """dQ is added up by halves, and read again as a whole."""
+    """dQ is added in halves, and postprocess reads it as one tile."""
 
     @cute.jit
     def program(out):  # type: ignore[no-untyped-def]
@@ -46,7 +46,7 @@ def test_halves_of_accumulators_have_the_order_of_the_whole() -> None:
 @pytest.mark.compiles
 @pytest.mark.parametrize("width", [40, 80])
 def test_accumulators_are_stored_transposed(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """Every element of every n8 tile lands where the swizzled tile has it; no bank is asked twice."""
+    """Every element of every n8 tile is stored at its place in the swizzled tile, without bank conflicts."""
     now: dict[str, Any] = {}
 
     def record(text: str, read_only_args: list[Any]) -> None:

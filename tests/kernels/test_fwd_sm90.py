@@ -18,7 +18,7 @@ from cute_flash.kernels.sm90.fwd import FwdSm90
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.problem import Static
 
-# The DSL takes dataclasses apart: these have the fields of the kernel's that `look_ahead` reads.
+# The DSL flattens dataclasses. These have the fields of the kernel that `look_ahead` reads.
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Tile:
 
 
 class Kernel(FwdSm90):
-    """With one stage of Q, which every warp releases after the last block."""
+    """A kernel with one stage of Q, which every warp releases after the last block."""
 
     def __init__(self) -> None:
         super().__init__(Static("bfloat16", 256, False, False), FwdTileSm90(256, 128, 64, 2, 1))
@@ -73,9 +73,10 @@ NOT_A_NUMBER = [math.nan, math.nan]
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("sums", [[1.0, 2.0], [0.0, 0.0], [math.inf, math.inf], NOT_A_NUMBER], ids=str)
-def test_q_is_released_whatever_the_scores(monkeypatch: pytest.MonkeyPatch, sums: list[float]) -> None:
-    """After the last block, once: without it the kernel would hang. Before it, the next block's K is waited
-    for, or left to the block itself if the sums are no numbers.
+def test_q_is_released_once_for_all_scores(monkeypatch: pytest.MonkeyPatch, sums: list[float]) -> None:
+    """Q is released once, after the last block; otherwise the kernel would hang.
+
+    Each earlier block waits for the K of the next block, unless its sums are NaN: then the next block waits itself.
     """
     monkeypatch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
     kernel = Kernel()

@@ -1,7 +1,7 @@
-"""Launches through the host code of compiled kernels: it takes what the launcher passes, and launches what was planned.
+"""The host code of compiled kernels accepts the launcher's arguments, and launches the planned grid.
 
-The kernels are among those of the lock's sample and of the compile gates, which compile them once for all. Sizes are
-others, and fill no tile.
+The kernels are a part of those that the lock and the compile gates compile. Sizes are different, and are not multiples
+of a tile.
 """
 
 from __future__ import annotations
@@ -68,15 +68,17 @@ BACKWARD = {
 
 
 def request_of(case: Case, number: int) -> Request:
-    """On sizes that take the same kernel; every other one has strides out of order."""
+    """A request with sizes that select the same kernel. Every other request has permuted strides."""
     sizes = replace(SIZES, seqlen_q=case.seqlen_q) if "pack_gqa" in case.features else SIZES
     is_bshd = number % 2 == 1 and not {"varlen", "pack_gqa"} & set(case.features)
     return Request(case, sizes, is_bshd)
 
 
 def more_smem(plan: Plan) -> int:
-    """Shared memory beyond that of the tile: two longer slots, in which a Hopper producer publishes tiles of a varlen
-    batch or of a block mask, and in the forward the numbers of a block mask's K/V blocks.
+    """Shared memory in addition to the tile's.
+
+    A Hopper producer publishes tiles of a varlen batch or of a block mask in two longer slots. The forward with a block
+    mask also publishes the indices of K/V blocks.
     """
     if plan.family == "sm80":
         return 0
@@ -94,7 +96,7 @@ def check(request: Request, launches: list[Launch]) -> None:
     tile = plan.tile
     assert main.grid == (plan.sizes["num_ctas"], 1, 1)
     assert main.block == (tile.num_threads, 1, 1)
-    # The DSL does not diagnose an overflow of shared memory: a kernel must take what its tile says.
+    # The DSL does not detect an overflow of shared memory, so a kernel must use as much as its tile declares.
     assert main.smem_bytes == tile.smem_bytes + more_smem(plan) <= plan.arch.smem_per_cta
     if case.direction == "fwd" and not {"varlen", "pack_gqa"} & set(case.features):
         tiles = ceil_div(request.sizes.seqlen_q, tile.tile_m) * request.sizes.heads * request.sizes.batch

@@ -1,5 +1,5 @@
-"""Layouts of shared memory for study: a field of the tile that changes addresses only; what hardware cannot read is
-refused.
+"""Other shared-memory layouts: a field of the tile that changes only addresses. Layouts that the hardware cannot read
+are refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_padding_takes_room() -> None:
     tile = FwdTileSm80(128, 128, 48, 4, 2)
     padded, plain = replace(tile, layout="padded"), replace(tile, layout="plain")
     assert plain.smem_bytes == tile.smem_bytes == (128 + 4 * 48) * 256
-    # 16 bytes for each row but the last of a tile; the next tile begins at a multiple of 1024.
+    # 16 bytes for each row except the last of a tile; the next tile starts at a multiple of 1024.
     stages = 2 * (47 * 272 + 256)
     assert padded.smem_bytes == 34 * 1024 + -(-stages // 1024) * 1024 + stages
     assert "padded" in str(padded) and "swizzled" not in str(tile)
@@ -54,13 +54,13 @@ def test_padding_takes_room() -> None:
 @pytest.mark.skipif(nvdisasm() is None, reason="no nvdisasm")
 @pytest.mark.parametrize("layout", VARIANTS)
 def test_ampere_variants_are_the_same_kernel(layout: str) -> None:
-    """The instructions that layouts.kernels counts, no more: what a layout changes is addresses."""
+    """A layout changes addresses only: the kernel has the instructions that layouts.kernels counts."""
     key = key_of("sm80", 64, layout)
     assert isinstance(key.tile, FwdTileSm80)
     found, warps = kernel_resources(key), key.tile.num_warps
     assert found.spill_bytes == 0
     assert found.symbol.endswith("128x64_0" if layout == "swizzled" else f"128x64_{layout}_0")
-    # Code of a warp: the blocks of keys stand there twice, masked and not.
+    # The code of a warp has two copies of the K/V loop: masked and full blocks.
     loads = sum(
         use.once.instructions * (2 if use.is_per_block else 1) // warps
         for use in sm80_uses(key.tile)
@@ -84,5 +84,5 @@ def test_hopper_variants_differ_in_the_boxes_of_tma(layout: str) -> None:
     assert found.sass["UTMALDG"] == boxes * (2 + 2 + 1)
     assert found.sass["UTMASTG"] == boxes * 2
     (stores,) = (use for use in sm90_uses(key.tile) if use.instruction == "stmatrix")
-    # The output is written in two places of the code, by 4 warps a warpgroup.
+    # Two places in the code write the output, by 4 warps per warpgroup.
     assert found.sass["STSM"] == 2 * stores.once.instructions // (4 * key.tile.num_warpgroups)

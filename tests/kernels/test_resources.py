@@ -1,7 +1,7 @@
 """Compile gates: kernels keep everything in registers, use the tensor cores, and fit an SM.
 
-Gated are the kernels of the lock's sample, and those nearest to the limits. `make lock` compiles every kernel of the
-lock, and names those that spill.
+The gates cover the kernels of the lock's sample and those nearest to the limits. `make lock` compiles every kernel of
+the lock, and lists those that spill.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_a_kernel_keeps_everything_in_registers(name: str) -> None:
     if nvdisasm() is None:
         pytest.skip("no disassembler: the instructions were not counted")
     CHECKS[type(plan.tile)](found, plan)
-    # A load or store of local memory is a spill by another name.
+    # A load or store of local memory is also a spill.
     assert found.spill_bytes or found.sass["LDL"] == found.sass["STL"] == 0
 
 
@@ -146,18 +146,18 @@ def test_a_decode_kernel_keeps_everything_in_registers(case: DecodeCase) -> None
 
 def check_registers(found: Resources, plan: Plan) -> None:
     assert plan.tile.accumulator_registers < found.registers
-    # Registers are given out by 256 to a warp; those of a CTA must fit an SM.
+    # A warp gets registers in units of 256; all registers of a CTA must fit in an SM.
     per_cta = plan.tile.num_warps * ceil_div(32 * found.registers, 256) * 256
     assert per_cta <= plan.arch.registers_per_sm
 
 
 def check_setmaxnreg(found: Resources, tile: FwdTileSm90) -> None:
-    """Warpgroups take no more registers than others gave: they would wait for them forever."""
+    """Warpgroups take no more registers than others release; otherwise they would wait forever."""
     *for_others, for_mma = found.setmaxnreg
     assert len(for_others) == 1 + tile.dropout_producer
-    # What the instruction takes.
+    # The operands that the instruction accepts.
     assert all(24 <= count <= 256 and count % 8 == 0 for count in found.setmaxnreg)
-    # Registers are given out by 8 to a thread.
+    # A thread gets registers in units of 8.
     at_launch = ceil_div(found.registers, 8) * 8
     assert sum(for_others) + tile.num_warpgroups * for_mma <= tile.num_threads // 128 * at_launch
     assert tile.num_threads * at_launch <= ARCHS["sm_90"].registers_per_sm
@@ -177,27 +177,27 @@ def check_fwd_sm80(found: Resources, plan: Plan) -> None:
     assert bodies >= 2, "masked and full blocks"
     assert rest == 0
     assert found.sass["HGMMA"] == 0
-    # K and V arrive by cp.async and leave through ldmatrix; exp2 is on the special function unit.
+    # cp.async loads K and V, and ldmatrix reads them; exp2 is a MUFU instruction.
     assert all(found.sass[name] > 0 for name in ("LDGSTS", "LDSM", "MUFU"))
 
 
 def check_fwd_sm90(found: Resources, plan: Plan) -> None:
     tile, static = plan.tile, plan.problem.static
-    # 64 rows of a warpgroup at a time: one instruction for 16 columns of Q Kᵀ's sum, or 16 keys of P V's.
+    # A wgmma has 64 rows and k = 16: 16 columns of Q and K, or 16 keys of P and V.
     qk, pv = tile.head_dim // 16, tile.tile_n // 16 * (tile.width_v // tile.columns_pv)
     bodies, rest = divmod(found.sass["HGMMA"], qk + pv)
     assert rest == 0
-    # Q Kᵀ of a tile's first block and P V of its last; with room for the next Q, also one beside the other.
+    # Q Kᵀ of a tile's first block and P V of its last block; with two stages of Q, also both overlapped.
     ends = 1 + (tile.q_stages > 1)
     if not static.has_mods:
-        # Every copy of the loop's body has Q Kᵀ of a block and P V of the one before. With ALiBi or a softcap there
-        # is one copy, which asks of every block whether it is masked.
+        # Every copy of the loop body has Q Kᵀ of a block and P V of the previous block. With ALiBi or softcap there is
+        # one copy, which tests for every block whether it is masked.
         has_one = "alibi" in static.features or "softcap" in static.features
         assert bodies - ends == (1 if has_one else 1 + static.has_left + static.has_right)
-    # Q, K and V arrive by TMA; exp2 is on the special function unit.
+    # TMA loads Q, K and V; exp2 is a MUFU instruction.
     assert all(found.sass[name] > 0 for name in ("UTMALDG", "MUFU", "USETMAXREG"))
     if not static.varlen:
-        # The output leaves by TMA through the space of Q where the next Q has another.
+        # With two stages of Q, TMA stores the output from the stage of Q.
         assert all((found.sass[name] > 0) == (tile.q_stages > 1) for name in ("UTMASTG", "STSM"))
     assert all(found.sass[name] == 0 for name in ("HMMA", "LDGSTS"))
 
@@ -225,7 +225,7 @@ def check_bwd_sm90_wide(found: Resources, plan: Plan) -> None:
 
 
 def check_philox(found: Resources, plan: Plan, copies: int) -> None:
-    """In every copy of the loop at least one call: seven rounds of two products, and four of words."""
+    """Every copy of the loop has at least one Philox call: seven rounds of two products, and four products of words."""
     if "dropout" in plan.main.static.features:
         assert found.sass["IMAD"] >= 18 * copies
 

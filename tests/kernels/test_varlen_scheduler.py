@@ -34,7 +34,7 @@ def test_classes_are_ordered_and_few() -> None:
     found = [length_class(cost) for cost in range(1 << 14)]
     assert found[:64] == list(range(64))
     assert all(a <= b for a, b in pairwise(found))
-    # No more than 1 part in 32 between the longest and the shortest of a class.
+    # The longest and the shortest tile of a class differ by at most 1/32.
     for _, group in groupby(range(1, 1 << 14), key=length_class):
         costs = list(group)
         assert costs[-1] - costs[0] <= costs[0] // 32
@@ -139,7 +139,7 @@ def test_segments_of_the_kernel(seed: int, of_keys: bool) -> None:
     assert out[0, 7] == len(expected)
     for row, segment in zip(out.tolist(), expected, strict=True):
         rows, columns = (segment.k_len, segment.q_len) if of_keys else (segment.q_len, segment.k_len)
-        # Where there are no rows, the rest does not matter.
+        # If there are no rows, the other values do not matter.
         if rows:
             cost = longest_tile(band, rows, columns, *tiles)
             assert row[:7] == [*segment, ceil_div(rows, tiles[0]), cost]

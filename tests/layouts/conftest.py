@@ -21,7 +21,7 @@ def _write_indices(out: cute.Tensor, build: cutlass.Constexpr):
 
 @pytest.fixture
 def cute_indices() -> Callable[[Callable[[], Any], int], tuple[list[int], str]]:
-    """`cute_indices(build, size)`: what the CuTe layout `build()` maps 0 .. size - 1 to, and its print."""
+    """`cute_indices(build, size)`: the indices to which the CuTe layout `build()` maps 0 to size - 1, and its text."""
 
     def run(build: Callable[[], Any], size: int) -> tuple[list[int], str]:
         printed = []
@@ -31,7 +31,7 @@ def cute_indices() -> Callable[[Callable[[], Any], int], tuple[list[int], str]]:
             printed.append(str(layout))
             return layout
 
-        # Poisoned: an index that is not written cannot pass for a right one.
+        # Filled with invalid indices, so that an index that is not written is detected.
         out = torch.full((size,), -1, dtype=torch.int32)
         cute.compile(_write_indices, from_dlpack(out), traced)(from_dlpack(out))
         return out.tolist(), printed[-1]

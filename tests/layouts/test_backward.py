@@ -59,7 +59,7 @@ def test_instructions_are_those_of_the_reports(name: str) -> None:
     kernel, shape, measured, predicted = (case[key] for key in ("kernel", "shape", "measured", "predicted_shared"))
     for counter, instruction in (("ldsm_instructions", "ldmatrix"), ("ldgsts_instructions", "cp.async")):
         assert measured[counter] == predicted[instruction]["instructions"], counter
-    # Persistent CTAs publish and read one more tile each, the end: 3 instructions of the writer, 9 of the readers.
+    # Each persistent CTA also publishes and reads an end marker: 3 instructions of the writer, 9 of the readers.
     is_persistent = kernel == "bwd-sm90" and shape["head_dim"] == 128
     assert 0 <= measured["st_instructions"] - predicted["st.shared"]["instructions"] <= 2 * 132 * is_persistent
     loads = measured["ld_instructions"] - predicted["ld.shared"]["instructions"]
@@ -73,7 +73,7 @@ def test_instructions_are_those_of_the_reports(name: str) -> None:
 
 
 def test_no_instruction_of_the_backward_kernels_conflicts() -> None:
-    """By instruction, wavefronts are those without conflicts, and as many as predicted."""
+    """For each instruction, measured wavefronts equal the ideal and the predicted number."""
     counted = read_tables((DATA / BY_INSTRUCTION).read_text(encoding="utf-8"))
     assert len(counted) == 3
     for case_id, opcodes in counted.items():
@@ -84,12 +84,12 @@ def test_no_instruction_of_the_backward_kernels_conflicts() -> None:
         for opcode, count in opcodes.items():
             if count.wavefronts:
                 found[PTX[opcode.partition(".")[0]]] += count.wavefronts
-        # Persistent CTAs read the end as one more tile, and a tile in two wavefronts.
+        # Persistent CTAs also read the end marker; a tile takes two wavefronts.
         assert found == pytest.approx(predicted, rel=0.003 if "sm90-swizzled-d128" in case_id else 0)
 
 
 def test_plain_rows_of_256_bytes_meet_in_the_same_banks() -> None:
-    """As in the forward: eight wavefronts instead of one down a column, none more along a row."""
+    """As in the forward: eight wavefronts instead of one down a column, and no more along a row."""
     (tile,) = (row for row in SM80_BWD["sm_80"] if row.head_dim == 128)
     for swizzled, plain in zip(bwd_sm80_uses(tile), bwd_sm80_uses(tile, "plain"), strict=True):
         goes_down = swizzled.instruction in ("ldmatrix", "st.shared")
@@ -110,7 +110,7 @@ def test_the_code_has_the_instructions_that_are_counted(family: str, head_dim: i
         assert found.sass["LDSM"] == sum(count for (_, name), count in per_warp.items() if name == "ldmatrix")
         assert found.sass["STS"] == sum(count for (_, name), count in per_warp.items() if name == "st.shared")
     elif isinstance(key.tile, BwdTileSm90):
-        # The code of a block stands there three times: after no, one and two or more blocks.
+        # The code has three copies of a block: the first block, the second, and all later blocks.
         assert found.sass["STSM"] == 3 * per_warp["dS stmatrix", "stmatrix"]
     else:
         assert isinstance(key.tile, BwdTileSm90Wide)

@@ -1,4 +1,4 @@
-"""The numbers are derived here a second time: addresses from formulas, wavefronts by serving the banks."""
+"""Bank conflicts against an independent model: addresses from formulas, wavefronts by simulation of the banks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ deterministic = settings(derandomize=True, deadline=None, max_examples=60)
 
 
 def serve(addresses: list[int], width: int) -> int:
-    """Wavefronts by simulation: as long as words are wanted, every bank serves one of those it holds."""
+    """Wavefronts by simulation: in each, every bank delivers one of the words that are still needed."""
     waiting = {word for address in addresses for word in range(address // 4, (address + width) // 4)}
     wavefronts = 0
     while waiting:
@@ -40,7 +40,7 @@ def serve(addresses: list[int], width: int) -> int:
 
 
 def chunk_address(variant: str, rows: int, cols: int, row: int, chunk: int) -> int:
-    """The byte address of a 16-byte chunk in a tile of 2-byte elements, from the definition in words."""
+    """The byte address of a 16-byte chunk in a tile of 2-byte elements, by the definition of the layout."""
     if variant == "plain":
         return row * cols * 2 + chunk * 16
     if variant == "padded":
@@ -51,7 +51,10 @@ def chunk_address(variant: str, rows: int, cols: int, row: int, chunk: int) -> i
 
 
 def serve_copy(chunks: list[tuple[int, int]]) -> int:
-    """Of a warp's cp.async, (source, target): while sectors are on their way, a line takes what it can."""
+    """Wavefronts of the (source, target) chunks of a warp's cp.async, by simulation.
+
+    A wavefront moves sectors from one source line to one target line, each source sector to one target sector.
+    """
     waiting = {(source // 32, target // 32) for source, target in chunks}
     wavefronts = 0
     while waiting:
@@ -66,7 +69,7 @@ def brute_force(variant: str, rows: int, cols: int) -> dict[str, int]:
     def at(row: int, chunk: int) -> int:
         return chunk_address(variant, rows, cols, row, chunk)
 
-    # A matrix is 8 rows of one chunk; the order of the four in an x4 does not change what is served together.
+    # A matrix is 8 rows of one chunk. The order of the four matrices of an x4 does not change the phases.
     chunks = range(cols // 8)
     matrices = sum(serve([at(row + i, c) for i in range(8)], 16) for row in range(0, rows, 8) for c in chunks)
     # Eight threads copy one row of 128 bytes, or two rows of 64.
@@ -76,7 +79,7 @@ def brute_force(variant: str, rows: int, cols: int) -> dict[str, int]:
         pairs = [(row, c) for row in range(0, rows, 2) for c in range(0, cols // 8, 4)]
         groups = [[(row + i, c + j) for i in range(2) for j in range(4)] for row, c in pairs]
     loads = sum(serve([at(*spot) for spot in group], 16) for group in groups)
-    # Four of these groups are a warp's instruction: as many rows, or twice as many.
+    # An instruction of a warp has four of these groups: four rows, or eight.
     height, width = (4, 8) if cols % 64 == 0 else (8, 4)
     copies = 0
     for row in range(0, rows, height):
@@ -106,10 +109,10 @@ def test_report_agrees_with_brute_force(rows: int, cols: int, variant: str) -> N
     assert {name: access.wavefronts for name, access in report.items()} == brute_force(variant, rows, cols)
 
 
-# (rows, cols, variant): wavefronts of ldmatrix and of the fragment stores, of loads by rows, of cp.async.
+# (rows, cols, variant): wavefronts of ldmatrix and fragment stores, of row loads, and of cp.async.
 NUMBERS = {
     (64, 64, "swizzled"): (64, 64, 64),
-    # Of eight lines one stays a line, three straddle two, and of four the sectors straddle as well: 3 or 4.
+    # Of eight lines, one is aligned (1 wavefront), three straddle two lines (2), four also straddle sectors (3 or 4).
     (64, 64, "padded"): (64, 64, 64 * 21 // 8),
     (64, 64, "plain"): (8 * 64, 64, 64),
     (128, 128, "swizzled"): (256, 256, 256),
@@ -117,7 +120,7 @@ NUMBERS = {
     (128, 128, "plain"): (8 * 256, 256, 256),
     # Half a line at a time.
     (64, 96, "swizzled"): (96, 96, 2 * 96),
-    # A row is 13 chunks: the end of the second 64 bytes meets the start of the first in one group of banks.
+    # A row is 13 chunks: the end of the second 64 bytes is in the same group of banks as the start of the first.
     (64, 96, "padded"): (96, 2 * 96, 2 * 96 * 15 // 8),
     # A row is 12 chunks: eight rows start in two groups of banks.
     (64, 96, "plain"): (4 * 96, 96, 2 * 96),
@@ -176,9 +179,9 @@ def test_lines_and_sectors_of_a_copy() -> None:
 
     line = list(range(0, 128, 16))
     assert wavefronts(line) == 1
-    # Chunks change places within sectors, and sectors within the line: a swizzle.
+    # A swizzle permutes chunks within sectors, and sectors within the line.
     assert wavefronts([target ^ 48 for target in line]) == 1
-    # Moved by a sector: two lines. By half of one: and every sector lies in two.
+    # Shifted by sectors, the line straddles two lines. Shifted by half a sector, every sector straddles two as well.
     found = [wavefronts([target + 16 * by for target in line]) for by in range(9)]
     assert found == [1, 3, 2, 4, 2, 4, 2, 3, 1]
 
@@ -296,7 +299,7 @@ def test_fragments_belong_to_their_warps() -> None:
             lambda: ldmatrix_a(layout_of(SmemTile(64, 64)), 0, 4),
             r"does not hold 16 aligned contiguous bytes at \(0, 4\)",
         ),
-        # The ends of a chunk in place, its middle not.
+        # The ends of a chunk are contiguous, its middle is not.
         (lambda: ldmatrix_a(Layout((16, (2, 2, 8)), (32, (2, 1, 4))), 0, 0), "does not hold 16 aligned"),
         # Without the transposed view, columns of keys would be read.
         (lambda: ldmatrix_v(layout_of(SmemTile(64, 64)), 0, 0), "does not hold 16 aligned"),

@@ -91,7 +91,7 @@ def test_svg_picture(variant: str, access: str, labels: set[str]) -> None:
     rects = root.findall(f"{SVG}rect")
     framed = [rect for rect in rects if rect.get("fill") == "none"]
     assert len(rects) == 1 + 16 * 8 + 8
-    # Eight cells in eight colours are free of conflicts, eight in one colour meet in four banks.
+    # Eight cells of eight colours have no conflicts; eight cells of one colour are in the same four banks.
     colour_at = {(r.get("x"), r.get("y")): r.get("fill") for r in rects if r.get("fill") != "none"}
     assert len({colour_at[r.get("x"), r.get("y")] for r in framed}) == 8 // phase.wavefronts
     assert {text.text for text in root.iter(f"{SVG}text") if (text.text or "").startswith("t")} == labels
@@ -175,7 +175,7 @@ def test_figures_are_what_the_code_draws(tmp_path) -> None:
 
 
 def test_text_banks() -> None:
-    """Two rows of 192 + 16 bytes: the second ends where the first begins."""
+    """Two rows of 192 + 16 bytes: the end of the second shares a group of banks with the start of the first."""
     tile = SmemTile(64, 96, variant="padded")
     assert (
         text_banks(first_phase(tile, "load_rows"))

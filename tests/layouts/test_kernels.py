@@ -19,7 +19,7 @@ def by_name(uses: tuple[Use, ...]) -> dict[str, Count]:
     return {use.name: use.once for use in uses}
 
 
-# Architectures share most of their tiles. How much of Q stays in registers decides how often it is read, not how.
+# Architectures share most of their tiles. The part of Q in registers changes the number of reads, not their pattern.
 SHAPES = dict.fromkeys(replace(row, q_steps=0, max_bounds=2) for arch in ARCHS for row in SM80_FWD[arch])
 
 
@@ -33,7 +33,7 @@ def test_no_form_of_wgmma_conflicts_in_the_epilogue(variant: str) -> None:
     for row in SM90_FWD:
         found = predict(sm90_uses(replace(row, layout=variant)), ONE)
         assert not any(count.conflicts for count in found.values()), row
-        # 16 x 16 elements an instruction of a warp; straight to global memory with one stage of Q.
+        # 16 x 16 elements per warp instruction; with one stage of Q the output is stored directly to global memory.
         expected = row.tile_m * row.width_v // 256 if row.q_stages > 1 else 0
         assert found["stmatrix"].instructions == expected
 
@@ -54,7 +54,7 @@ def test_instructions_of_a_tile() -> None:
 
 
 def test_plain_rows_of_256_bytes_meet_in_the_same_banks() -> None:
-    """Eight rows of a matrix: eight wavefronts instead of one; the copies go along rows."""
+    """The eight rows of a matrix take eight wavefronts instead of one. Copies go along rows and have no conflicts."""
     plain, swizzled = by_name(sm80_uses(replace(TILE, layout="plain"))), by_name(sm80_uses(TILE))
     for name, count in plain.items():
         ideal = swizzled[name].wavefronts

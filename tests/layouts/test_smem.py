@@ -90,7 +90,7 @@ def test_kernels_get_the_layout_before_its_swizzle(tile: SmemTile, stages: int) 
 
 @pytest.mark.parametrize(("rows", "cols"), [(64, 64), (32, 128), (16, 192)])
 def test_swizzle_of_128_byte_rows(rows: int, cols: int) -> None:
-    """Written out: blocks of 64 columns one after the other, in each chunk c of row r at chunk c XOR r."""
+    """By definition: blocks of 64 columns one after the other; in a block, chunk c of row r is at chunk c XOR r."""
     tile = SmemTile(rows, cols)
     for row in range(rows):
         for col in range(cols):
@@ -141,7 +141,7 @@ def test_sizes(tile: SmemTile, cosize: int, num_bytes: int) -> None:
 
 
 def test_a_swizzle_reserves_its_last_block_whole() -> None:
-    # Two rows, the second of which is moved 8 to 15 past its start: 64 + 9 elements would be too few.
+    # The swizzle shifts the second of two rows by 8 to 15 elements, so 64 + 9 elements would be too few.
     ragged = ComposedLayout(Swizzle(3, 3, 3), 0, Layout((2, 9), (64, 1)))
     assert max(ragged(r, c) for r in range(2) for c in range(9)) == 79 < ragged.cosize == 128
 
@@ -154,7 +154,7 @@ def test_a_swizzle_reserves_its_last_block_whole() -> None:
 def test_cute_agrees_index_by_index(cute_indices, rows: int, cols: int, element_bytes: int, variant: str) -> None:
     tile = SmemTile(rows, cols, element_bytes, variant)
     theirs, printed = cute_indices(lambda: to_cute(layout_of(tile)), rows * cols)
-    # An integer coordinate runs down the rows first.
+    # An integer coordinate counts rows first.
     assert theirs == [layout_of(tile)(row, col) for col in range(cols) for row in range(rows)]
     assert printed == str(layout_of(tile))
 
@@ -197,7 +197,7 @@ def test_views_convert_to_cute(cute_indices, variant: str, view) -> None:
     ],
 )
 def test_is_the_swizzle_of_wgmma(cute_indices, cols: int, variant: str, kind) -> None:
-    """CuTe's atoms for wgmma hold the same elements; it spells their swizzle for byte addresses, S<b,4,3>."""
+    """CuTe's atoms for wgmma have the same element order; CuTe writes their swizzle for byte addresses, S<b,4,3>."""
     atom = atom_of(SmemTile(8, cols, variant=variant))
     assert isinstance(atom, ComposedLayout)
     in_bytes = Swizzle(atom.swizzle.bits, 4, 3)
@@ -210,7 +210,7 @@ def test_is_the_swizzle_of_wgmma(cute_indices, cols: int, variant: str, kind) ->
 @pytest.mark.parametrize("element_bytes", [1, 2, 4])
 @pytest.mark.parametrize("row_bytes", [128, 192])
 def test_byte_swizzle_moves_the_same_bytes(cute_indices, row_bytes: int, element_bytes: int) -> None:
-    """The plain layout behind a pointer that swizzles byte addresses reaches the same places."""
+    """A plain layout with a pointer that swizzles byte addresses gives the same addresses."""
     tile = SmemTile(16, row_bytes // element_bytes, element_bytes)
     layout = layout_of(tile)
     assert isinstance(layout, ComposedLayout)
@@ -231,7 +231,7 @@ def test_no_swizzle_for_the_pointer(variant: str) -> None:
 @deterministic
 @given(tiles)
 def test_columns_flip_bits_or_add_up(tile: SmemTile) -> None:
-    """What a kernel does with one address per row: it never computes a swizzle again."""
+    """A kernel computes one swizzled address per row, and the others from it without another swizzle."""
     for row in range(tile.rows):
         first = layout_of(tile)(row, 0)
         for col in range(0, tile.cols, tile.chunk_cols):

@@ -1,4 +1,4 @@
-"""Compile the kernels of the lock and compare their digests with the recorded ones: see the package."""
+"""Compile the kernels of the lock and compare their digests with the recorded ones; see `tests.lock`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.lock.cases import AnyCase, cases, compile_key, source_digest, toolcha
 from tests.lock.measure import measure_all
 
 RECORDED = Path(__file__).with_name("digests.json")
-# Results of this very code, so that an interrupted run resumes and nothing is compiled twice.
+# Results of the current source, so that an interrupted run resumes and nothing is compiled twice.
 RESULTS = Path(__file__).parents[2] / "build" / "lock"
 
 
@@ -71,7 +71,7 @@ def digests_of(chosen: Sequence[AnyCase], recorded: dict[str, str], jobs: int) -
 
 
 def report(found: dict[str, str], recorded: dict[str, str]) -> bool:
-    """Print what differs; whether nothing changed and nothing failed."""
+    """Print the differences; true if nothing changed and nothing failed."""
     lists = {
         "failed": [name for name in found if not found[name]],
         "changed": [name for name in found if found[name] and recorded.get(name, found[name]) != found[name]],
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--jobs", metavar="N", type=int, default=1, help="kernels compiled at a time")
         command.add_argument("--only", metavar="PATTERN", default="*", help="names of cases, as of files")
     options = parser.parse_args(arguments)
-    # A process compiles with one thread; more of torch's would only wait for each other's cores.
+    # A process compiles with one thread; more torch threads would only compete for cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     chosen = [case for case in cases() if fnmatch(case.name, options.only)]
     of_all = read(options.against)

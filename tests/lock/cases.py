@@ -1,8 +1,8 @@
-"""The kernels that the cubin lock covers, each described as a problem, and how the project compiles one.
+"""The kernels that the cubin lock covers, each described as a problem, and their compilation.
 
 A case names sizes, dtype, mask, features, kernel family and architecture, and the role of the kernel in the
-plan of that problem. Names of cases do not depend on classes, modules or tiles of the project. Everything
-that does is in the last section, the adapter.
+plan of that problem. Names of cases do not depend on classes, modules or tiles of the project. Code
+that depends on them is in the last section, the adapter.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PLACES = (HOPPER, AMPERE, AMPERE_86, AMPERE_ON_90)
 @dataclass(frozen=True, kw_only=True)
 class Bias:
     dtype: str = "bf16"
-    dims: str = "bhqk"  # those along which it differs; it broadcasts along the others
+    dims: str = "bhqk"  # dimensions of full size; it broadcasts along the others
     layout: str = "pairs"  # rows begin at 16 bytes ("aligned"), at pairs of elements, anywhere ("single")
     has_gradient: bool = True
 
@@ -116,7 +116,7 @@ class Case:
 
 
 AnyCase = Case | DecodeCase
-# Names in `Case.features`. "pack_gqa": q is such in memory that the heads of a group can be rows of one tile.
+# Names in `Case.features`. "pack_gqa": the strides of q allow the heads of a group to be rows of one tile.
 FEATURES = (
     "varlen", "seqused_k", "softcap", "alibi", "sinks", "dropout", "max_logit", "out_dtype",
     "batch_invariant", "pack_gqa",
@@ -161,7 +161,7 @@ def plain() -> Iterator[Case]:
 
 
 def deterministic() -> Iterator[Case]:
-    """Every row of the backward once, with masks in turn; the widest heads have no Hopper kernel."""
+    """Every row of the backward once, with alternating masks; the widest heads have no Hopper kernel."""
     masks = ("causal", "window", "full", "left")
     for place in PLACES:
         for i, head_dim in enumerate((64, 128) if place == HOPPER else HEAD_DIMS):
@@ -182,7 +182,7 @@ def around_plain() -> Iterator[Case]:
 
 
 def samples() -> Iterator[Case]:
-    """fp16, head dims that are padded to a wider tile, and backward passes of another width of values."""
+    """fp16, head dims that are padded to a wider tile, and backward passes with Dv ≠ D."""
     for place in (HOPPER, AMPERE):
         yield fwd(place, 128, dtype="fp16")
         yield fwd(place, 64, dtype="fp16", mask="full")
@@ -229,12 +229,12 @@ def fwd_features() -> Iterator[Case]:
         yield fwd(place, 128, "varlen", *ALL_SCORE, mask="window")
         yield fwd(place, 64, "varlen", "batch_invariant", "out_dtype")
         yield fwd(place, 192, "varlen", head_dim_v=128)
-    # Heads of a group as rows of one tile; softcap is the only feature that may join.
+    # pack_gqa; softcap is the only feature that it supports.
     yield fwd(HOPPER, 128, "pack_gqa", seqlen_q=FEW_ROWS)
     yield fwd(HOPPER, 64, "pack_gqa", seqlen_q=FEW_ROWS, seqlen_k=SHORT)
     yield fwd(HOPPER, 256, "pack_gqa", seqlen_q=FEW_ROWS, mask="window")
     yield fwd(HOPPER, 128, "pack_gqa", "softcap", "out_dtype", seqlen_q=FEW_ROWS, mask="left")
-    # Rows with a dropout producer that the ones above do not take.
+    # Rows with a dropout producer that the cases above do not use.
     yield fwd(HOPPER, 64, "dropout", head_dim_v=128)
     yield fwd(HOPPER, 128, "dropout", head_dim_v=64)
     yield fwd(HOPPER, 192, *ALL_SCORE, head_dim_v=128, mask="full")
@@ -405,7 +405,7 @@ def cases() -> list[AnyCase]:
 
 
 def call_of(case: Case, sizes: Sizes | None = None) -> tuple[Tensor, Tensor, Tensor, AttentionArgs]:
-    """q, k, v and the arguments of the call of a case, on the CPU; of q, k, v and a bias the memory is not set."""
+    """q, k, v and the arguments of the call of a case, on the CPU; q, k, v and a bias are uninitialized."""
     sizes = sizes or Sizes(BATCH, HEADS, HEADS_KV, case.seqlen_q, case.seqlen_k)
     batch, heads, names, varlen = sizes.batch, sizes.heads, case.features, "varlen" in case.features
 
@@ -414,7 +414,7 @@ def call_of(case: Case, sizes: Sizes | None = None) -> tuple[Tensor, Tensor, Ten
         return torch.empty(shape, dtype=DTYPES[case.dtype])
 
     def offsets(total: int) -> Tensor:
-        """Of sequences of one token, and a last one of all the others."""
+        """Offsets: sequences of one token, and a last sequence with all other tokens."""
         return torch.tensor([*range(batch), total], dtype=torch.int32)
 
     width_v = case.head_dim_v or case.head_dim
@@ -425,7 +425,7 @@ def call_of(case: Case, sizes: Sizes | None = None) -> tuple[Tensor, Tensor, Ten
         window_left=left,
         window_right=right,
         softcap=3.0 if "softcap" in names else 0.0,
-        # Of another type than kernels read: a launch converts them.
+        # Not the dtype that kernels read; a launch converts it.
         alibi=torch.zeros(batch, heads, dtype=torch.bfloat16) if "alibi" in names else None,
         sinks=torch.zeros(heads) if "sinks" in names else None,
         dropout=0.75 if "dropout" in names else 0.0,
@@ -472,7 +472,7 @@ def _straight_through(grad, score, b, h, q_idx, kv_idx):  # type: ignore[no-unty
 def _bias(bias: Bias, sizes: Sizes) -> Tensor:
     whole = dict(zip("bhqk", (sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k), strict=True))
     shape = [size if name in bias.dims else 1 for name, size in whole.items()]
-    # Keys of a row in memory: a multiple of 8; an even number that is none; not one after the other.
+    # Keys of a bias row: a multiple of 8; an even number that is not a multiple of 8; not contiguous.
     if bias.layout == "single":
         memory = torch.empty(*shape[:2], shape[3], shape[2], dtype=DTYPES[bias.dtype]).mT
     else:
@@ -506,7 +506,7 @@ def compile_key(case: AnyCase) -> CompileKey:
 
 
 def resources_of(key: CompileKey) -> Resources:
-    """Compile a kernel, past all caches; its machine code and what ptxas says of it."""
+    """Compile a kernel without caches; its machine code and the remarks of ptxas."""
     with without_locations(), mock.patch.object(reading, "disassemble", lambda cubin: ""):
         return reading.kernel_resources(key)
 
@@ -518,7 +518,7 @@ def toolchain() -> str:
 
 
 def source_digest() -> str:
-    """sha256 of everything that may decide a kernel or what a case means."""
+    """sha256 of all files that may change a kernel or the meaning of a case."""
     root = Path(__file__).parents[2]
     names = [f"tests/lock/{name}.py" for name in ("cases", "cubin", "decode_cases")]
     files = [root / name for name in ("tests/jit/gates.py", *names, "tests/mod_cases.py")]

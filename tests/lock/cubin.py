@@ -1,4 +1,4 @@
-"""Digest of a cubin: what a kernel executes and how it is launched, without the kernel's name."""
+"""Digest of a cubin: machine code and launch attributes, without the kernel's name."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.fakes.recording import RecordingGpu, forward_keys
 MASKS: dict[str, tuple[int | None, int | None]] = {"full": (None, None), "causal": (None, 0), "window": (100, 0)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BATCH, HEADS, HEADS_KV, LENGTH = 2, 8, 2, 4096
-# Names in `DecodeCase.features`. "attn" and "attn_varlen": calls of these with few queries, which split keys.
+# Names in `DecodeCase.features`. "attn" and "attn_varlen": calls of these functions with few queries, which split keys.
 FEATURES = (
     "page16", "page1", "fp8", "append", "rotary_halves", "rotary_pairs", "ragged", "leftpad", "batch_idx", "softcap",
     "alibi", "sinks", "rows32", "attn", "attn_varlen",

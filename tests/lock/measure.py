@@ -1,4 +1,4 @@
-"""Compile the kernels of cases in processes of their own."""
+"""Compile the kernels of cases in separate processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Result(NamedTuple):
 
 
 def defects(resources: Resources) -> str:
-    """What makes a kernel slow: registers that it spills, wgmma that ptxas serialises."""
+    """Defects that make a kernel slow: spilled registers, wgmma that ptxas serialises."""
     spills = f"{resources.spill_bytes} bytes spilled" if resources.spill_bytes else ""
     return " ".join(filter(None, (spills, *resources.serialised_wgmma)))
 
@@ -39,7 +39,7 @@ def measure(case: AnyCase) -> Result:
 
 def measure_all(groups: Sequence[Sequence[AnyCase]], jobs: int) -> Iterator[tuple[Sequence[AnyCase], Result]]:
     """`measure` for the first case of each group, as they finish, by `jobs` processes."""
-    # Fresh processes: a fork would copy threads and locks of torch and of the DSL in whatever state they are.
+    # Spawned processes, because a fork would copy locks of torch and the DSL in any state.
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
     try:
         futures = {pool.submit(measure, group[0]): group for group in groups}

@@ -1,4 +1,4 @@
-"""The cubin lock: a sample of its kernels, what its list covers, and how it compares."""
+"""The cubin lock: a sample of its kernels, the coverage of its list, and the comparison."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_machine_code_is_as_recorded(name: str) -> None:
     assert found == RECORDED[toolchain()][name], "machine code changed: `make lock` lists all such kernels"
 
 
-# What the list covers.
+# Coverage of the list.
 
 
 def test_every_row_and_bounds_that_a_plain_call_can_reach_is_locked() -> None:
@@ -157,7 +157,7 @@ def test_check_and_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
             yield group, Result(found, 1.5, "" if found else "no such tile", "8 bytes spilled" * (found == "b"))
 
     def run(code: str, *arguments: str) -> tuple[int, str]:
-        """`code`: that of which there may be results."""
+        """Run the command. `code`: the source digest of results that may exist."""
         monkeypatch.setattr(cli, "source_digest", lambda: code)
         return cli.main([*arguments, "--only", only]), "".join(capsys.readouterr())
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md names targets, files and folders that exist, and targets install what they need."""
+"""CONTRIBUTING.md names targets, files and folders that exist, and targets install their requirements."""
 
 from __future__ import annotations
 

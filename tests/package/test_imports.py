@@ -1,4 +1,4 @@
-"""The shape of the package: which folder imports which, and what `import cute_flash` costs."""
+"""Imports between the folders of the package, and the cost of `import cute_flash`."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_cache_digest_covers_what_kernels_import() -> None:
     assert {folder(name) for name in reached} >= {*TRACED, "smem", "score_mod", "spec", "planning"}
     package = ROOT / "cute_flash"
     covered = {module_name(path) for pattern in SOURCES for path in package.glob(pattern)}
-    # Classes of errors decide no code.
+    # Exception classes do not change the code.
     assert reached - covered <= {"cute_flash.errors"}
 
 

@@ -1,4 +1,4 @@
-"""What type checkers and `dir` know of the public functions."""
+"""The public functions as type checkers and `dir` see them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import cute_flash
 from cute_flash.spec.keywords import AttnKeywords, DecodeKeywords, VarlenKeywords
 
 ROOT = Path(__file__).parents[2]
-# They decide the type of the result, so overloads name them.
+# These keywords decide the type of the result, so overloads name them.
 RESULTS = {"return_lse", "return_max_logit"}
 REQUIRED = {"cache_seqlens"}
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "cute_flash"
 
-# Words of an identifier that stand for something the field has a name for, and that name.
+# Private word of an identifier -> the word that the field uses.
 WORDS = {
     "packed": "varlen, or pack_gqa", "packs": "pack_gqa", "how": "args", "custom": "mods", "given": "a noun",
     "asked": "a noun", "more": "a noun", "found": "a noun", "general": "features", "written": "mods",
@@ -33,7 +33,7 @@ MODULES = {"partial"}
 
 
 def words(name: str) -> list[str]:
-    """Of an identifier in snake_case or CamelCase."""
+    """The words of an identifier in snake_case or CamelCase."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+", name)]
 
 

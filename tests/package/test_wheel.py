@@ -1,4 +1,4 @@
-"""The wheel: what it installs, and that it imports beside foreign modules of the names that the repository uses."""
+"""The wheel: its contents, and its import beside foreign modules named like folders of the repository."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ ALL = ("softcap", "alibi", "dropout")
 
 
 def shape_of(plan: Plan, name: str) -> tuple[int, ...]:
-    """Of a tensor of the workspace."""
+    """The shape of a workspace tensor."""
     return next(buffer.shape for buffer in plan.workspace if buffer.name == name)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("widths", [(64, 128), (128, 64), (192, 128), (192, 256), (40, 24), (256, 8)])
-def test_values_of_another_width_are_padded_to_a_tile(arch: str, widths: tuple[int, int]) -> None:
+def test_dv_other_than_d_is_padded_to_a_tile(arch: str, widths: tuple[int, int]) -> None:
     head_dim, head_dim_v = widths
     plain = Problem(1, 2, 2, 100, 300, head_dim, "bfloat16", Band(), head_dim_v)
     for fields in ({}, {"features": ALL}, {"varlen": True}):
@@ -57,7 +57,7 @@ def test_the_sums_of_narrow_keys_leave_more_heads_in_l2() -> None:
     ],
 )
 def test_family_of_the_gradients(arch: str, head_dim: int, family: str, kernel: str) -> None:
-    """wgmma where there is one, mma.sync elsewhere."""
+    """wgmma if it has a kernel for the call, mma.sync otherwise."""
     found = plan_backward(Problem(1, 2, 2, 3000, 3000, head_dim, "bfloat16", Band(None, 0)), ARCHS[arch])
     assert (found.family, found.main.kernel) == (family, kernel)
     assert found.main.target == (arch + "a" if family == "sm90" else arch)
@@ -98,7 +98,7 @@ def test_every_head_dim_has_gradients_with_features(arch: str, head_dim: int) ->
     problem = Problem(1, 2, 2, 100, 300, head_dim, features=ALL)
     found = plan_backward(problem, ARCHS[arch])
     assert found.tile.head_dim >= head_dim and found.tile.fits(ARCHS[arch])
-    # One part of each warp that multiplies.
+    # One part per MMA warp.
     warps = DALIBI_WARPS_SM90 if found.family == "sm90" else found.tile.num_warps
     assert found.sizes["dalibi_warps"] == warps
     assert shape_of(found, "dalibi_partial") == (1, 2, -(-300 // found.tile.tile_n) * warps)
@@ -110,7 +110,7 @@ def test_every_head_dim_has_gradients_with_features(arch: str, head_dim: int) ->
         (Kind(64, has_block_mask=True), 128),
         (Kind(64, mask="document_causal", has_block_mask=True), 128),
         (Kind(64, score="alibi", bounds=(False, True)), 128),
-        # Evaluated, loaded or differentiated for every score, or two of them.
+        # Mods that evaluate, load or differentiate something for every score, and two mods together.
         (Kind(64, mask="document"), 64),
         (Kind(64, score="alibi", mask="document", has_block_mask=True), 64),
         (Kind(64, score="relative"), 64),
@@ -131,7 +131,7 @@ def test_features_are_compiled_into_the_main_kernel(name: str, arch: str) -> Non
     problem = Problem(1, 4, 4, 8, 8, 64, features=(name,))
     assert plan_forward(problem, ARCHS[arch]).main.static.features == (name,)
     found = plan_backward(problem, ARCHS[arch], has_dlse=True)
-    # A sink is in the LSE, and the largest logit has no gradient.
+    # The LSE contains the sink, and max_logit has no gradient.
     assert found.main.static.features == (() if name in ("sinks", "return_max_logit") else (name,))
     assert found.launch("bwd_preprocess").static.features == found.launch("bwd_postprocess").static.features == ()
     assert found.finalizers == ((name,) if name in ("alibi", "sinks") else ())
@@ -143,7 +143,7 @@ def test_features_of_varlen_batches(name: str, arch: str) -> None:
     problem = Problem(3, 4, 4, 800, 800, 64, features=(name,), varlen=True, seqused_k=True)
     forward = plan_forward(problem, ARCHS[arch])
     assert [key.kernel for key in forward.launches] == ["varlen_scheduler_fwd", forward.main.kernel]
-    # The tile list knows which keys are used.
+    # The tile list contains the number of used keys.
     assert forward.main.static.varlen and not forward.main.static.seqused_k
     assert forward.launch("varlen_scheduler").static.seqused_k
     found = plan_backward(problem, ARCHS[arch])
@@ -151,7 +151,7 @@ def test_features_of_varlen_batches(name: str, arch: str) -> None:
     assert found.main.static.features == (() if name == "sinks" else (name,))
     assert found.launch("bwd_preprocess").static.varlen and not found.launch("bwd_preprocess").static.features
     if name == "alibi":
-        # Every sequence begins with a K/V block of its own.
+        # Every sequence starts with a new K/V block.
         blocks = num_padded_blocks(800, found.tile.tile_n, 3)
         assert blocks == 800 // found.tile.tile_n + 3 + 1
         assert shape_of(found, "dalibi_partial") == (1, 4, blocks * found.sizes["dalibi_warps"])
@@ -167,13 +167,13 @@ def test_deterministic_gradients() -> None:
     long = Problem(1, 2, 2, 4000, 128 * sm_90.num_sms, 64, "bfloat16", Band())
     assert not plan_backward(long, sm_90).deterministic
     found = plan_backward(long, sm_90, deterministic=True)
-    # A CTA for each tile: a tile that others wait for has begun before them.
+    # One CTA per tile: a tile that others wait for has started before them.
     assert found.deterministic and found.sizes["num_ctas"] == found.sizes["num_tiles"] and not found.is_dynamic
     assert found.launches[-1] == plan_backward(long, sm_90).launches[-1]
     window = Problem(1, 2, 2, 1000, 1000, 128, "bfloat16", Band(100, 100))
     main = plan_backward(window, sm_90, deterministic=True).main
     assert main.kernel == "bwd_sm90" and main.static.deterministic
-    # Wide heads on Hopper, and all on others, by mma.sync.
+    # mma.sync computes wide heads on Hopper, and all head dims on other GPUs.
     wide, both = dataclasses.replace(long, head_dim=136), dataclasses.replace(long, head_dim_v=256)
     for problem, found_arch in ((wide, sm_90), (both, sm_90), (window, ARCHS["sm_80"]), (wide, ARCHS["sm_86"])):
         found = plan_backward(problem, found_arch, deterministic=True)

@@ -1,4 +1,4 @@
-"""Plans of the forward pass: kernel family, grid, L2 groups of heads, limits, and the choice by hand."""
+"""Plans of the forward pass: kernel family, grid, L2 groups of heads, limits, and `use_kernels`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def with_l2(share_bytes: int, arch: ArchSpec = A100) -> ArchSpec:
-    """A GPU whose share of L2 for K and V is that many bytes (and a little, against rounding)."""
+    """A GPU whose share of L2 for K and V has this many bytes, and a few more because of rounding."""
     return dataclasses.replace(arch, l2_bytes=int((share_bytes + 1) / L2_SHARE) + 1)
 
 
@@ -32,14 +32,14 @@ def with_l2(share_bytes: int, arch: ArchSpec = A100) -> ArchSpec:
 @pytest.mark.parametrize(
     ("batch", "heads", "heads_kv", "seqlen_k", "share_mib", "l2_group"),
     [
-        (4, 16, 16, 4096, 16, 8),  # 16 MiB hold 8 of them
-        (4, 16, 16, 4096, 17, 8),  # no half one
-        (4, 16, 4, 4096, 16, 32),  # groups of 4 query heads share each
-        (4, 16, 1, 4096, 16, 64),  # all 4 * 16 heads: 8 * 16 would be more than there are
-        (1, 4, 4, 4096, 16, 4),  # no more than there are
-        (4, 16, 16, 1 << 20, 16, 1),  # not even one fits: one at a time
-        (4, 16, 4, 1 << 20, 16, 4),  # but never less than a group
-        (1, 6, 3, 8192, 8, 2),  # two would fit, but leave one over
+        (4, 16, 16, 4096, 16, 8),  # 16 MiB hold 8 heads
+        (4, 16, 16, 4096, 17, 8),  # 17 MiB hold no ninth head
+        (4, 16, 4, 4096, 16, 32),  # 8 K/V heads with 4 query heads each
+        (4, 16, 1, 4096, 16, 64),  # all 4 * 16 heads; there are fewer than 8 * 16
+        (1, 4, 4, 4096, 16, 4),  # at most all heads
+        (4, 16, 16, 1 << 20, 16, 1),  # no head fits: one at a time
+        (4, 16, 4, 1 << 20, 16, 4),  # at least the query heads of one K/V head
+        (1, 6, 3, 8192, 8, 2),  # two K/V heads fit, but three heads are not a multiple of two
         (2, 4, 4, 1, 16, 8),
     ],
 )
@@ -88,16 +88,16 @@ def test_tiles_of_different_length_are_fetched_from_a_counter(band: Band) -> Non
 
 
 @pytest.mark.parametrize("band", [Band(), Band(None, 0)], ids=str)
-def test_few_rows_of_heads_that_share_keys_are_packed(band: Band) -> None:
+def test_few_queries_of_grouped_heads_use_pack_gqa(band: Band) -> None:
     problem = Problem(3, 32, 4, 5, 1000, 128, band=band)
     found, apart = plan_forward(problem, H100, can_pack_gqa=True), plan_forward(problem, H100)
     assert found.pack_gqa and not apart.pack_gqa
-    # 8 heads of 5 rows are 40 rows of one tile.
+    # 8 heads of 5 queries are 40 rows of one tile.
     assert (found.sizes["num_tiles"], apart.sizes["num_tiles"]) == (3 * 4, 3 * 32)
-    # An L2 group is of K/V heads then, and as many of them.
+    # An L2 group then consists of K/V heads.
     assert found.sizes["heads_per_l2_group"] * problem.group == apart.sizes["heads_per_l2_group"]
     assert found.sizes["seqlen_q"] == 5
-    # Only a mask asks for a row's position.
+    # Only a mask needs the position of a row.
     assert (found.main == apart.main) == (band == Band())
     assert "packed" in found.lines()[-1] and "packed" not in apart.lines()[-1]
     assert not plan_forward(problem, H100, "sm80", can_pack_gqa=True).pack_gqa
@@ -108,14 +108,14 @@ def test_few_rows_of_heads_that_share_keys_are_packed(band: Band) -> None:
     ("heads", "seqlen_q", "pays"),
     [(8, 1, True), (8, 64, True), (8, 127, False), (2, 64, True), (2, 65, False), (1, 5, False), (8, 128, False)],
 )
-def test_heads_are_packed_where_they_fill_fewer_tiles(heads: int, seqlen_q: int, pays: bool) -> None:
+def test_pack_gqa_is_used_if_it_needs_fewer_tiles(heads: int, seqlen_q: int, pays: bool) -> None:
     found = plan_forward(Problem(1, heads, 1, seqlen_q, 4000, 128), H100, can_pack_gqa=True)
     assert found.tile.tile_m == 128
     assert found.pack_gqa == pays
     assert found.sizes["num_tiles"] == (-(-heads * seqlen_q // 128) if pays else heads)
 
 
-def test_values_of_another_width_have_a_kernel_of_their_own() -> None:
+def test_dv_other_than_d_has_its_own_kernel() -> None:
     problem = Problem(1, 4, 2, 100, 4096, 192, head_dim_v=128)
     found = plan_forward(problem, with_l2(8 * MIB, H100))
     assert (found.main.static.head_dim, found.main.static.head_dim_v) == (192, 128)
@@ -123,10 +123,10 @@ def test_values_of_another_width_have_a_kernel_of_their_own() -> None:
     # K and V of 4096 keys are 2.5 MiB together: two heads of them fit, with two query heads each.
     assert found.sizes["heads_per_l2_group"] == 4
     assert "D=192/128 " in found.lines()[0]
-    # The same width said in words is no other kernel.
+    # An explicit Dv equal to D gives the same kernel.
     same = dataclasses.replace(problem, head_dim_v=192)
     assert plan_forward(same, H100).main == plan_forward(dataclasses.replace(problem, head_dim_v=None), H100).main
-    # On mma.sync in a tile that has room for the keys.
+    # mma.sync uses a tile as wide as the keys.
     assert (
         plan_forward(problem, A100).tile == plan_forward(same, A100).tile
         and plan_forward(problem, A100).main.static == problem.static
@@ -140,7 +140,7 @@ def test_ctas_per_sm_is_what_shared_memory_and_threads_allow(arch: ArchSpec) -> 
         found = plan_forward(Problem(1, 1, 1, 100, 100, head_dim), arch, family)
         ctas = found.ctas_per_sm
         assert ctas >= 1
-        # The system takes 1 KB for itself with every CTA.
+        # CUDA reserves 1 KB of shared memory per CTA.
         fit = [n for n in range(1, 33) if n * (found.tile.smem_bytes + 1024) <= arch.smem_per_sm]
         assert ctas == max(n for n in fit if n * found.tile.num_threads <= arch.max_threads_per_sm)
 
@@ -170,9 +170,9 @@ def test_the_key_is_what_is_compiled_in() -> None:
 def test_the_key_of_a_hopper_kernel() -> None:
     problem = Problem(2, 4, 2, 100, 200, 64, band=Band(None, 0))
     found = plan_forward(problem, H100)
-    # wgmma is in the code of "sm_90a" alone.
+    # Only the target "sm_90a" has wgmma.
     assert found.main == CompileKey("fwd_sm90", problem.static, found.tile, "sm_90a", KERNELS["fwd_sm90"].names)
-    # The number of SMs is not compiled in, so all parts of the architecture share the kernel.
+    # The number of SMs is not compiled in, so all GPUs of an architecture share the kernel.
     part = dataclasses.replace(H100, gpu="NVIDIA H100 PCIe", num_sms=114)
     longer = dataclasses.replace(problem, batch=9, seqlen_q=5000, band=Band(None, 77))
     assert plan_forward(longer, part).main == found.main
@@ -225,7 +225,7 @@ def test_use_kernels_refuses_an_unknown_family_at_once() -> None:
     assert requested_family() == ""
 
 
-# The variable is read at import. Processes that differ in it are forks of one that has loaded torch.
+# The variable is read at import. Each value has its own process, forked after torch is loaded.
 FAMILY_OF_PROCESS = """
 import os, sys, torch
 
@@ -261,7 +261,7 @@ def test_the_environment_chooses_the_family_of_a_process() -> None:
     expected = {"sm80": "sm80; sm80", "sm99": f"{unknown}; {unknown}"}
     command = [sys.executable, "-c", FAMILY_OF_PROCESS, *expected]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    # `use_kernels` is stronger.
+    # `use_kernels` takes precedence.
     assert done.stdout.splitlines() == [line for answers in expected.values() for line in (answers, "sm80")]
 
 
@@ -285,7 +285,7 @@ def test_the_longest_sequence(side: str) -> None:
 
 
 def test_the_largest_grid() -> None:
-    # Less than 2^31 by more than a GPU has SMs: persistent CTAs count on past the last tile.
+    # Below 2^31 by more than the number of SMs, because persistent CTAs count past the last tile.
     most = (1 << 31) - (1 << 16)
     assert plan_forward(Problem(1, most, 1, 1, 1, 64), A100).sizes["num_ctas"] == most
     for arch in (A100, H100):

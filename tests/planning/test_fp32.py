@@ -37,7 +37,7 @@ def test_workspace_has_pieces_as_wide_as_the_tile_and_norms() -> None:
     assert forward["q_pieces"].shape == (2, 4, 300, 256) and forward["k_pieces"].shape == (2, 2, 500, 256)
     assert forward["v_pieces"] == replace(forward["k_pieces"], name="v_pieces")
     assert {forward[f"{name}_pieces"].dtype for name in "qkv"} == {"float16"}
-    # The norms are raised by atomic operations.
+    # Atomic operations raise the norms, so they start at 0.
     assert forward["norms"].shape == (4, 2, 4) and forward["norms"].init == "zeros"
     backward = {buffer.name: buffer for buffer in plan_backward(PROBLEM, SM_80).workspace}
     assert backward["dout_cast_pieces"].shape == (2, 4, 300, 256) and backward["norms"].shape == (5, 2, 4)

@@ -75,7 +75,7 @@ def test_every_head_dim_has_a_tile_for_block_masks(kind: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("kind", MANY, ids=str)
 @pytest.mark.parametrize("has_block_mask", [False, True])
-def test_values_of_another_width_have_a_tile(kind: dict[str, Any], has_block_mask: bool) -> None:
+def test_dv_other_than_d_has_a_tile(kind: dict[str, Any], has_block_mask: bool) -> None:
     problem = problem_of(has_block_mask=has_block_mask, **kind)
     for head_dim, width in itertools.product((32, 64, 128, 192, 256), (40, 128, 256)):
         wide = replace(problem, head_dim=head_dim, head_dim_v=width)

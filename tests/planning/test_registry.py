@@ -1,4 +1,4 @@
-"""The kernels by name: classes that exist, and operands that are told apart by name."""
+"""The registry of kernels: classes exist, and operands have unique names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_operand_has_one_type_in_all_kernels() -> None:
                 assert types.setdefault(operand.name, operand.type) == operand.type
 
 
-# Where a kernel reads its operands: the modules of its class and of those that it inherits from, and of score features.
+# Modules in which a kernel reads its operands: those of its class and base classes, and of score features.
 ATTENTION = ("fwd_sm80", "fwd_sm80_fp32", "fwd_sm90", "bwd_sm80", "bwd_sm80_fp32", "bwd_sm90")
 READERS = {
     **dict.fromkeys(ATTENTION, ("common.kernel", "common.params")),
@@ -57,7 +57,7 @@ UNUSED = {"bwd_sm90_wide": {"dq_semaphore", "tile_counter"}}
 
 
 def operands_read(module: str, *objects: str) -> set[str]:
-    """Attributes of some local variables of a module; from the source, as the DSL takes seconds to import."""
+    """Attributes of some local variables of a module, read from its source, because importing the DSL takes seconds."""
     spec = find_spec(f"cute_flash.kernels.{module}")
     assert spec is not None and spec.origin is not None
     nodes = ast.walk(ast.parse(Path(spec.origin).read_text()))
@@ -65,7 +65,7 @@ def operands_read(module: str, *objects: str) -> set[str]:
     return {node.attr for node in attributes if node.value.id in objects}  # type: ignore[attr-defined]
 
 
-# They read tensors and pieces by name, in a loop.
+# Split kernels read tensors and pieces by name, in a loop.
 SPLIT = ("split_fp32_fwd", "split_fp32_bwd")
 
 
@@ -73,7 +73,7 @@ SPLIT = ("split_fp32_fwd", "split_fp32_bwd")
 def test_a_kernel_reads_all_operands_of_its_row(name: str) -> None:
     module, _class_name = KERNELS[name].path.split(":")
     read = set().union(*(operands_read(one, "args", "p") for one in (module, *READERS[name])))
-    # The pieces of x are read as x.
+    # Kernels read the pieces of x under the name x.
     names = {operand.removesuffix("_pieces") for operand in KERNELS[name].names}
     assert names - read == UNUSED.get(name, set())
 
@@ -101,7 +101,7 @@ def test_a_kernel_reads_no_operand_that_its_row_lacks(name: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_order_of_operands_is_in_the_compile_key(arch: str) -> None:
-    """Else a kernel from an old cache could take one argument for another."""
+    """Otherwise a kernel from an old cache could receive arguments in the wrong order."""
     problem = Problem(2, 4, 2, 100, 200, 64)
     for plan in (plan_forward(problem, ARCHS[arch]), plan_backward(problem, ARCHS[arch])):
         for key in plan.launches:

@@ -1,4 +1,4 @@
-"""The tile tables: every row fits its GPU, every head dim finds one, and a wrong one cannot be written."""
+"""The tile tables: every row fits its GPU, every head dim has a row, and invalid rows raise an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cute_flash.spec.family import FAMILIES
 from cute_flash.spec.features import feature_cost
 from cute_flash.spec.problem import Problem, UnsupportedError
 
-# Registers a thread can have at most, and those that addresses, loop counters and row statistics take.
+# The most registers of a thread, and the number for addresses, loop counters and row statistics.
 MAX_REGISTERS, OTHER_REGISTERS = 255, 30
 # With 24 left, ptxas serialises wgmma.
 OTHER_HOPPER_REGISTERS = 28
@@ -46,13 +46,13 @@ def row_id(entry: Entry) -> str:
 
 def test_there_is_a_table_for_every_architecture() -> None:
     assert set(SM80_FWD) == set(ARCHS)
-    # Tried in order: a row after a wider one would never be taken.
+    # Rows are tried in order; a row after a wider one would never be used.
     equal_widths = [[row for row in rows if row.head_dim_v is None] for rows in (SM90_FWD, SM90_FWD_DROPOUT)]
     for rows in (*SM80_FWD.values(), *equal_widths):
         widths = [row.head_dim for row in rows]
         assert widths == sorted(widths)
         assert widths[-1] == 256
-    # Any width of the values with any width of the keys.
+    # Any Dv with any D.
     for rows in (SM90_FWD, SM90_FWD_DROPOUT):
         assert max((row.head_dim, row.width_v) for row in rows if row.head_dim_v) == (256, 256)
     assert all(row.dropout_producer for row in SM90_FWD_DROPOUT)
@@ -81,7 +81,7 @@ def problem_of(head_dim: int, band: Band, keys: int = 1000, head_dim_v: int | No
 def test_every_row_is_taken_by_its_own_head_dim(entry: Entry) -> None:
     name, arch, row = entry
     head_dim_v = row.head_dim_v if isinstance(row, FwdTileSm90) else None
-    # Of the same widths there is another row.
+    # Another row has the same widths.
     head_dim = row.head_dim - 8 if head_dim_v == row.head_dim else row.head_dim
     family = {"SM80_FWD": "sm80", "SM90_FWD": "sm90"}[name]
     problems = [
@@ -159,7 +159,7 @@ def test_no_row_is_taken_that_does_not_fit(family: str, name: str) -> None:
         with contextlib.suppress(UnsupportedError):
             found[kib] = plan_forward(Problem(1, 1, 1, 100, 100, 64), small, family).tile.smem_bytes
     assert all(smem_bytes <= kib << 10 for kib, smem_bytes in found.items())
-    # From some size on there always is one.
+    # From some size of shared memory on, there is always a row.
     assert list(found) == list(range(min(found), sizes.stop))
     refusal = f"^head_dim=64: no tile of {family} for {name}$"
     with pytest.raises(UnsupportedError, match=refusal):
@@ -170,7 +170,7 @@ def test_the_family_decides_the_kind_of_tile() -> None:
     problem = problem_of(128, Band(None, 0))
     assert isinstance(fwd_tile("sm80", SM_90, problem), FwdTileSm80)
     assert isinstance(fwd_tile("sm90", SM_90, problem), FwdTileSm90)
-    # Rows of the other family are no way out, and wgmma is nothing that shared memory makes up for.
+    # Rows of the other family are not used, and more shared memory does not replace wgmma.
     roomy = dataclasses.replace(ARCHS["sm_80"], smem_per_cta=1 << 20)
     with pytest.raises(UnsupportedError, match=r"^head_dim=128: no tile of sm90 for sm_80$"):
         fwd_tile("sm90", roomy, problem)
@@ -180,7 +180,7 @@ def test_the_family_decides_the_kind_of_tile() -> None:
 
 
 @pytest.mark.parametrize("band", MASKS, ids=str)
-def test_values_of_another_width_find_a_row(band: Band) -> None:
+def test_dv_other_than_d_has_a_row(band: Band) -> None:
     widths = range(8, 257, 24)
     for head_dim, head_dim_v in itertools.product(widths, widths):
         if head_dim == head_dim_v:
@@ -190,7 +190,7 @@ def test_values_of_another_width_find_a_row(band: Band) -> None:
         assert isinstance(tile, FwdTileSm90)
         assert tile.head_dim >= head_dim and tile.width_v >= head_dim_v and tile.fits(SM_90)
         for arch in ARCHS.values():
-            # One that is wide enough for both.
+            # The tile is wide enough for both.
             both = problem_of(max(head_dim, head_dim_v), band)
             assert fwd_tile("sm80", arch, problem) is fwd_tile("sm80", arch, both)
 
@@ -269,7 +269,7 @@ def test_derived_numbers(tile: FwdTileSm80, threads: int, copy_rows: int, smem_b
         (72, 128, 64, 2, 1, "head_dim=72 must be a multiple of 32 up to 256"),
         (0, 128, 64, 2, 1, "head_dim=0 must be a multiple of 32 up to 256"),
         (288, 128, 64, 2, 1, "head_dim=288 must be a multiple of 32 up to 256"),
-        # Powers of two, so that a fill's stage is its last bits.
+        # Powers of two, so that the stage index is the low bits of the iteration.
         (64, 128, 64, 0, 1, "stages=0 must be 1, 2, 4 or 8"),
         (64, 128, 64, 3, 1, "stages=3 must be 1, 2, 4 or 8"),
         (64, 128, 64, 2, 0, "q_stages=0 1 or 2"),
@@ -298,7 +298,7 @@ def test_a_wrong_width_of_the_values_is_named(head_dim_v: int) -> None:
 
 
 # Barriers of 8 bytes: two for each stage, one for each warpgroup and stage of Q; 16 bytes for each of two
-# tiles, at multiples of 16. `test_resources` asks the kernel.
+# tiles, at multiples of 16. `test_launches` compares this with the kernel.
 @pytest.mark.parametrize(
     ("tile", "warpgroups", "threads", "smem_bytes"),
     [
@@ -308,7 +308,7 @@ def test_a_wrong_width_of_the_values_is_named(head_dim_v: int) -> None:
         (FwdTileSm90(32, 64, 256, 1, 2, ping_pong=False), 1, 256, (40 << 10) + 8 * (2 * 4 + 2) + 32),
         (FwdTileSm90(64, 64, 64, 2), 1, 256, (40 << 10) + 8 * (2 * 5 + 1 + 1) + 32),
         (FwdTileSm90(192, 128, 128, 2, 1, head_dim_v=128), 2, 384, (208 << 10) + 8 * (2 * 5 + 2) + 32),
-        # Two bytes a score, and two barriers more a warpgroup.
+        # Two bytes per score, and two more barriers per warpgroup.
         (FwdTileSm90(128, 128, 128, 2, 2, dropout_producer=True), 2, 512, (224 << 10) + 8 * (2 * 8 + 4) + 32),
     ],
     ids=str,
@@ -363,9 +363,9 @@ def test_every_head_dim_has_a_backward_tile_that_fits(arch: str) -> None:
         assert isinstance(tile, BwdTileSm80) and tile in SM80_BWD[arch]
         assert tile.head_dim >= head_dim
         assert tile.fits(ARCHS[arch])
-        # The next narrower row would do for no wider problem than its own.
+        # It is the narrowest row that is wide enough.
         assert tile.head_dim == min(row.head_dim for row in SM80_BWD[arch] if row.head_dim >= head_dim)
-        # dK and dV stay; beside them stand S and dP, then dQ.
+        # dK and dV stay in registers, beside S and dP, and later beside dQ.
         dq = tile.tile_m * tile.head_dim // tile.num_threads
         kept = 2 * tile.tile_n * tile.head_dim // tile.num_threads
         assert max(tile.accumulator_registers, kept + dq) <= MAX_REGISTERS - OTHER_REGISTERS

@@ -7,5 +7,5 @@ from profiling import timing
 
 @pytest.fixture
 def few_calls(monkeypatch):
-    """What takes no time on the fake clock would be called very often."""
+    """Limit the number of calls: a call that takes no time on the fake clock would be repeated very often."""
     monkeypatch.setattr(timing, "MAX_CALLS", 20)

@@ -25,7 +25,7 @@ from tests.fakes.recording import RecordingGpu
 @dataclass
 class FakeTimer:
     now_ms: float = 0.0
-    # Two events are never at the same time, even if nothing between them moves the clock.
+    # Two events always have different times, even if nothing between them advances the clock.
     event_ms: float = 1e-9
     is_lost: bool = False
     intervals: list[float] = field(default_factory=list)

@@ -66,7 +66,7 @@ def test_a_wrong_provider_is_flagged_and_never_the_best_peer():
     (cell,) = run.cells
     assert cell.results["fa3"].is_wrong and not cell.results["cute_flash"].is_wrong
     assert run.best_peer(cell) == "sdpa-flash"
-    # A peer's mistake is told, but is not a failure of ours.
+    # A peer's wrong result is reported, but is not a failure of cute_flash.
     assert report.failures(run) == [] and "fa3 wrong" in report.notes(run)[0]
 
 
@@ -86,7 +86,7 @@ def test_a_race_is_seen():
 
     def differ(out):
         calls.append(1)
-        # Far below any tolerance.
+        # Far below every tolerance.
         out[0, 0, 0, 0] += 0.01 * (len(calls) > 2)
 
     ours = FakeProvider("cute_flash", timer, is_ours=True, spoil=differ)
@@ -97,7 +97,7 @@ def test_a_race_is_seen():
 
 def test_an_output_of_another_shape_is_an_error():
     timer = FakeTimer()
-    # It says that its output is (B, H, S, D), which is not true.
+    # The provider claims that its output is (B, H, S, D), but it is not.
     liar = FakeProvider("cute_flash", timer, is_ours=True, is_bshd=True)
     run = bench(timer, [type("Liar", (), {**_members(liar), "is_bshd": False})()])
     assert "out of shape (2, 300, 3, 16), expected (2, 3, 300, 16)" in report.failures(run)[0]
@@ -154,7 +154,7 @@ def test_every_cell_is_saved_with_the_card_before_and_after():
     assert len(lines) == 2 and "sdpa-flash" in lines[0]
 
 
-def test_the_l2_state_is_told_and_the_ceiling_is_timed_at_both_ends():
+def test_the_l2_state_is_recorded_and_the_ceiling_is_timed_at_both_ends():
     timer = FakeTimer()
     run = bench(timer, [FakeProvider("a", timer)], facts=lambda: {"l2_bytes": 1000})
     # Q, K, V and O in bf16, and the LSE in fp32.
@@ -166,7 +166,7 @@ def test_the_l2_state_is_told_and_the_ceiling_is_timed_at_both_ends():
 
 
 @pytest.mark.parametrize("layout", ("bhsd", "bshd"))
-def test_inputs_lie_in_memory_as_the_layout_says(layout):
+def test_inputs_have_the_memory_layout_of_the_settings(layout):
     timer = FakeTimer()
     seen = []
 

@@ -42,7 +42,7 @@ def test_speeds_and_errors_of_a_good_run(shape):
     assert set(cell.yardstick) == labels
     for result in cell.results.values():
         assert result.error is None and not result.is_wrong and set(result.accuracy) == labels
-        # Sums in any order are no fault.
+        # Sums may have any order.
         assert result.is_repeatable is None
     for label in LABELS:
         found, yardstick = cell.results["cute_flash"].accuracy[label], cell.yardstick[label]
@@ -61,7 +61,7 @@ def test_real_providers_through_autograd(causal):
     for result in cell.results.values():
         assert result.error is None and not result.is_wrong and len(result.accuracy) == 3
     assert all(cell.results[peer.name].accuracy[label].distance == 0.0 for label in LABELS)
-    # Other code than the peer's, which does not take its delta from a rounded output.
+    # The implementation differs from the peer's, which does not compute Δ from a rounded output.
     for label in ("normal dq", "normal dk"):
         distance = cell.results["cute_flash"].accuracy[label].distance
         assert distance is not None and 0.0 < distance < 1e-2
@@ -92,7 +92,7 @@ def test_other_bits_are_allowed_and_wrong_values_are_not():
     assert report.failures(run) == []
 
 
-def test_sums_that_do_not_begin_at_zero_again_are_seen():
+def test_sums_that_are_not_zeroed_again_are_detected():
     timer, calls = FakeTimer(), []
 
     def add_up(dq, dk, dv):
@@ -103,7 +103,7 @@ def test_sums_that_do_not_begin_at_zero_again_are_seen():
     run = bench(timer, [ours, FakeProvider("sdpa-flash", timer)])
     accuracy = run.cells[0].results["cute_flash"].accuracy
     assert {label for label, found in accuracy.items() if found.is_wrong} == {"normal dq"}
-    # Of the last call, not of the first, which was right.
+    # The error is that of the last call; the first was correct.
     assert accuracy["normal dq"].relative == pytest.approx(len(calls) - 1, rel=1e-2)
     assert "cute_flash wrong in dq on normal inputs" in report.failures(run)[0]
 
@@ -139,7 +139,7 @@ def test_a_gradient_of_another_shape_is_an_error():
     timer = FakeTimer()
 
     class Expanded(FakeProvider):
-        """Gradients of K and V for every query head, as if none were shared."""
+        """A provider that returns dk and dv for every query head, as if K/V heads were not shared."""
 
         def prepare_backward(self, *inputs):
             call = super().prepare_backward(*inputs)

@@ -1,4 +1,4 @@
-"""The figures show what the checked-in files say, and so do the tables of the documents."""
+"""The figures and the tables of the documents agree with the checked-in result files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def texts(drawn: str) -> list[str]:
 
 
 def parts(drawn: str) -> tuple[str, list[float]]:
-    """The elements of an SVG without its numbers, and the numbers. Ids are digests of coordinates and left out."""
+    """The elements of an SVG without its numbers, and the numbers. Ids are removed: they are digests of coordinates."""
     drawn = re.sub(r'(id="|"#|url\(#)[\w.-]+', r"\1", drawn)
     number = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
     return re.sub(number, "N", drawn), [float(found) for found in re.findall(number, drawn)]
@@ -53,7 +53,7 @@ def test_a_figure_is_drawn_from_checked_in_files(name: str) -> None:
 
 
 def test_a_changed_value_changes_a_figure(monkeypatch) -> None:
-    """The comparison above sees one point that moved by a thousandth."""
+    """The comparison above detects one point that moved by a thousandth."""
     before = figures.draw("forward.svg")
     cell = figures._run(figures.FORWARD).cells[0]
     result = cell.results["cute_flash"]
@@ -62,7 +62,7 @@ def test_a_changed_value_changes_a_figure(monkeypatch) -> None:
     assert parts(before)[0] == parts(after)[0] and parts(before)[1] != pytest.approx(parts(after)[1], abs=1e-3)
 
 
-def test_no_other_figure_is_there_and_all_are_shown() -> None:
+def test_every_figure_is_made_and_shown() -> None:
     there = {path.name for path in FOLDER.iterdir()}
     assert there == {name for name in FIGURES if not figures.missing(name)}
     pages = [path.read_text(encoding="utf-8") for path in doc_tables.DOCUMENTS]
@@ -134,7 +134,7 @@ def test_plots_command(tmp_path, capsys) -> None:
 
 
 def record() -> dict:
-    """Two layouts of a forward kernel, as `profiling ncu` writes them; the plain one conflicts."""
+    """A record of two layouts of a forward kernel, as `profiling ncu` writes it; the plain layout has conflicts."""
     cases = {}
     for layout, conflicts in (("swizzled", 0.0), ("plain", 7e6)):
         case = Case("fwd-sm80", layout, Shape(2, 8, 8, 2048, 128, False))
@@ -158,7 +158,7 @@ def record() -> dict:
 
 
 def drawn_with(colour: str, figure: Figure) -> list[float]:
-    """The lengths of the bars in a colour."""
+    """The lengths of the bars with a colour."""
     patches = [patch for axes in figure.axes for patch in axes.patches]
     return [patch.get_width() for patch in patches if to_hex(patch.get_facecolor()) == colour]
 

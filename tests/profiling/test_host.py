@@ -31,7 +31,7 @@ def settings(*cases: str, **fields: Any) -> Settings:
 
 
 def in_this_process(function: Callable[..., Any], *args: Any) -> Any:
-    """What a fresh process would return."""
+    """Run a function in this process instead of a fresh one."""
     function, args = pickle.loads(pickle.dumps((function, args)))
     return pickle.loads(pickle.dumps(function(*args)))
 
@@ -50,7 +50,7 @@ def test_host_time_is_the_median_of_warm_loops_without_the_synchronisation():
 
     class WaitingTimer(FakeTimer):
         def synchronize(self) -> None:
-            # The GPU is far behind: none of this may be counted.
+            # The GPU lags behind; this time must not be counted.
             timer.now_ms += 1000.0
 
     def counting(name: str, call_ms: tuple[float, ...]) -> Contender:
@@ -100,7 +100,7 @@ def test_goals():
     assert figures.meets(Goal(over_floor_us=6.0, of_sdpa=0.7).bounds(None)) is False
     assert figures.meets(Goal(is_as_base=True).bounds(0.72)) is True
     assert figures.meets(Goal(is_as_base=True).bounds(0.71)) is False
-    # Nothing to judge by is no failure; a figure that was not measured is one.
+    # A case without goals does not fail; a missing measurement does.
     assert figures.meets(Goal(is_as_base=True).bounds(None)) is None
     assert Figures({OURS: (15.0,)}).meets(Goal(over_floor_us=6.0).bounds(None)) is False
 
@@ -130,7 +130,7 @@ Launched = list[tuple[CompileKey, dict[str, Any]]]
 
 @pytest.fixture
 def launched(monkeypatch) -> Iterator[Launched]:
-    """The launches on a Hopper GPU whose kernels do nothing; CPU tensors say that they are on it."""
+    """The launches on a fake Hopper GPU whose kernels do nothing; CPU tensors claim to be on it."""
     launches: Launched = []
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: True))
     with gpu.use_gpu(CpuGpu(ARCHS["sm_90"], lambda key, operands: launches.append((key, operands)))):
@@ -139,7 +139,7 @@ def launched(monkeypatch) -> Iterator[Launched]:
 
 @pytest.fixture
 def allocated(monkeypatch) -> list[tuple[int, ...]]:
-    """The shapes of tensors that were allocated like another."""
+    """The shapes of tensors that `empty_like` allocates."""
     shapes: list[tuple[int, ...]] = []
 
     def empty_like(x: Tensor, real: Any = torch.empty_like, **options: Any) -> Tensor:
@@ -319,7 +319,7 @@ def test_a_backend_of_sdpa_that_fails_is_no_failure_of_ours():
 
 @pytest.fixture
 def command(monkeypatch) -> Callable[..., int]:
-    """`python -m profiling host` with measured values that are given."""
+    """`python -m profiling host` with given values in place of measurements."""
 
     def run(*args: str, ours: float = 14.0) -> int:
         sides = {OURS: ours, FLOOR: 9.0, "sdpa-flash": 24.0, "sdpa-cudnn": 18.0}

@@ -1,4 +1,4 @@
-"""The profiler's driver with a fake `ncu`, which says of every launch what the real one said of one.
+"""`profiling ncu` with a fake `ncu`, which reports the counters of one real launch for every launch.
 
 `data/ncu_raw.csv` is from an H200, with most of its 1238 columns left out.
 """
@@ -61,7 +61,7 @@ def test_raw_csv() -> None:
     assert set(profile.metrics) == set(METRICS)
 
 
-def test_raw_csv_trimmed_says_the_same_of_what_we_name() -> None:
+def test_trimmed_raw_csv_has_the_same_named_counters() -> None:
     (whole,), (trimmed,) = parse_raw(RAW.read_text()), parse_raw(trim_raw(RAW.read_text()))
     assert "device__attribute_clock_rate" in whole.values
     assert "device__attribute_clock_rate" not in trimmed.values
@@ -90,18 +90,18 @@ def test_command() -> None:
     assert options[options.index("--metrics") + 1].split(",") == list(COLLECTED)
 
 
-def test_a_report_tells_no_path_of_this_machine() -> None:
+def test_a_report_contains_no_path_of_this_machine() -> None:
     command = ncu.Tool(machine.ROOT / "build" / "ncu", run=FakeNcu()).command(PLAIN)
     assert command[command.index("--export") + 1] == f"build/ncu/{PLAIN.id}"
     assert not any(str(machine.ROOT) in part or part.startswith("/") for part in command)
-    # By its name alone it is the same python.
+    # The command names the interpreter without its path.
     python = command[command.index("-m") - 1]
     status, output = ncu.run_command((python, "-c", "import sys; print(sys.prefix)"))
     assert (status, output.strip()) == (0, sys.prefix)
 
 
 def test_only_metrics_that_ncu_knows() -> None:
-    """It says their names without the suffix that a report has them with."""
+    """`ncu` lists metrics without the suffix that they have in a report."""
     known = "Device NVIDIA H200 (GH100)\ndram__bytes_read  Counter  byte  # of bytes read from DRAM\n"
     tool = ncu.Tool(Path("reports"), run=FakeNcu(known=known))
     assert tool.metrics == ("dram__bytes_read.sum",)
@@ -188,7 +188,7 @@ def test_outputs_beyond_the_cache_are_written(kernel: str) -> None:
     spec = arch.by_name("H200")
     found = expected(Case(kernel, "swizzled", shape), spec)
     assert found.output_bytes > 2 * spec.l2_bytes
-    # At most the cache is left over.
+    # At most the size of the cache is not written.
     assert found.dram_write_bytes >= found.output_bytes - spec.l2_bytes
     assert found.dram_read_bytes >= found.least_read_bytes
 
@@ -284,7 +284,7 @@ def test_no_ncu(tmp_path) -> None:
 
 @pytest.fixture
 def on_a_gpu(monkeypatch, tmp_path):
-    """`on_a_gpu(ncu, *arguments)`: exit status of `profiling ncu` where kernels are compiled already."""
+    """`on_a_gpu(ncu, *arguments)`: exit status of `profiling ncu` if all kernels are compiled."""
     monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
     monkeypatch.setattr(cli.arch, "detect", lambda index: arch.by_name("sm_90"))
     monkeypatch.setattr(cli.torch.cuda, "current_device", lambda: 0)
@@ -357,7 +357,7 @@ def test_pieces_of_one_run_share_a_record(on_a_gpu, monkeypatch, tmp_path, diges
     assert len(json.loads((tmp_path / ncu_run.RECORD).read_text())["cases"]) == num
 
 
-def test_a_run_that_is_cut_off_keeps_what_it_has(on_a_gpu, tmp_path) -> None:
+def test_an_interrupted_run_keeps_its_results(on_a_gpu, tmp_path) -> None:
     class Killed(FakeNcu):
         def __call__(self, command: Sequence[str]) -> tuple[int, str]:
             if "--export" in command and "padded" in command[command.index("--export") + 1]:

@@ -117,8 +117,8 @@ def test_the_run_is_complete_and_names_its_source() -> None:
 
 
 @needs_record
-def test_what_the_page_says_is_what_was_measured() -> None:
-    """docs/numerics-study.md rests on these."""
+def test_claims_of_the_page_hold_in_the_run() -> None:
+    """These are the claims of docs/numerics-study.md."""
     records = checked_in()["records"]
 
     def relative(**conditions) -> list[float]:

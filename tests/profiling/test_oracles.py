@@ -1,4 +1,4 @@
-"""The oracles of the gradients: exact on their sample; right gradients pass, and no others."""
+"""The oracles of the gradients: exact on their sample; they accept correct gradients and reject others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tensors(shape: Shape, dtype: torch.dtype = torch.bfloat16, distribution: str
 
 
 def exact(inputs: list[Tensor], causal: bool) -> dict[str, Tensor]:
-    """dq, dk, dv in fp64 from the tiled formulas, which know nothing of autograd."""
+    """dq, dk, dv in fp64 from the tiled formulas, without autograd."""
     q, k, v, dout = (x.double() for x in inputs)
     args = reference.plain_args(q, Band.of(causal, (None, None)))
     out, lse, _ = reference.forward(q, k, v, args)
@@ -95,7 +95,7 @@ def test_the_cpu_path_of_the_operator_is_right(shape):
     *inputs, dout = tensors(shape)
     args = reference.plain_args(inputs[0], Band.of(shape.causal, (None, None)))
     out, lse, _ = reference.forward(*inputs, args)
-    # From the rounded output, as every kernel has it.
+    # Computed from the rounded output, as in every kernel.
     grads = dict(zip(GRADIENTS, reference.backward(dout, None, *inputs, out, lse, args)[:3], strict=True))
     for name, oracle in backward_oracles(*inputs, dout, shape.causal).items():
         accuracy = oracle.judge(grads[name])

@@ -106,7 +106,7 @@ def test_sdpa_is_attention(causal, heads_kv):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads_kv", [4, 2])
 def test_flex_is_attention(monkeypatch, eager_flex, causal, heads_kv):
-    """As it is without being compiled, which is for a GPU."""
+    """Uncompiled, because compilation needs a GPU."""
     monkeypatch.setattr(providers, "_compiled_flex", lambda: flex_attention)
     provider, tensors = Flex(), inputs(heads_kv)
     with provider.context():
@@ -118,7 +118,7 @@ def test_flex_is_attention(monkeypatch, eager_flex, causal, heads_kv):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads_kv", [4, 2])
 def test_gradients_of_flex(monkeypatch, causal, heads_kv):
-    """By a stand-in, for FlexAttention has none on a CPU: what is asked of it, and how often."""
+    """With a stand-in, because FlexAttention has no gradients on the CPU: records its calls."""
     masks = []
 
     def flex(q, k, v, block_mask, enable_gqa):
@@ -241,7 +241,7 @@ def test_the_forward_of_a_bshd_peer_runs_once_and_its_gradients_are_bshd(heads_k
 
 
 class FakeFa3:
-    """Its two ops by their own signatures; the backward fills what it is given and returns something else."""
+    """A fake of FlashAttention-3's two ops. The backward fills the given tensors and returns something else."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -276,7 +276,7 @@ def test_fa3_gives_its_gradients_through_its_op(monkeypatch, heads_kv, causal):
     assert first[0].data_ptr() != second[0].data_ptr()
 
 
-def test_who_cannot_do_the_backward_says_so(pretend_gpu, monkeypatch):
+def test_providers_without_a_backward_give_a_reason(pretend_gpu, monkeypatch):
     # An FA3 that was built without it.
     monkeypatch.setattr(providers, "fa3_ops", lambda: SimpleNamespace(fwd=None))
     chosen = select(["cute_flash", "cute_flash-sm80", "sdpa-cudnn", "fa3"])

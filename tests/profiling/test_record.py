@@ -95,21 +95,21 @@ def test_a_file_of_another_schema_is_refused(tmp_path):
 
 
 def changed(before: float | None, after: float | None, peer_after: float = 250.0):
-    """Changes, and regressions at 5 %, when ours made these TFLOP/s and the peer 250, then `peer_after`."""
+    """Changes, and regressions at 5 %, for given TFLOP/s of cute_flash; the peer has 250, then `peer_after`."""
     base = run(cell(cute_flash=result(before), sdpa_flash=result(250.0)))
     now = run(cell(cute_flash=result(after), sdpa_flash=result(peer_after)))
     found = compare.changes(now, base)
     return found, compare.regressions(found, 0.05)
 
 
-def test_a_regression_is_found_and_an_improvement_is_none():
+def test_a_regression_is_found_and_an_improvement_is_not_one():
     for after, is_regression in [(500.0, False), (480.0, False), (470.0, True), (600.0, False)]:
         found, bad = changed(500.0, after)
         assert len(found) == 1 and bool(bad) == is_regression, after
     assert changed(500.0, 470.0)[1][0].relative == pytest.approx(-0.06)
 
 
-def test_the_ratio_counts_not_the_day():
+def test_runs_are_compared_by_the_ratio_to_the_peer():
     assert changed(500.0, 400.0, peer_after=200.0)[1] == []
     assert changed(500.0, 500.0, peer_after=300.0)[1] != []
 

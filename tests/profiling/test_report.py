@@ -60,7 +60,7 @@ BACKWARD = run(
 )
 
 
-def test_gradients_are_told_apart_and_the_worst_of_them_counts():
+def test_the_worst_gradient_counts():
     (table,) = report.cell_tables(BACKWARD)
     assert table.title == "bwd bf16, D=128, full"
     assert rows_of(table)["512"]["err/ref"] == "1.50" and rows_of(table)["512"]["ours/ref"] == "2.00"
@@ -121,7 +121,7 @@ def test_geometric_mean():
     assert report.geometric_mean([]) is None
 
 
-def test_absence_of_ours_is_a_failure_of_a_peer_a_note():
+def test_a_missing_cute_flash_is_a_failure_and_a_missing_peer_is_a_note():
     absent = run(cell(sdpa_flash=result(1.0)), unavailable={"cute_flash": "broken", "fa3": "no folder"})
     assert report.failures(absent) == ["cute_flash is not available: broken"]
     assert report.notes(absent) == ["fa3 is not available: no folder"]

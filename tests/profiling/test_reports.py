@@ -1,4 +1,4 @@
-"""What is checked in under profiling/reports: complete, small, and in agreement with itself."""
+"""The files under profiling/reports are complete, small and consistent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not (DATA / COUNTERS).exists(), reason=f"waits f
 def test_the_record_is_what_the_exports_say() -> None:
     before = {path.name: path.stat().st_mtime_ns for path in FOLDER.iterdir()}
     _, record = ncu_run.from_folder(FOLDER)
-    # What is compared below must not have been written by the comparison.
+    # The comparison below must not write the files that it compares.
     assert before == {path.name: path.stat().st_mtime_ns for path in FOLDER.iterdir()}
     found = json.loads(json.dumps(record))
     written = json.loads((DATA / COUNTERS).read_text())

@@ -129,7 +129,7 @@ def test_a_failure_is_recorded(timer: FakeTimer, monkeypatch) -> None:
 
 
 def test_the_run_ends_in_time_and_saves_each_cell(timer: FakeTimer) -> None:
-    # A look at the clock before each of the cells, and one before all: the third cell is too late.
+    # The clock is read once at the start and before each cell; the third cell is too late.
     clock = count(step=40.0)
     saved: list[tuple[int, int]] = []
     cells, left_out = standard.run_standard(
@@ -174,7 +174,7 @@ def launch(kernel: str, read: float, write: float) -> Profile:
 
 
 def profiles(settings: Settings) -> list[Profile]:
-    """Two launches of standard attention and one of ours in each case, an eviction, and markers."""
+    """Profiles of each case: two launches of standard attention, one of cute_flash, evictions and markers."""
     marker, found = launch(f"at::{standard_case.MARKER}(long)", 7.0, 7.0), []
     for case in standard_case.cases(settings):
         calls = [launch("gemm", 40.0, 30.0), launch("softmax", 20.0, 10.0)]
@@ -193,7 +193,7 @@ def test_bytes_are_summed_over_the_launches_of_a_case() -> None:
     ]  # fmt: skip
     found = standard_bytes.counted(profiles(BYTES), cases)
     (cell, _) = found.values()
-    # Written bytes that the call left in L2 are counted when the read evicts them; what that reads is not.
+    # Bytes that the call left in L2 are counted when the following read evicts them; the bytes of that read are not.
     assert cell[STANDARD] == {"read": 60.0, "write": 44.0, "launches": 2, "kernels": ["gemm", "softmax"]}
     assert (cell[OURS]["read"], cell[OURS]["write"], cell[OURS]["launches"]) == (5.0, 5.0, 1)
 
@@ -245,7 +245,7 @@ def test_a_profiler_that_fails(status: int, output: str, error: type[Exception])
 
 
 def record() -> dict[str, Any]:
-    """Twice as fast, 16 and 32 times less memory, 20 times fewer bytes at the shorter length."""
+    """A record: twice as fast, 16 and 32 times less memory, 20 times fewer bytes at the shorter length."""
     settings = Settings((512, 4096), (64,), ("full",))
     cells = []
     for shape in settings.shapes():

@@ -27,7 +27,7 @@ from tests.profiling.fakes import FakeTimer
 
 
 class Recorder:
-    """Contenders on one fake clock, which note who called and whether inside their context."""
+    """Contenders on one fake clock. Records the caller of each call, and whether its context was active."""
 
     def __init__(self) -> None:
         self.timer = FakeTimer(event_ms=0.0)
@@ -35,7 +35,7 @@ class Recorder:
         self.inside: list[str] = []
 
     def contender(self, name: str, *costs: float) -> Contender:
-        """Each call takes the next of `costs`, the last one for ever; an infinite cost is a failure."""
+        """Each call takes the next time of `costs`, then always the last. An infinite time is a failure."""
         left = list(costs)
 
         @contextmanager
@@ -58,7 +58,7 @@ class Recorder:
 
 
 def batches_of(calls: list[str]) -> list[str]:
-    """Consecutive calls of one contender as one batch."""
+    """The contenders in order, with consecutive calls merged into one batch."""
     return [name for i, name in enumerate(calls) if i == 0 or calls[i - 1] != name]
 
 
@@ -66,7 +66,7 @@ def test_every_round_times_every_contender_once():
     recorder = Recorder()
     contenders = {name: recorder.contender(name, 1.0) for name in "abcd"}
     measured = measure(contenders, recorder.timer, rounds=4, budget_ms=10)
-    # Warm-up first; where one round ends with the contender that begins the next, the batches are joined.
+    # Warm-up first. If a round ends with the first contender of the next round, their batches are merged.
     orders = ["abcd", "abdc", "bcad", "cdba", "dacb"]
     assert batches_of(recorder.calls) == batches_of(list("".join(orders)))
     assert all(len(samples.round_ms) == 4 for samples in measured.samples.values())
@@ -74,7 +74,7 @@ def test_every_round_times_every_contender_once():
 
 
 @pytest.mark.parametrize("names", ["", "a", "ab", "abc", "abcd", "abcde", "abcdef"])
-def test_nobody_always_follows_the_same(names):
+def test_no_contender_always_follows_the_same_one(names):
     rounds = len(names) * (1 + len(names) % 2)
     orders = [balanced(names, i) for i in range(rounds)]
     assert all(sorted(order) == list(names) for order in orders)
@@ -141,7 +141,7 @@ def test_an_error_becomes_one_line():
 
 
 class FakeCuda:
-    """Stands for `torch.cuda`: events read the clock of `calls`, and a graph replays what was captured."""
+    """A fake `torch.cuda`: events read the clock of `calls`, and a graph replays the captured calls."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
@@ -202,7 +202,7 @@ def cuda(monkeypatch) -> FakeCuda:
     return fake
 
 
-def test_events_stand_around_the_calls_and_are_waited_for(cuda):
+def test_events_enclose_the_calls_and_are_synchronized(cuda):
     timer = EventTimer()
     batch = timer.batch(cuda.call, 8)
     assert timer.milliseconds(batch.run) / batch.calls == 0.25

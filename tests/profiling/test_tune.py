@@ -1,4 +1,4 @@
-"""Tuning with fake kernels on the CPU, in this process; and one real compilation in a process of its own."""
+"""Tuning with fake kernels on the CPU in this process, and one real compilation in a separate process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SETTINGS = Settings(family=FAMILY, rounds=2, ms=2.0)
 
 @dataclass
 class World:
-    """Kernels that are right and take 1 ms; variants with other times or mistakes are given by their text."""
+    """Fake kernels: correct, 1 ms per call. Other times and errors are given by the text of a variant."""
 
     timer: FakeTimer = field(default_factory=FakeTimer)
     call_ms: dict[str, float] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class World:
         yield self
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        """As a pool does it, last task first: outcomes come in any order."""
+        """Run the tasks as a pool, the last task first, because outcomes may come in any order."""
         for index, task in reversed(list(enumerate(tasks))):
             self.last_note, self.is_checking = None, task.function is trial.check
             try:
@@ -150,7 +150,7 @@ def test_the_fastest_comes_first_and_the_ratio_is_to_the_reference(world):
     (table,) = ranking.speed_tables(tuning)
     assert table.columns[:4] == ("variant", "x ref", "full 16", "full 32")
     assert [row[:2] for row in table.rows][:2] == [(FAST.text, "4.000"), (f"{ROW.text} *", "2.000")]
-    # Registers were not asked for, shared memory is known anyway.
+    # Registers were not requested; shared memory is always known.
     assert table.rows[0][-3:] == ("-", "-", f"{FAST.tile.smem_bytes / 1024:.0f}")
     assert tuning.is_complete and tuning.complaints() == []
     assert sorted(world.built) == sorted((v.text, c) for v in (GOOD, FAST, ROW) for c in (False, True))
@@ -211,7 +211,7 @@ def test_what_is_wrong_only_on_the_timed_shape_is_not_ranked(world):
     tuning = world.tune(GOOD, FAST)
     assert entry_of(tuning, FAST).wrong == "fwd-bf16-d64-full-s32-b2h2: far from exact"
     assert places(tuning)[-1] == (FAST.text, None)
-    # It is timed until it is known to be wrong.
+    # It is timed until its error is known.
     assert [FAST.text in cell.results for cell in tuning.cells] == [True, True, False, False]
 
 
@@ -250,7 +250,7 @@ def test_a_crash_while_it_is_checked_is_recorded(world):
         raise RuntimeError("too many resources requested for launch")
 
     def contradict(out, lse):
-        # Of the launch, not of its results.
+        # The launch fails, not the check of its results.
         raise AssertionError("the device is busy")
 
     world.spoil = {FAST.text: refuse, OTHER.text: contradict}
@@ -344,7 +344,7 @@ def test_the_command_shows_and_writes_the_ranking(world, monkeypatch, tmp_path, 
 @pytest.mark.compiles
 @pytest.mark.parametrize(("family", "arch"), [(FAMILY, "sm_80"), (HOPPER, "sm_90")])
 def test_compile_only_for_real(family, arch, tmp_path, capsys, monkeypatch):
-    """In a spawned process, without a GPU, for an architecture that is named."""
+    """In a spawned process without a GPU, for `--arch`."""
     monkeypatch.setattr(machine, "facts", lambda: {"gpu": None})
     out = tmp_path / "tune.json"
     # The row itself: nothing else is compiled.
@@ -358,7 +358,7 @@ def test_compile_only_for_real(family, arch, tmp_path, capsys, monkeypatch):
     assert variant["is_table_row"] and variant["variant"] == str(row) and variant["error"] is None
     build = variant["builds"]["full"]
     assert build["spill_bytes"] == 0 and build["ctas_per_sm"] >= 1 and build["notes"] == []
-    # On Hopper those at launch, before the warpgroups that multiply get more.
+    # On Hopper these are the registers at launch, before setmaxnreg.
     assert build["registers"] <= 255 and (family == HOPPER or row.tile.accumulator_registers < build["registers"])
 
 
@@ -373,7 +373,7 @@ def test_compile_only_for_real(family, arch, tmp_path, capsys, monkeypatch):
         (("--compile-only", "--arch", "sm_90", "--masks", "diagonal"), "diagonal"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_compiled(args, part, capsys, monkeypatch):
+def test_mistakes_are_reported_before_anything_is_compiled(args, part, capsys, monkeypatch):
     monkeypatch.setattr(tune, "run_tune", lambda *args: pytest.fail("it began"))
     assert cli.main(("tune", *args)) == cli.NOT_MEASURED
     assert part in capsys.readouterr().err

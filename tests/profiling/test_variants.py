@@ -61,10 +61,9 @@ def test_flags_are_flags_to_the_compile_key():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_of_a_tile_can_be_written(family):
-    """Or a row of the table would be tried as another tile than the one that runs.
+    """Otherwise a row of the table would be tuned as another tile than the one that runs.
 
-    But for when a row is taken, and what is not tuned: values of another width than the keys', layouts, rows for
-    dropout or a bias, and pieces of fp32.
+    Exceptions: the conditions of a row, and fields that are not tuned (Dv, layouts, dropout, bias, fp32 pieces).
     """
     known = FAMILIES[family]
     others = {"max_bounds", "head_dim_v", "layout", "pieces"}
@@ -83,7 +82,7 @@ def test_every_neighbour_survives_the_round_trip(family, arch, head_dim):
     assert len({variant.text for variant in found}) == len(found)
 
 
-def test_order_and_spaces_do_not_matter_and_defaults_may_be_told():
+def test_order_and_spaces_do_not_matter_and_defaults_may_be_written():
     expected = parse("128x64 w4 s2", FAMILY, 64)
     assert parse(" s2   128x64 q0 w4 d64 ", FAMILY, 64) == expected
 
@@ -156,10 +155,10 @@ def test_what_is_written_is_chosen_after_the_rows():
     assert [str(variant) for variant in chosen] == [
         row_64, "64: 64x48 w4 s1", "64: 64x32 w4 s2", row_128, "128: 64x32 w4 s2", "128: 64x64 w4 s1",
     ]  # fmt: skip
-    # One file serves every head dim: those that are not asked for are left out.
+    # A file may name all head dims; those that are not tuned are left out.
     only = choose(Selection(sources, head_dims=(128,)), FAMILY, SM_80)
     assert {variant.head_dim for variant in only} == {128} and len(only) == 3
-    # A row that is written as well is there once.
+    # A row that is also given as an expression appears once.
     assert choose(Selection((row_64,)), FAMILY, SM_80) == table_rows(FAMILY, 64, SM_80)
 
 
@@ -205,7 +204,7 @@ def test_registers_of_hopper_tiles():
     # 128 threads hold 64 rows: D / 2 and N / 2 in fp32, N / 4 in 16 bits.
     for text, registers in {"128x128 s2": 160, "128x80 s1": 124}.items():
         assert parse(text, HOPPER, 128).tile.accumulator_registers == registers
-    # Just too many, by the compiler's own word: 192x96 has its wgmma serialised, 192x80 does not.
+    # The limit agrees with ptxas: it serialises wgmma for 192x96, but not for 192x80.
     rows = [parse("128x80 s1", HOPPER, 128)]
     near = {(variant.tile.tile_m, variant.tile.tile_n) for variant in neighbours(rows, SM_90)}
     assert (192, 80) in near and (192, 96) not in near and (128, 192) in near

@@ -11,7 +11,7 @@ from profiling.workers import Outcome, Pool, Task
 NOTE = "from profiling.workers import note; note('128x64 w4'); "
 
 
-def test_tasks_that_fail_or_take_their_process_along_do_not_touch_the_others():
+def test_tasks_that_fail_or_kill_their_process_do_not_affect_the_others():
     tasks = [
         Task(math.sqrt, (4.0,)),
         Task(math.sqrt, (-1.0,)),
@@ -24,7 +24,7 @@ def test_tasks_that_fail_or_take_their_process_along_do_not_touch_the_others():
     ]
     with Pool(1, {"CUTE_FLASH_TEST": "private"}, limit_s=60) as pool:
         found = {outcome.index: outcome for outcome in pool.run(tasks)}
-        # The next run finds the process of the last.
+        # The next run uses the process of the previous run.
         (again,) = pool.run([Task(os.getpid)])
     assert found[0] == Outcome(0, value=2.0)
     assert found[1].error is not None and found[1].error.startswith("ValueError: ")

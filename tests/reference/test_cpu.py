@@ -19,7 +19,7 @@ from tests.reference.memory import Memory
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
 def test_forward(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Small chunks, so that small shapes have several of them.
+    # Small chunks, so that small shapes have several chunks.
     monkeypatch.setattr(tiled, "MAX_ROWS", 32)
     monkeypatch.setattr(tiled, "MAX_KEYS", 16)
     q, k, v = make_inputs(case, dtype)
@@ -42,7 +42,7 @@ def test_forward_of_large_scores_does_not_overflow() -> None:
     q, k, v = make_inputs(Case(1, 2, 2, 40, 40, 16, CAUSAL), torch.float32)
     out, lse, _ = reference.forward(100 * q, 100 * k, v, plain_args(q, CAUSAL))
     oracle_out, oracle_lse = reference.dense(100 * q, 100 * k, v, CAUSAL)
-    # Scores of 1e5 carry absolute errors of 1e-2, which decide rows whose two best keys are that close.
+    # Scores of 1e5 have absolute errors of 1e-2, which matter in rows whose two largest scores are as close.
     torch.testing.assert_close(out.double(), oracle_out, rtol=0, atol=0.02)
     torch.testing.assert_close(lse.double(), oracle_lse, rtol=1e-6, atol=0)
 
@@ -146,7 +146,7 @@ def test_gradcheck(case: Case, with_lse: bool, monkeypatch: pytest.MonkeyPatch) 
 
     def outputs(q: Tensor, k: Tensor, v: Tensor) -> Any:
         out, lse = attention(q, k, v, plain_args(q, case.band))
-        # Finite differences of -inf are NaN; a row that is empty stays so, and its LSE is no function of q.
+        # Finite differences of -inf are NaN. The LSE of a row without keys does not depend on q.
         return (out, lse[lse != -torch.inf]) if with_lse else out
 
     assert torch.autograd.gradcheck(outputs, inputs, eps=1e-6, atol=1e-7, rtol=1e-5)
@@ -170,7 +170,7 @@ def test_backward(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
         assert_error_within(f"d{name}", gradient, oracle, oracle.to(dtype))
 
 
-def test_backward_ignores_what_empty_rows_receive() -> None:
+def test_backward_ignores_gradients_of_rows_without_keys() -> None:
     q, k, v = make_inputs(Case(1, 2, 1, 9, 4, 8, CAUSAL), torch.float32)
     args = plain_args(q, CAUSAL)
     out, lse, _ = reference.forward(q, k, v, args)

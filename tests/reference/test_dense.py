@@ -80,7 +80,7 @@ def test_memory_meter_sees_the_oracle() -> None:
 # The error rule itself
 
 
-def test_error_rule_refuses_what_is_wrong() -> None:
+def test_error_rule_rejects_wrong_results() -> None:
     case = Case(1, 1, 1, 600, 600, 16, CAUSAL)
     q, k, v = make_inputs(case, torch.bfloat16)
     oracle = reference.dense(q, k, v, case.band)
@@ -89,7 +89,7 @@ def test_error_rule_refuses_what_is_wrong() -> None:
     assert_close(out, lse, *oracle, low)
     hole, late, outlier, shifted = out.clone(), out.clone(), out.clone(), lse.clone()
     hole[0, 0, 7, 3] = torch.nan
-    # Later rows are small: all of them 3 % too large stays below what rounding does to the first row.
+    # Later rows are small: an error of 3 % in all of them is below the rounding error of the first row.
     late[:, :, 100:] *= 1.03
     outlier[0, 0, 300, 5] += 0.03
     shifted[0, 0, 200] += 3e-4
@@ -99,7 +99,7 @@ def test_error_rule_refuses_what_is_wrong() -> None:
             assert_close(wrong_out, wrong_lse, *oracle, low)
 
 
-def test_error_rule_wants_exact_empty_rows() -> None:
+def test_error_rule_requires_exact_rows_without_keys() -> None:
     oracle_lse = torch.tensor([[[-torch.inf, 1.0]]], dtype=torch.float64)
     assert_lse_close(torch.tensor([[[-torch.inf, 1.0]]]), oracle_lse)
     for wrong in (-1e30, torch.nan, 0.0):

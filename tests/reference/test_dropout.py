@@ -18,7 +18,7 @@ KNOWN = [
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "5207ddc2 45165e59 4d8ee751 8c52f662"),
     ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
 ]
-# The same of ten rounds, for the one that is written down here.
+# The same for ten rounds, for `philox_by_the_paper`.
 KNOWN_OF_TEN = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
@@ -38,7 +38,7 @@ def test_published_vectors(counter: str, key: str, expected: str) -> None:
 
 
 def philox_by_the_paper(counter: list[int], key: list[int], rounds: int = 7) -> list[int]:
-    """In Python's own integers, which do not overflow."""
+    """Philox as in the paper, with Python integers, which do not overflow."""
     (a, b, c, d), (k, m) = counter, key
     for _ in range(rounds):
         x, y = 0xD2511F53 * a, 0xCD9E8D57 * c
@@ -56,7 +56,7 @@ def test_the_model_has_the_published_vectors(rounds: int, known: list[tuple[str,
 @pytest.mark.parametrize(
     ("rows", "keys"), [(range(0, 32), range(0, 16)), (range(13, 37), range(14, 50)), (range(56, 57), range(7, 8))]
 )
-def test_each_score_has_the_documented_draw(rows: range, keys: range) -> None:
+def test_each_score_has_the_documented_random_number(rows: range, keys: range) -> None:
     seed, offset, heads = 0x7123456789ABCDEF, 0x3FEDCBA987654321, 5
     dropout = Dropout(0.3, torch.tensor([seed, offset]), heads)
     kept = dropout.keep_mask(range(3, 5), range(2, 4), rows, keys)
@@ -83,38 +83,38 @@ def test_share_of_dropped_weights(p: float) -> None:
     kept = Dropout(p, torch.tensor([1, 2]), 4).keep_mask(range(2), range(4), range(256), range(256))
     # Half a million draws: five standard deviations.
     assert abs(1 - p - kept.double().mean().item()) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
-    # Neither rows nor keys nor heads repeat each other.
+    # Rows, keys and heads all have different masks.
     for dim in range(4):
         assert (kept.diff(dim=dim).double().mean() - 2 * p * (1 - p)).abs() < 0.01
 
 
 def excess_of_both(first: Tensor, second: Tensor) -> Tensor:
-    """Of all pairs of draws, by how much the share that is dropped both differs from p^2, for every p."""
+    """For every p, the distance of the share of pairs that are both dropped from p^2."""
     num = 1 << RANDOM_BITS
     below = torch.bincount(torch.maximum(first, second), minlength=num).cumsum(0) / len(first)
     return (below - (torch.arange(1, num + 1) / num).double() ** 2).abs()
 
 
 def test_rows_that_share_a_word_are_nearly_independent() -> None:
-    """Even keys: all low halves. No other bits of a word reach their draws."""
+    """Even keys, over all values of the low half. No other bits of a word affect them."""
     words = torch.arange(1 << 16)
     first, second = words & MAX_RANDOM, words * ROW_16_FACTOR & MAX_RANDOM
     excess = excess_of_both(first, second).max().item() * 2**RANDOM_BITS
     assert 3.0 < excess < 3.5
-    # Each by itself is even: the factor is odd.
+    # Each number alone is uniform, because the factor is odd.
     assert torch.equal(second[: 1 << RANDOM_BITS].sort().values, torch.arange(1 << RANDOM_BITS))
     swapped = (words >> 8 | words << 8) & MAX_RANDOM
     assert 2.0**-10 < excess_of_both(first, swapped).max() < 2.0**-8.9
 
 
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.3, 0.5, 0.9])
-def test_of_odd_keys_still_more(p: float) -> None:
-    """All high halves, each with all low ones, whose product they take a carry of."""
+def test_odd_keys_are_even_more_independent(p: float) -> None:
+    """Odd keys, over all high and low halves; the product of the low half carries into the high half."""
     num, below = 1 << RANDOM_BITS, threshold(p)
     carry = (torch.arange(1 << 16) * ROW_16_FACTOR >> 16) & MAX_RANDOM
     shares = torch.bincount(carry, minlength=num) / (1 << 16)
     up_to = torch.cat([torch.zeros(1), torch.cat([shares, shares]).double().cumsum(0)]).double()
-    # Those carries with which a high half that is dropped itself has a product that is, too.
+    # Carries for which a dropped high half has a product that is dropped too.
     begin = (-torch.arange(below) * ROW_16_FACTOR) & MAX_RANDOM
     both = (up_to[begin + below] - up_to[begin]).sum().item() / num
     assert abs(both - (below / num) ** 2) < 2.0**-25
@@ -122,9 +122,9 @@ def test_of_odd_keys_still_more(p: float) -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
 def test_all_scores_of_a_word_together(p: float) -> None:
-    """Each of the 16 ways in which four scores are dropped or kept is as frequent as it should be."""
+    """Each of the 16 combinations of four dropped or kept scores has its expected frequency."""
     kept = Dropout(p, torch.tensor([7, 8]), 4).keep_mask(range(2), range(4), range(512), range(512))
-    # (..., 32 rows, 16 of them, pair of keys): rows 16 apart, keys side by side.
+    # Rows i and i + 16 of each group of 32 rows, and neighbouring keys.
     above, below = kept.unflatten(2, (-1, 2, 16)).unbind(3)
     ways = sum(x[..., key::2].long() << bit for bit, (x, key) in enumerate(itertools.product((above, below), range(2))))
     assert isinstance(ways, Tensor)

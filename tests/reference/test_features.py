@@ -31,7 +31,7 @@ CLOSE = {"rtol": 1e-11, "atol": 1e-12}
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Any:
-    """Score by score, in Python's floats: out, LSE and the largest logit of each head; causal."""
+    """Causal attention score by score with Python floats: out, LSE and the largest logit of each head."""
     (batch, heads, sq, _), sk = q.shape, k.shape[2]
     out, lse = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.zeros(q.shape[:3], dtype=q.dtype)
     max_logit = torch.full((heads,), -math.inf, dtype=q.dtype)
@@ -69,7 +69,7 @@ def test_all_together_by_definition(sq: int, sk: int) -> None:
 
 
 def attend(case: Combination | VarlenCombination) -> Any:
-    """Tensors by name to (out, LSE) of the CPU path; differentiable."""
+    """Maps tensors by name to (out, LSE) of the CPU path, differentiably."""
     return lambda x: attention(x["q"], x["k"], x["v"], case.args(x))
 
 
@@ -86,7 +86,7 @@ def check(case: Combination) -> None:
     tensors = case.tensors()
     wide = {name: x.double() for name, x in tensors.items()}
     exact, rough = case.dense(reference.dense, wide), case.dense(reference.dense_low_precision, tensors)
-    # Both in the precision in which the CPU path adds up; `rough` alone knows how it rounds.
+    # Both compute in the precision of the CPU path's sums; only `rough` rounds as it does.
     out, lse = attend(case)(tensors)
     if "sinks" in case.features:
         assert torch.isfinite(lse).all()
@@ -95,7 +95,7 @@ def check(case: Combination) -> None:
     found = gradients(attend(case), tensors, weights)
     oracle = gradients(lambda x: case.dense(reference.dense, x), wide, weights)
     most = max(map(largest, oracle.values()))
-    # The error of a rounded `out` alone: terms of a sum over a head may cancel, their rounding does not.
+    # The error from rounding `out`: terms of a sum over a head may cancel, but their rounding errors do not.
     rounded = exact[0].to(case.dtype).double(), exact[1]
     of_rounded = by_cpu_path(case, wide, rounded, (weights[0].double(), weights[1].double()), None)
     for name, x in tensors.items():
@@ -103,7 +103,7 @@ def check(case: Combination) -> None:
         if largest(oracle[name]) <= 1e-12 * most:
             assert largest(found[name]) <= 1e-4 * most, f"d{name}: should be 0"
             continue
-        # The gradients' own rounding, and that of `out`, from which they are computed.
+        # The rounding of the gradients, and of `out`, from which they are computed.
         yardstick = oracle[name] + torch.finfo(case.dtype).eps * largest(oracle[name])
         yardstick = yardstick + (of_rounded[name] - oracle[name]).abs()
         assert_error_within(f"d{name}", found[name], oracle[name], yardstick.to(x.dtype))
@@ -121,7 +121,7 @@ def test_varlen_combinations(seed: int) -> None:
     found = results(attend(case), tensors, weights)
     expected = results(lambda x: case.dense(reference.dense, x), tensors, weights)
     torch.testing.assert_close(found, expected, **CLOSE)
-    # By the rule of the tests on a GPU, too.
+    # The error rule of the GPU tests holds too.
     assert_feature_gradients(attend(case), case, tensors, weights)
 
 
@@ -149,7 +149,7 @@ def test_gradcheck(features: dict[str, Any], sq: int, sk: int, left: int | None,
 
 
 def test_a_sequence_does_not_depend_on_its_batch() -> None:
-    """Bit for bit, for all but dropout and (B, H) slopes, which know the sequence's index."""
+    """Bit by bit, except for dropout and (B, H) slopes, which depend on the index of the sequence."""
     one = Combination(1, 2, 2, 0, 0, 8, 8, torch.float32, 20, 3, {"softcap": 2.0, "alibi": 1, "sinks": True})
     case = VarlenCombination(one, Lengths([5, 40, 9], [7, 61, 30]))
     x = case.tensors()
@@ -209,7 +209,7 @@ def test_max_logit() -> None:
     scores = (0.3 * q @ k.repeat_interleave(2, 1).mT).masked_fill(torch.ones(5, 7).tril(2) == 0, -torch.inf)
     max_logit = reference.forward(q, k, v, args)[2]
     torch.testing.assert_close(max_logit, scores.amax(dim=(0, 2, 3)))
-    # A sink is no score. A head that sees no key has none.
+    # A sink is not a score. A head without visible keys has no largest logit.
     sinks = torch.full((4,), 100.0, dtype=torch.float64)
     assert torch.equal(reference.forward(q, k, v, args._replace(sinks=sinks))[2], max_logit)
     nothing = reference.forward(q, k[:, :, :0], v[:, :, :0], args)[2]

@@ -1,4 +1,4 @@
-"""The two loop orders: the same attention as the oracle, and the traffic that one derives by hand."""
+"""The two loop orders give the results of the oracle, and the traffic that is derived by hand."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_some_rows(rows: Any, chosen: list[int]) -> None:
     assert torch.equal(attention_probs(q, k, lse, rows=rows, causal=True), whole[:, :, chosen])
 
 
-def test_weights_are_differentiable_also_where_hidden_scores_are_large() -> None:
+def test_weights_are_differentiable_with_large_masked_scores() -> None:
     q, k, v = qkv()
     k[:, :, -1] *= 1e4
     q, k = q.requires_grad_(), k.requires_grad_()

@@ -96,7 +96,7 @@ CASES = [
 
 
 def by_torch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, case: Case) -> Tensor:
-    """Straight from the definition: the functions are called on full tensors; autograd does the rest."""
+    """By definition: mods are called on full tensors, and autograd computes the gradients."""
     S = q @ k.repeat_interleave(H // HKV, 1).mT * D**-0.5
     if case.softcap:
         S = torch.tanh(S / case.softcap) * case.softcap
@@ -165,7 +165,7 @@ def test_score_mod_bwd_replaces_the_derived_gradient() -> None:
     derived, by_six = grads(None), grads(lambda g, s, b, h, i, j: g * (WIDTH + table[h]))
     by_one = grads(lambda g, s, b, h, i, j: g * (1 + table[h]))
     torch.testing.assert_close(by_six[1], derived[1])
-    # The derived gradient takes the slope of a floor as 0, the user's one as 6.
+    # The derived gradient of floor is 0, that of the user's function 6.
     torch.testing.assert_close(by_six[0] - derived[0], 6 * (by_one[0] - derived[0]))
 
 

@@ -31,11 +31,11 @@ def wide(sk: int = 9) -> list[Tensor]:
 
 
 def main_keys(gpu: FakeGpu) -> list[CompileKey]:
-    """The main kernels that were bound, in order: one for each signature."""
+    """The main kernels of all bound signatures, in order."""
     return [key for key in gpu.keys if key.kernel.startswith("bwd_sm")]
 
 
-# ---- what the kernels are given
+# ---- arguments of the kernels
 
 
 @pytest.mark.parametrize("has_dlse", [False, True])
@@ -75,7 +75,7 @@ def test_workspaces_do_not_overlap(gpu: FakeGpu, deterministic: bool) -> None:
     [
         (name, position)
         for name, position in itertools.product(strides.ALL, ("q", "k", "v", "dout", "out"))
-        # Elements that share memory hold no output.
+        # Tensors with overlapping elements are not outputs.
         if position != "out" or not name.startswith(("expanded", "head stride"))
     ],
 )
@@ -93,7 +93,7 @@ def test_only_tensors_that_kernels_cannot_read_are_copied(gpu: FakeGpu, name: st
 
 
 def test_gradients_with_strides_of_0(gpu: FakeGpu) -> None:
-    """As those of sums are."""
+    """The gradient of a sum has such strides."""
     run_backward(inputs(), dout=torch.ones((), dtype=torch.bfloat16).expand(2, 4, 7, D))
     # A transposed gradient of the LSE is copied.
     run_backward(inputs(), dlse=normal(2, 7, 4, dtype=torch.float32).mT)
@@ -126,14 +126,14 @@ def test_kernels_take_a_positive_scale(gpu: FakeGpu, scale: float, is_known: boo
 
 @pytest.mark.parametrize("width", [8, 72, 256])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_values_of_another_width(gpu: FakeGpu, width: int, deterministic: bool) -> None:
-    """Wider or narrower than keys, in a tile that has room for both."""
+def test_dv_other_than_d(gpu: FakeGpu, width: int, deterministic: bool) -> None:
+    """Dv above or below D, in a tile that is wide enough for both."""
     tensors, args = [*inputs()[:2], normal(2, 2, 9, width)], plain(right=0, deterministic=deterministic)
     for v in (tensors[2], normal(2, 2, width, 9).mT):
         dq, _, dv, *_ = run_backward([*tensors[:2], v], args, dlse=normal(2, 4, 7, dtype=torch.float32))
         assert dq is not None and dv is not None and (dq.shape[3], dv.shape[3]) == (D, width)
         assert gpu.main.key.tile.head_dim >= max(D, width)  # type: ignore[union-attr]
-        # The kernels before and after see rows of one width.
+        # Preprocess and postprocess each see rows of one width.
         before, after = gpu.last("bwd_preprocess").key.static, gpu.last("bwd_postprocess").key.static
         assert (before.width_v, after.head_dim) == (width, D)
         assert before.head_dim_v is None is after.head_dim_v
@@ -148,7 +148,7 @@ def test_a_known_signature_plans_and_compiles_nothing(gpu: FakeGpu) -> None:
         num = len(gpu.keys)
         again = run_backward(tensors, plain(right=right))[:3]
         assert all(map(torch.equal, again, (dq, dk, dv)))
-        # The scale is no part of a signature.
+        # The scale is not part of a signature.
         run_backward(tensors, plain(-0.7, right=right))
         assert len(gpu.keys) == num
 
@@ -197,11 +197,11 @@ def test_torch_may_ask_for_deterministic_gradients_at_any_time(
     sm_90: FakeGpu, deterministic_mode: Callable[..., None]
 ) -> None:
     run_backward(inputs())
-    # Set by `poisoned_memory`: `warn_only` asks for nothing.
+    # `poisoned_memory` sets `warn_only`, which does not request deterministic gradients.
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     deterministic_mode(True)
     run_backward(inputs())
-    # The argument asks for the same.
+    # The argument requests the same.
     run_backward(inputs(), plain(deterministic=True))
     deterministic_mode(False)
     run_backward(inputs(), plain(deterministic=True))
@@ -272,12 +272,12 @@ ALL = {**FEATURES["softcap"], **FEATURES["alibi"], **FEATURES["sinks"], **FEATUR
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (3, 1)])
 @pytest.mark.parametrize("fields", [*FEATURES.values(), ALL], ids=[*FEATURES, "all"])
 def test_features(gpu: FakeGpu, fields: dict[str, Any], window: tuple[int | None, int | None], has_dlse: bool) -> None:
-    # The last ones: queries without keys.
+    # With sk=4, some queries see no key.
     for tensors in (inputs(), inputs(sk=4)):
         dlse = normal(2, 4, 7, dtype=torch.float32) if has_dlse else None
         for scale in (0.3, -0.3, 0.0):
             run_backward(tensors, plain(scale, *window, **fields), dlse=dlse, atol=0.03)
-    # A sink is in the LSE: the kernels do not know of it.
+    # The LSE contains the sink, so the kernels do not get it.
     names = {"softcap", "alibi", "dropout"} & set(fields)
     assert gpu.main.kernel == f"bwd_{gpu.family}" and set(gpu.main.key.static.features) == names
     for prefix in ("bwd_preprocess", "bwd_postprocess"):
@@ -291,7 +291,7 @@ def test_rows_without_keys_give_their_sink_the_gradient_of_the_lse(gpu: FakeGpu)
     out, lse, _ = cpu.forward(*tensors, args)
     dout = normal(*out.shape, seed=5)
     expected = launcher.backward(dout, dlse, *tensors, out, lse, args)[3][1]
-    # NaN of rows without keys reaches nothing but, here, the stand-in's dv.
+    # NaN of rows without keys reaches only dv of the stand-in.
     dout[:, :, :3] = torch.nan
     found = launcher.backward(dout, dlse, *tensors, out, lse, args)[3][1]
     torch.testing.assert_close(found, expected)

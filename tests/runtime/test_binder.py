@@ -1,4 +1,4 @@
-"""The generated function of a plan: its source, its tracebacks, and what it holds."""
+"""The generated function of a plan: its source, its tracebacks, and the objects that it keeps."""
 
 from __future__ import annotations
 

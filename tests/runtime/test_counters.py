@@ -1,4 +1,4 @@
-"""Counters that kernels draw tiles from: one for each stream, and never one that two launches could share."""
+"""Tile counters: one per stream. Launches that may run concurrently never share one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Current:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> Current:
-    """The current stream; memory of the CPU in place of the GPU's."""
+    """The current stream, with CPU memory in place of GPU memory."""
     now, main_thread = Current(), threading.get_ident()
     monkeypatch.setattr(counters, "_counters", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: now.stream, raising=False)
@@ -87,6 +87,6 @@ def test_a_stream_that_its_owner_may_destroy_shares_nothing(current: Current) ->
     found = [counter(0) for _ in range(3)]
     assert len({address for _, address in found}) == 3
     assert counters._counters == {}
-    # The default stream has no handle of its own, and is always there.
+    # The default stream has no unique handle, and always exists.
     current.stream = 0
     assert counter(0) is counter(0)

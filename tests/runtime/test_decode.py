@@ -54,7 +54,7 @@ class DecodeGpu(RecordingGpu):
 
 
 def check_operands(static: DecodeStatic, named: dict[str, Any]) -> None:
-    """A compiled kernel would take these arguments."""
+    """Assert that a compiled kernel would accept these arguments."""
     sizes: dict[str, int] = {}
     for name, operand in OPERANDS.items():
         value = named[name]
@@ -66,7 +66,7 @@ def check_operands(static: DecodeStatic, named: dict[str, Any]) -> None:
             continue
         check_tensor(static, operand, value)
         for dim, size in zip(operand.dims, value.shape):
-            # "slots" and the like: of the workspace.
+            # "slots" and other sizes of the workspace.
             assert sizes.setdefault(dim, size) == size, f"{name}: {dim} is {size}, of others {sizes[dim]}"
 
 
@@ -88,7 +88,7 @@ def check_tensor(static: DecodeStatic, operand: Operand, x: Tensor) -> None:
 
 @pytest.fixture(autouse=True)
 def workspaces() -> Iterator[list[tuple[int, ...]]]:
-    """Workspaces of the CPU, not shared; their sizes."""
+    """CPU workspaces that are not shared; yields their sizes."""
     with own_workspaces() as sizes:
         yield sizes
 
@@ -163,7 +163,7 @@ def test_values_of_scalars(sm_90: DecodeGpu) -> None:
     assert (launched["softcap"], launched["scale"]) == (2.5, 0.25)
     run(call, window=(1 << 40, 0))
     assert sm_90.launches[-1]["window_left"] == MAX_WINDOW
-    # A negative scale is that of -q.
+    # A negative scale is passed as a positive scale of -q.
     run(call, scale=-0.5)
     assert sm_90.launches[-1]["scale"] == 0.5
     assert torch.equal(sm_90.launches[-1]["q"], -call.q)
@@ -215,7 +215,7 @@ def test_a_signature_is_bound_once(sm_90: DecodeGpu) -> None:
     with use_kernels("sm80"):
         run(call)
     assert len(sm_90.keys) == 5
-    # Other lengths of the cache are another signature, of the same kernel.
+    # Another cache size is another signature, but has the same kernel.
     run(build(page_size=8, seqlens=(40, 5)))
     assert len(sm_90.keys) == 6 and sm_90.keys[-1] == sm_90.keys[0]
 
@@ -248,7 +248,7 @@ def test_calls_bypass_the_dispatcher(sm_90: DecodeGpu) -> None:
 
 
 def test_keys_of_a_dry_run_are_those_of_the_calls() -> None:
-    """The kernels that are compiled before the GPU tests; the lengths do not matter."""
+    """The kernels that are compiled before the GPU tests do not depend on lengths."""
     arch = ARCHS["sm_90"]
     cases = [*decode_cases.random_group("sm90", 0), *decode_cases.chunk_cases(17, 24), *decode_cases.SPLIT]
     for case, dtype in cases:
@@ -365,7 +365,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def filled(
     stream: dict[str, Any], workspaces: object, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[int | None], list[Tensor]]:
-    """The workspace of a launch of a plan with a number of splits, by the function of the runtime."""
+    """The workspace that the runtime gives a launch of a plan with this number of splits."""
     empty, zeros = torch.empty, torch.zeros
     monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: empty(shape, dtype=dtype))
     monkeypatch.setattr(torch, "zeros", lambda shape, dtype, device="cpu": zeros(shape, dtype=dtype))
@@ -469,7 +469,7 @@ def test_counters_of_a_graph(stream: dict[str, Any]) -> None:
     stream["handle"] = 0x7F00
     addresses.add(graph_counters(10, 0).data_ptr())
     assert len(addresses) == 3
-    # More counters than a graph has in reserve, or an unknown capture: of each launch.
+    # If a graph needs more counters than are in reserve, or the capture is unknown, each launch gets its own.
     large = [graph_counters(GRAPH_COUNTERS + 1, 0) for _ in range(2)]
     assert large[0].data_ptr() != large[1].data_ptr()
     stream["capture"] = None

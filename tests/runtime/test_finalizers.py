@@ -1,4 +1,4 @@
-"""Gradients of slopes and sinks from what the kernels leave."""
+"""Gradients of slopes and sinks from the partial sums of the kernels."""
 
 from __future__ import annotations
 

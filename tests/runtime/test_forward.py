@@ -68,12 +68,12 @@ def test_a_known_signature_still_checks_addresses(gpu: FakeGpu) -> None:
     assert len(gpu.keys) == 1
 
 
-# ---- pack_gqa, and values of another width
+# ---- pack_gqa, and Dv ≠ D
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (3, 1)])
 @pytest.mark.parametrize("rows", [1, 7, 33, 200])
-def test_few_rows_of_heads_that_share_keys_are_packed(
+def test_few_queries_of_grouped_heads_use_pack_gqa(
     gpu: FakeGpu, rows: int, window: tuple[int | None, int | None]
 ) -> None:
     k, v = normal(2, 2, 40, D), normal(2, 2, 40, D, seed=1)
@@ -85,7 +85,7 @@ def test_few_rows_of_heads_that_share_keys_are_packed(
     }
     for name, q in layouts.items():
         run_forward([q, k, v], plain(0.3, *window))
-        # Rows of neighbouring heads must lie one row apart.
+        # Rows of neighbouring heads must be one row apart.
         can_pack = rows == 1 or name in ("contiguous", "columns of a wider row")
         is_packed = gpu.name == "sm_90" and can_pack and rows < 128
         assert gpu.main["q"].shape == ((2, 2, 8 * rows, D) if is_packed else (2, 16, rows, D)), name
@@ -95,7 +95,7 @@ def test_few_rows_of_heads_that_share_keys_are_packed(
 
 @pytest.mark.parametrize("heads_kv", [1, 4])
 @pytest.mark.parametrize("width", [8, 64])
-def test_values_of_another_width(gpu: FakeGpu, width: int, heads_kv: int) -> None:
+def test_dv_other_than_d(gpu: FakeGpu, width: int, heads_kv: int) -> None:
     k, v = normal(2, heads_kv, 9, D), normal(2, heads_kv, 9, width)
     queries = {
         "contiguous": normal(2, 4, 7, D),
@@ -274,7 +274,7 @@ def test_nvtx_ranges(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(nvtx, "marked", record)
     run_forward(inputs())
-    # A range costs about a microsecond: without a listener, there is none around a launch.
+    # A range costs about a microsecond, so launches have none unless a profiler listens.
     assert marked == ["plan"]
     monkeypatch.setattr(nvtx, "MARKS_LAUNCHES", True)
     with use_gpu(FakeGpu(gpu.name)):
@@ -365,7 +365,7 @@ def test_strides_with_features(gpu: FakeGpu, name: str) -> None:
         run_forward([turn(x) for x in inputs()], plain(right=0, **FEATURES[name]))
 
 
-def test_heads_are_packed_only_where_features_do_not_tell_them_apart(gpu: FakeGpu) -> None:
+def test_pack_gqa_is_used_only_with_features_that_do_not_depend_on_the_head(gpu: FakeGpu) -> None:
     tensors = [normal(2, 16, 5, D), normal(2, 2, 40, D), normal(2, 2, 40, D, seed=1)]
     slopes = normal(16, dtype=torch.float32)
     for fields in ({"softcap": 2.0}, {"out_fp32": True}):
@@ -378,7 +378,7 @@ def test_heads_are_packed_only_where_features_do_not_tell_them_apart(gpu: FakeGp
 
 
 def test_rows_without_keys(gpu: FakeGpu) -> None:
-    """Without keys or without rows nothing is launched; rows above a causal mask see no key."""
+    """Calls without keys or queries launch nothing. With Sq > Sk the first rows of a causal mask see no key."""
     q, k, v = inputs()
     for args in (plain(sinks=SINKS, return_max_logit=True), plain(softcap=1.0), plain(out_fp32=True)):
         out, lse, max_logit = run_forward([q, k[:, :, :0], v[:, :, :0]], args)
@@ -393,7 +393,7 @@ def test_rows_without_keys(gpu: FakeGpu) -> None:
 
 
 def test_extreme_numbers_stay_finite(gpu: FakeGpu) -> None:
-    """The quotient of scale and softcap, which kernels compute with: see `tests.fakes.checks`."""
+    """Kernels use the quotient of scale and softcap; `tests.fakes.checks` checks that it is finite."""
     for scale, softcap in ((1e30, 1e-40), (1e-30, 1e-40), (3.0, 1e-300), (1e38, 1e-3)):
         launcher.forward(*inputs(), plain(scale, softcap=softcap))
     check_softcap(MAX_SOFTCAP)

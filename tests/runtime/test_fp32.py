@@ -1,4 +1,4 @@
-"""fp32 calls on a GPU: which kernels they launch, with which arguments, and what comes back."""
+"""fp32 calls on a fake GPU: launched kernels, their arguments, and results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_varlen() -> None:
 
 
 def test_an_outlier_has_a_head_of_its_own() -> None:
-    """The pieces of a head are relative to its own norm."""
+    """An outlier affects only its own head, because pieces are relative to the norm of the head."""
     q, k, v = inputs(64)
     q[0, 0] *= 1e15
     k[0, 0] *= 1e-15
@@ -65,7 +65,7 @@ def test_an_outlier_has_a_head_of_its_own() -> None:
 
 @pytest.mark.parametrize("garbage", [torch.inf, 1e30, torch.nan])
 def test_rows_of_no_sequence_have_no_influence(garbage: float) -> None:
-    """Padding and unused keys may be uninitialized; a huge value would take the bits of all other rows."""
+    """Padding and unused keys may be uninitialized. A huge value there must not reduce the precision of other rows."""
     lengths = Lengths([20, 0, 38], [30, 11, 27], used=[30, 5, 20])
     q, k, v = inputs(64, varlen=lengths)
     q[58:], k[68:], v[68:] = garbage, garbage, garbage
@@ -104,7 +104,7 @@ def test_refusals() -> None:
 
 
 def check(arch: str, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> None:
-    """Results and gradients on a GPU are those of the CPU in fp64; only kernels of fp32 are launched."""
+    """Compare results and gradients with the CPU in fp64; only fp32 kernels may be launched."""
     with use_gpu(FakeGpu(arch)) as gpu:
         out, lse, max_logit = launcher.forward(q, k, v, args)
         dout, dlse = torch.randn_like(out), torch.randn_like(lse)

@@ -137,7 +137,7 @@ def test_forward(gpu: FakeGpu, name: str) -> None:
     static = gpu.main.key.static
     assert gpu.main.kernel == f"fwd_{gpu.family}" and static.has_mods
     assert static.block_sparse == bool(args.block_mask)
-    # Gradients are no part of the forward kernel.
+    # Gradients do not change the forward kernel.
     assert static.mods.graphs == Graphs(args.mods.score, args.mods.mask)
     assert static.mods == static.mods.for_forward
 
@@ -151,7 +151,7 @@ def test_arguments(gpu: FakeGpu) -> None:
     assert [x.dtype for x in launch["captures"]] == [
         torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.uint8,
     ]  # fmt: skip
-    # A single value is passed as a row of one.
+    # A 0-d tensor is passed as a row of one element.
     assert [x.dim() for x in launch["captures"]] == [2, 1, 1, 1, 2]
     assert [tuple(x.shape) for x in launch["block_indices"]] == [(2, 4, 3), (2, 4, 3, 2)] * 2
     mods = launch.key.static.mods
@@ -254,7 +254,7 @@ def test_deterministic(gpu: FakeGpu) -> None:
 
 @pytest.mark.parametrize("name", ["capped", "tables", "own gradient", "all"])
 def test_deterministic_gradients_of_tables(gpu: FakeGpu, name: str) -> None:
-    """The kernel stores a term for each score, and torch adds them up."""
+    """The kernel stores a term for each score, and torch sums the terms."""
     run_gradients(CASES[name], deterministic=True)
     terms, elements = gpu.main["dcapture_terms"]
     assert gpu.main.kernel == "bwd_sm80" and terms.shape == elements.shape == (len(terms), B, H, SQ, SK)
@@ -344,7 +344,7 @@ ONE_CALL = Case(with_tables, masks.causal(), (1, H, SQ, SK), torch.float32)
 
 
 def right(**fields: Any) -> tuple[list[Tensor], AttentionArgs]:
-    """A call with a bias, captures and a block mask of every batch and head."""
+    """A valid call with a bias, captures and a block mask for every batch and head."""
     args = ONE_CALL.args(tensors(), **fields)
     return tensors(), with_block_mask(block_mask_of())(args)
 
@@ -375,7 +375,7 @@ def with_tensor(position: int, change: Callable[[Tensor], Tensor]) -> tuple[int,
 
 
 META = [x.to("meta") for x in ONE_CALL.args(tensors()).captures]
-# Each differs in one thing from a call that is right.
+# Each call differs in one point from a valid call.
 WRONG: dict[str, tuple[Any, str]] = {
     "bias of more keys": (with_bias(lambda x: torch.cat([x, x], 3)), "does not broadcast with"),
     "bias of fewer queries": (with_bias(lambda x: x[:, :, 1:]), "does not broadcast with"),

@@ -23,7 +23,7 @@ from tests.runtime.calls import D, normal, plain, run_backward, run_forward
 
 WINDOWS = [(None, None), (None, 0), (30, 0), (5, None)]
 SMALL = Lengths([5, 0, 40], [7, 3, 30])
-# Several tiles, one key more than they hold, none on either side; tokens that belong to no sequence.
+# Several tiles, one key more than a tile, no queries or no keys; tokens that belong to no sequence.
 SEVERAL = Lengths([130, 0, 5, 64], [129, 30, 0, 257], None, (3, 70))
 USED = Lengths([40, 7, 0], [200, 64, 9], [150, 0, 9], (0, 5))
 
@@ -122,7 +122,7 @@ def test_nothing_to_compute_launches_nothing(gpu: FakeGpu, lengths: Lengths) -> 
     assert not gpu.launches
 
 
-def test_values_of_another_width(gpu: FakeGpu) -> None:
+def test_dv_other_than_d(gpu: FakeGpu) -> None:
     inputs = tensors(SMALL, width_v=64)
     assert run_forward(inputs, varlen(SMALL))[0].shape[2] == 64
     dv = run_backward(inputs, varlen(SMALL))[2]
@@ -278,19 +278,19 @@ def test_values_of_features_compile_nothing(gpu: FakeGpu) -> None:
         for lengths in (Lengths([5, 0, 40], [7, 3, 30]), Lengths([40, 5, 0], [0, 30, 10])):
             fields = {**ALL, "softcap": softcap, "dropout": dropout, "sinks": SINKS * (number + 1)}
             run(lengths, varlen(lengths, **with_slopes(lengths, fields)))
-    # Two schedulers, two main kernels, and those before and after the backward.
+    # Two schedulers, two main kernels, preprocess and postprocess.
     assert len(set(gpu.keys)) == 6
 
 
 def test_rows_without_keys_give_their_sink_the_gradient_of_the_lse(gpu: FakeGpu) -> None:
-    """Whatever the gradient of their output is."""
+    """For any gradient of their output."""
     lengths = Lengths([9, 4, 5, 3], [4, 0, 6, 3], [3, 0, 6, 0], (2, 0))
     inputs, dlse = tensors(lengths), normal(4, 23, dtype=torch.float32)
     args = varlen(lengths, (None, 1), sinks=SINKS)
     out, lse, _ = cpu.forward(*inputs, args)
     dout = normal(*out.shape, seed=5)
     expected = cpu.backward(dout, dlse, *inputs, out, lse, args)[3][1]
-    # Five of the first sequence, all of the second and of the last, and those after it.
+    # Rows without keys: five of the first sequence, all of the second and the last, and the padding.
     for blind in (slice(0, 5), slice(9, 13), slice(18, 23)):
         dout[blind] = torch.nan
     found = launcher.backward(dout, dlse, *inputs, out, lse, args)[3][1]

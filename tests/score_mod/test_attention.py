@@ -95,7 +95,7 @@ def inputs(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def by_torch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, case: Case) -> Tensor:
-    """Straight from the definition: the functions are called on whole tensors, autograd does the rest."""
+    """By definition: mods are called on full tensors, and autograd computes the gradients."""
     S = q @ k.repeat_interleave(H // HKV, 1).mT * D**-0.5
     if "softcap" in case.rest:
         S = torch.tanh(S / case.rest["softcap"]) * case.rest["softcap"]
@@ -140,7 +140,7 @@ def test_values_and_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
             table.requires_grad_(False)
 
 
-def test_values_of_another_width_and_outputs_in_floats() -> None:
+def test_dv_other_than_d_and_fp32_outputs() -> None:
     q, k, v = (x.detach().bfloat16() for x in inputs(Case("", 33, 50)))
     v, bias = torch.cat([v, -v, v], dim=3), normal(1, H, 33, 50, seed=5)
     how = {"score_mod": relative, "mask_mod": by_head, "out_dtype": torch.float32}
@@ -158,7 +158,7 @@ def test_values_of_another_width_and_outputs_in_floats() -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.rest], ids=lambda case: case.name)
 def test_flex_attention(case: Case, eager_flex: None) -> None:
-    """FlexAttention, uncompiled, on the same functions; it has no bias, and no gradients on the CPU."""
+    """Against uncompiled FlexAttention with the same mods; it has no bias, and no gradients on the CPU."""
     with torch.no_grad():
         q, k, v = (x.detach() for x in inputs(case))
         bias = None if case.bias is None else normal(*case.bias, seed=5)
@@ -217,7 +217,7 @@ def test_a_gradient_of_the_users_own() -> None:
     found = torch.autograd.grad(out.sum(), (q, table))
     plain = torch.autograd.grad(attn(q, k, v, score_mod=mod).sum(), (q, table))
     torch.testing.assert_close(found[1], plain[1])
-    # The derived one sees no slope in a floor, the user's one of 6.
+    # The derived gradient of floor is 0, that of the user's function 6.
     ratio = attn(q, k, v, score_mod=mod, score_mod_bwd=lambda g, s, b, h, i, j: g * (1 + table[h]))
     one = torch.autograd.grad(ratio.sum(), q)[0]
     torch.testing.assert_close(found[0] - plain[0], 6 * (one - plain[0]))
@@ -254,7 +254,7 @@ def test_layouts_and_results() -> None:
     torch.testing.assert_close((out, lse, most), by_argument)
 
 
-def test_packed_sequences() -> None:
+def test_varlen_batches() -> None:
     lengths = [0, 5, 17, 9]
     offsets = torch.tensor(lengths).cumsum(0).to(torch.int32)
     total = sum(lengths)
@@ -279,7 +279,7 @@ def test_packed_sequences() -> None:
 
 
 @pytest.mark.parametrize("has_sink", [False, True])
-def test_what_flows_into_a_row_without_keys_stays_there(has_sink: bool) -> None:
+def test_gradients_of_rows_without_keys_have_no_effect(has_sink: bool) -> None:
     q, k, v = inputs(CASES[0])
     sinks = torch.zeros(H, dtype=torch.float64) if has_sink else None
     out = attn(q, k, v, mask_mod=lambda b, h, i, j: (i >= j) & (i % 5 != 0), sinks=sinks)
@@ -301,7 +301,7 @@ def test_compiled() -> None:
         mod = lambda score, b, h, i, j: score * table[h]  # noqa: E731
         return attn(2 * q, k, v, score_mod=mod, mask_mod=masks.causal()) * 2
 
-    # Before and after a call that is not compiled, which leaves a trace of the mods.
+    # Before and after an uncompiled call, which caches a trace of the mods.
     for _ in range(2):
         compiled = torch.compile(layer, backend="aot_eager")
         torch.testing.assert_close(compiled(q, k, v), layer(q, k, v))

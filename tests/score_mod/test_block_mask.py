@@ -234,7 +234,7 @@ def test_another_mask_beside_a_block_mask_is_refused(other) -> None:
 
 @pytest.mark.parametrize("write", [lambda x: x.fill_(0), lambda x: x.data.fill_(0)], ids=["in place", "data"])
 def test_writing_to_a_captured_tensor(write) -> None:
-    """The old block mask is refused, and a new one is of the new contents."""
+    """The old block mask is refused, and a new one has the new contents."""
     q, k, v = _qkv()
     ids = torch.arange(256) // 100
     mask = masks.document(ids)

@@ -1,4 +1,4 @@
-"""Captured values of every kind are read again at each call, or refused with what to capture instead."""
+"""Captured values are read again at each call, or refused by an error that names an alternative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mods under `torch.compile(fullgraph=True)`: what they capture, what changes between calls, gradients, refusals."""
+"""Mods under `torch.compile(fullgraph=True)`: captured values, changes between calls, gradients, refusals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(function: Callable, *args: Any, wrt: tuple[Tensor, ...] = ()) -> None:
     torch.testing.assert_close(*results)
 
 
-# What mods compute
+# Operations of mods
 
 TABLE = normal(H, seed=4)
 RELATIVE = normal(H, 2 * S, seed=5)
@@ -101,7 +101,7 @@ def test_assignment_operators() -> None:
 
 
 def test_the_graph_is_that_of_an_ordinary_trace() -> None:
-    """So that compiled and other calls share a kernel."""
+    """Then compiled and uncompiled calls share a kernel."""
     texts: list[str] = []
 
     def backend(module: Any, inputs: Any) -> Any:
@@ -112,19 +112,19 @@ def test_the_graph_is_that_of_an_ordinary_trace() -> None:
         return attn(q, q, q, score_mod=SCORE_MODS["two indices"], mask_mod=MASK_MODS["document"])
 
     torch.compile(layer, fullgraph=True, backend=backend)(qkv()[0])
-    # S is a number there, and an argument here.
+    # Only the masks are compared: the score_mod captures S, a constant in compiled calls and an argument otherwise.
     mask = BoundMods.of(None, MASK_MODS["document"], None).graphs.text
     assert [text for text in texts if text.endswith(mask.removeprefix("[null"))]
 
 
 def test_arithmetic_of_captured_tensors() -> None:
-    """Only compiled calls record it, outside of the kernel."""
+    """Only compiled calls accept it; it runs outside of the kernel."""
     call, _ = compiled(lambda q, k, v: attn(q, k, v, score_mod=lambda score, b, h, i, j: score + RELATIVE.exp()[h, i]))
     table = RELATIVE.exp()
     torch.testing.assert_close(call(*qkv()), attn(*qkv(), score_mod=lambda score, b, h, i, j: score + table[h, i]))
 
 
-# What mods capture
+# Captured values
 
 
 def test_closures_made_inside_and_gradients() -> None:

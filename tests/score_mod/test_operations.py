@@ -103,7 +103,7 @@ def test_only_indices_that_may_be_negative_pay_for_wrapping(i: int) -> None:
     assert graph.is_nonnegative[load.args[0]] is is_nonnegative
 
 
-# FlexAttention's and transformers' functions, as they are
+# Unchanged functions of FlexAttention and transformers
 
 
 def causal(b, h, q_idx, kv_idx):

@@ -49,7 +49,7 @@ MASK_MODS: dict[str, Any] = {
 
 
 def exactly(graph: Graph) -> Any:
-    """All that a graph is; constants by type and repr, which tells -0.0 from 0.0 and 1 from 1.0."""
+    """All contents of a graph; constants by type and repr, which distinguishes -0.0 from 0.0 and 1 from 1.0."""
     nodes = [(x.op, x.kind, x.args, type(x.value), repr(x.value)) for x in graph.nodes]
     return nodes, graph.outputs, graph.captures, graph.scalars, graph.depends
 

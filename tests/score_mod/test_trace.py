@@ -1,4 +1,4 @@
-"""Tracing of mods: what is compiled in, what is an argument, what is refused, and how fast a known mod is."""
+"""Tracing of mods: compiled-in values, arguments, refusals, and the time of a call with a known mod."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def both(f: Any, g: Any) -> Any:
     return lambda *place: f(*place) & g(*place)
 
 
-# What is an argument
+# Arguments
 
 
 def test_text() -> None:
@@ -120,7 +120,7 @@ def test_equal_functions_share_a_graph() -> None:
     assert one.graph == other.graph and hash(one.graph) == hash(other.graph)
 
 
-# What is followed
+# Functions and objects that are traced
 
 
 def test_defaults_keywords_partials_and_helpers() -> None:

@@ -1,4 +1,4 @@
-"""Architectures: names, the override, and what `detect` reads from the driver."""
+"""Architectures: names, the override, and the properties that `detect` reads from the driver."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_shared_memory_is_what_the_programming_guide_says() -> None:
         "sm_90": 227,
     }
     for spec in ARCHS.values():
-        # The system keeps 1 KB of every block's share.
+        # CUDA reserves 1 KB of shared memory per CTA.
         assert spec.smem_per_sm == spec.smem_per_cta + KIB
         assert spec.registers_per_sm == 65536
 
@@ -81,7 +81,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """`gpu(name, (major, minor), sms, l2)`: what the driver says about every device."""
+    """`gpu(name, (major, minor), sms, l2)` sets the properties that the driver reports for every device."""
 
     def install(name: str, capability: tuple[int, int], sms: int, l2: int | None = None) -> None:
         properties = SimpleNamespace(name=name, major=capability[0], minor=capability[1], multi_processor_count=sms)
@@ -91,7 +91,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
         arch.detect.cache_clear()
 
     yield install
-    # What was detected here must not outlive the driver that said it.
+    # Clear the cache of detected GPUs after the test.
     arch.detect.cache_clear()
 
 

@@ -16,7 +16,7 @@ from tests.arguments import call_args
 def test_fields_are_the_arguments_of_the_operators(operator: Any, num_tensors: int) -> None:
     arguments = operator._schema.arguments[num_tensors:]
     assert tuple(argument.name for argument in arguments) == AttentionArgs._fields
-    # Each has a default but the scale, and it is that of the field.
+    # Every argument except the scale has the default of its field.
     for argument in arguments[1:]:
         default = AttentionArgs._field_defaults[argument.name]
         assert argument.has_default_value()
@@ -63,7 +63,7 @@ def test_only_captures_of_score_mod_have_gradients() -> None:
 
 
 def test_keys_hold_shapes_and_no_values() -> None:
-    """What a plan depends on: two calls with equal keys launch the same kernels."""
+    """A plan depends only on the key: two calls with equal keys launch the same kernels."""
     args = AttentionArgs(scale=1.0, alibi=torch.ones(4), dropout=0.1, rng=torch.zeros(2, dtype=torch.int64))
     other = args._replace(scale=2.0, alibi=torch.zeros(4), rng=torch.ones(2, dtype=torch.int64))
     assert args.key == other.key and hash(args.key) == hash(other.key)
@@ -104,7 +104,7 @@ KEYED = {
 def test_the_key_covers_every_field_that_a_plan_depends_on() -> None:
     assert set(KEYED) == set(AttentionArgs._fields[4:])
     plain = AttentionArgs(scale=1.0)
-    # The offsets make a call one with tensors, whose key is built field by field.
+    # Calls with tensors, such as offsets, have keys that are built field by field.
     varlen = plain._replace(cu_seqlens_q=torch.zeros(3, dtype=torch.int32))
     for name, value in KEYED.items():
         if name not in ("cu_seqlens_k", "seqused_k"):

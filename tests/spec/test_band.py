@@ -1,4 +1,4 @@
-"""The band against its definition, key by key; `tests/device/test_band.py` has it on traced integers."""
+"""The band against its definition, key by key; `tests/device/test_band.py` tests it on traced integers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def sees(band: Band, i: int, j: int, sq: int, sk: int) -> bool:
 
 
 def check_blocks(found: BlockRange, visible: list[list[bool]], tile_n: int, sk: int) -> None:
-    """`visible` has the rows of one tile. Blocks end with the last key; a partial one is never full."""
+    """Check the blocks of one tile. `visible` has its rows. A last block with fewer keys is never full."""
     num_blocks = -(-sk // tile_n)
     blocks = [range(n * tile_n, min((n + 1) * tile_n, sk)) for n in range(num_blocks)]
     touched = [n for n, keys in enumerate(blocks) if any(row[j] for row in visible for j in keys)]
     full = [n for n, keys in enumerate(blocks) if len(keys) == tile_n and all(row[j] for row in visible for j in keys)]
     assert 0 <= found.begin <= found.full_begin <= found.full_end <= found.end
-    # Exactly the blocks with a visible key: none missed, none in vain, no hole between them.
+    # Exactly the blocks with a visible key, without gaps.
     assert list(range(found.begin, found.end)) == touched
     assert list(range(found.full_begin, found.full_end)) == full
 
@@ -63,6 +63,6 @@ def test_of(causal: bool, window: tuple[int | None, int | None], expected: Band)
 
 
 def test_causal_is_aligned_to_the_bottom_right() -> None:
-    # The last query sees the last key, whatever the lengths.
+    # The last query sees the last key, for any lengths.
     assert [Band.of(True, (None, None)).hi(i, 2, 5) for i in range(2)] == [4, 5]
     assert [Band.of(True, (None, None)).hi(i, 5, 2) for i in range(5)] == [0, 0, 0, 1, 2]

@@ -65,7 +65,7 @@ def test_calls_have_the_features_that_they_ask_for_in_the_order_of_the_table() -
 
 
 def test_features_of_the_backward() -> None:
-    """A sink is in the LSE, and the largest logit has no gradient."""
+    """The backward has no sinks, which the LSE contains, and no max_logit, which has no gradient."""
     names = tuple(feature.name for feature in FEATURES)
     assert set(names) - set(backward_features(names)) == {"sinks", "return_max_logit"}
 
@@ -75,5 +75,5 @@ def test_costs_add_up_but_those_of_mods() -> None:
     assert feature_cost(("softcap", "sinks"), False) == feature_cost(("softcap",), False) + 1
     one = feature_cost(("bias",), False)
     assert one == feature_cost(("mask_mod",), True) == feature_cost(("score_mod",), False)
-    # Two of them need more than one after the other would.
+    # Two mods together cost more than the sum.
     assert feature_cost(("bias", "mask_mod"), False) == feature_cost(MODS, True) > 2 * one

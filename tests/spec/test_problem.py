@@ -1,4 +1,4 @@
-"""Problems: what is compiled in, and errors that name the argument, its value and what would work."""
+"""Problems: the compiled-in part, and errors that name the argument, its value and an alternative."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_documented_head_dim_and_dtype_passes(dtype: str, head_dim: int) -
 
 
 def test_fp32_head_dims_name_a_choice_that_works() -> None:
-    """A head dim that fp32 does not have is not sent to the next one that it does not have either."""
+    """The error for an fp32 head dim names a head dim that fp32 supports."""
     with pytest.raises(UnsupportedError, match="head_dim=130 of float32 on cuda: at most 128"):
         changed(dtype="float32", head_dim=130).check("cuda")
     with pytest.raises(UnsupportedError, match="head_dim=136 of float32 on cuda: at most 128"):
@@ -117,7 +117,7 @@ def test_heads_that_do_not_divide(heads: int, heads_kv: int) -> None:
     message = f"q has {heads} heads and k, v have {heads_kv}: .* multiple"
     with pytest.raises(ValueError, match=message) as error:
         changed(heads=heads, heads_kv=heads_kv).check("cuda")
-    # A contradiction, which no other kernel would serve.
+    # A contradiction, so no kernel could support it.
     assert not isinstance(error.value, UnsupportedError)
 
 

@@ -1,4 +1,4 @@
-"""`cute-flash` through its entry point: what it prints, and the status it exits with."""
+"""`cute-flash` through its entry point: output and exit status."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_explain_knows_fp32(capsys: pytest.CaptureFixture, gpu: str) -> None:
 
 
 @pytest.mark.parametrize("gpu", ["A100", "H200"])
-def test_explain_knows_values_of_another_width(capsys: pytest.CaptureFixture, gpu: str) -> None:
+def test_explain_knows_dv_other_than_d(capsys: pytest.CaptureFixture, gpu: str) -> None:
     assert main(["explain", "2,16,4096,192", "--value-dim", "128", "--gpu", gpu]) == 0
     assert "D=192/128 " in capsys.readouterr().out
     assert main(["explain", "2,16,4096,192", "--value-dim", "192", "--gpu", gpu]) == 0
@@ -453,7 +453,7 @@ def test_precompile_covers_gradients_features_and_varlen(
 
 
 def test_options_name_what_planning_knows() -> None:
-    """The parser has its own lists, because it must not import planning."""
+    """The parser has its own lists of choices, because it must not import planning."""
     assert list(cli.MASKS) == list(precompile.BANDS)
     assert list(cli.FEATURES) == [feature.name for feature in FEATURES if feature.name not in MODS]
 
@@ -507,7 +507,7 @@ def test_demo_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_demo_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(demo, "PROBLEM", replace(demo.PROBLEM, seqlen_q=256, seqlen_k=256))
     monkeypatch.setattr(resources, "cached_resources", fake_resources()[0])
-    # Every row gets the result of the row before it.
+    # Every row gets the result of the previous row.
     monkeypatch.setattr(demo, "attn", lambda q, k, v, causal: cute_flash.attn(q, k, v, causal=causal).roll(1, dims=2))
     assert main(["demo"]) == 1
     assert "WRONG" in capsys.readouterr().out

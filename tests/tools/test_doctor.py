@@ -68,7 +68,7 @@ def test_doctor_finds_old_and_missing_packages(fresh_cache: Path, monkeypatch: p
     assert "4.9.0, supported are" in found["nvidia-cutlass-dsl"].detail
     assert "pip install 'nvidia-cutlass-dsl" in found["nvidia-cutlass-dsl"].remedy
     assert found["nvtx"].detail == "not installed"
-    # The compiled parts of another version beside it.
+    # Compiled parts of another version are installed.
     assert found["DSL flavours"].status == doctor.BROKEN
 
 
@@ -103,14 +103,14 @@ def test_doctor_compares_driver_and_flavour(
     ("driver", "cuda", "flavours", "status", "remedy"),
     [
         (13000, "13.0", ("cu12", "cu13"), doctor.OK, ""),
-        # Minor versions of one major version fit.
+        # Minor versions of one major version are compatible.
         (13000, "13.2", ("cu12", "cu13"), doctor.OK, ""),
-        # Newer drivers serve older CUDA versions.
+        # Newer drivers support older CUDA versions.
         (13020, "12.8", ("cu12", "cu13"), doctor.OK, ""),
         (12090, "12.9", ("cu12",), doctor.OK, ""),
         (12090, None, ("cu12", "cu13"), doctor.OK, ""),
         (0, "13.2", ("cu12", "cu13"), doctor.OK, ""),
-        # What a plain installation brought before it had both flavours.
+        # A plain installation of earlier versions had one flavour only.
         (13020, "13.2", ("cu12",), doctor.BROKEN, "pip install 'nvidia-cutlass-dsl[cu13]=="),
         (0, "13.2", ("cu12",), doctor.BROKEN, "pip install 'nvidia-cutlass-dsl[cu13]=="),
         (12090, "13.2", ("cu12", "cu13"), doctor.BROKEN, "install driver 580.65 or newer, or a torch for CUDA 12"),
@@ -133,7 +133,7 @@ def test_doctor_compares_driver_torch_and_flavours(
 
 
 def test_the_requirements_have_both_flavours() -> None:
-    """`pip install` without an extra brings the flavour of each torch that it may find."""
+    """`pip install` without an extra installs the CuTe DSL for CUDA 12 and for CUDA 13."""
     page = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     (requirement,) = re.findall(r'"(nvidia-cutlass-dsl\S*)"', page)
     assert Requirement(requirement).extras == {"cu13"}

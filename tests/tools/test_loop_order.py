@@ -1,4 +1,4 @@
-"""The model of the two loop orders against the loops of the reference, which count what they move."""
+"""The model of the two loop orders against the loops of the reference, which count their bytes."""
 
 from __future__ import annotations
 

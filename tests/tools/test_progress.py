@@ -38,7 +38,7 @@ def test_a_terminal_shows_a_bar_with_the_activity_and_the_time_left() -> None:
 
 
 def test_the_time_left_is_that_of_the_mean_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for steps of minutes."""
+    """Also if steps take minutes."""
     now, stream = 1000.0, Terminal()
     monkeypatch.setattr("time.monotonic", lambda: now)
     with steps("timing", 4, stream) as done:
