@@ -70,6 +70,10 @@ class DecodeStatic:
         return self.head_dim_v or self.head_dim
 
     @property
+    def widths(self) -> str:
+        return f"{self.head_dim}" if self.head_dim_v is None else f"{self.head_dim}v{self.head_dim_v}"
+
+    @property
     def is_fp8(self) -> bool:
         return self.cache_dtype == "float8_e4m3fn"
 

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_flash.jit.resources import Resources
+from cute_flash.tools.precompile import describe_key
 from tests.jit.gates import kernel_resources
 from tests.lock import __main__ as cli
 from tests.lock import decode_cases
@@ -191,3 +192,10 @@ def test_check_and_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     path.write_text(json.dumps({toolchain(): recorded}))
     code, output = run("new", "check", "--against", str(path))
     assert code == 0 and "3 same, 0 failed, 0 changed, 1 missing, 1 new" in output
+
+
+def test_every_kernel_has_a_line_of_progress() -> None:
+    """Compiling prints it, for every kind of kernel; decode kernels have a `DecodeStatic`."""
+    for case in {kernel_name(case): case for case in CASES.values()}.values():
+        key = compile_key(case)
+        assert describe_key(key).startswith(key.kernel)

@@ -246,10 +246,9 @@ class Decode(Kernel):
     def symbol(self, kernel: str) -> str:
         static, tile = self.static, self.tile
         mask = ("l" if static.has_left else "") + ("r" if static.has_right else "") or "full"
-        widths = f"{static.head_dim}" + ("" if static.head_dim_v is None else f"v{static.head_dim_v}")
         tags = "".join(f"_{tag}" for tag in static.tags)
         size = f"{tile.tile_m}x{tile.tile_n}x{tile.num_warps}s{tile.stages}"
-        return f"cute_flash_{kernel}_d{widths}_{static.dtype}_{mask}_{size}{tags}"
+        return f"cute_flash_{kernel}_d{static.widths}_{static.dtype}_{mask}_{size}{tags}"
 
     @cute.kernel
     def kernel(self, p: Params):
