@@ -99,7 +99,10 @@ def unread(shape: tuple[int, ...], device_index: int) -> torch.Tensor | None:
         if torch._C._cuda_isCurrentStreamCapturing():
             return None
         size = max(MIN_UNREAD, 1 << (num - 1).bit_length())
-        memory.append(_in_new_thread(_lasting, device_index, partial(_floats, size, device_index)))
+        made = _in_new_thread(_lasting, device_index, partial(_floats, size, device_index))
+        with _lock:
+            memory.append(made)
+            memory.sort(key=torch.Tensor.numel)
     return memory[-1][:num].view(shape)
 
 

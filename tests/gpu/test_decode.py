@@ -146,6 +146,27 @@ def test_same_input_same_bits() -> None:
         assert all(torch.equal(a, b) for a, b in zip(run(call), first, strict=True))
 
 
+@pytest.mark.parametrize("tokens", (1, 4))
+def test_every_division_of_the_keys_can_be_repeated(tokens: int) -> None:
+    """A query tile is shared by one, two or more CTAs, with several rows to merge. Each call resets the counters."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    sizes = (2, tokens, 8, 128), (2, 2000, 1, 128), (2, 2000, 1, 128)
+    q, k, v = (torch.randn(size, generator=generator, device=DEVICE).bfloat16() for size in sizes)
+    lengths = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    for length in (*range(8, 700, 24), *range(700, 2000, 200)):
+        lengths.copy_(torch.tensor([length, 2000 - length]))
+        first, second, third = (attn_decode(q, k, v, cache_seqlens=lengths) for _ in range(3))
+        assert torch.equal(first, second) and torch.equal(first, third), f"length {length}"
+        for b, num in enumerate((length, 2000 - length)):
+            rows = [
+                x.double().transpose(0, 1) for x in (q[b], k[b, :num].expand(-1, 8, -1), v[b, :num].expand(-1, 8, -1))
+            ]
+            scores = rows[0] @ rows[1].mT * 128**-0.5
+            scores += torch.full_like(scores, -torch.inf).triu(num - tokens + 1)
+            exact = (scores.softmax(-1) @ rows[2]).transpose(0, 1)
+            torch.testing.assert_close(first[b].double(), exact, atol=2e-2, rtol=2e-2)
+
+
 def test_new_lengths_neither_wait_nor_compile() -> None:
     """100 lengths without a host sync; nothing is compiled after the first calls."""
     calls = [

@@ -48,7 +48,6 @@ FLOATS = 4  # floats of O that a thread combines at once
 # Fields of a split that the main loop does not need. They are kept in shared memory.
 COLD = ("batch", "head_kv", "row_tile", "query_tile", "next_unit", "is_first")
 CTAS = ("first", "last", "num_final")  # fields of `TileCtas`, which are in shared memory too
-AT_ONCE = 18  # splits of a query tile that a thread loads at once
 # Fields of an arrival counter.
 FINAL_BIT, SHARE_BIT = 12, 24
 
@@ -121,11 +120,11 @@ class SharedStorage:
     def next_unit(self) -> Int32:
         return self.cold[COLD.index("next_unit")]
 
-    def recall(self, split: Split) -> tuple[Split, TileCtas]:
-        """The split with its fields `COLD` read from shared memory, and the CTAs of its query tile."""
+    def recall(self) -> tuple[Split, TileCtas]:
+        """The split of the last `remember`, with its fields `COLD` only, and the CTAs of its query tile."""
         fields = {name: self.cold[i] for i, name in enumerate(COLD)}
         ctas = TileCtas(*(self.cold[len(COLD) + i] for i in range(len(CTAS))))
-        return replace(split, **(fields | {"is_first": fields["is_first"] == 1})), ctas
+        return replace(Split.none(), **(fields | {"is_first": fields["is_first"] == 1})), ctas
 
 
 @dataclass(frozen=True)
@@ -261,23 +260,18 @@ class Decode(Kernel):
         output = self.output(p)
         per_cta = p.splits.units_per_cta()
         unit, end_unit = cta * per_cta, (cta + 1) * per_cta
-        # An iteration ends a split, if one `is_open`, and computes the next. The last iteration only ends one.
-        split, is_open, is_first = Split.none(), cutlass.Boolean(False), cutlass.Boolean(True)
+        # If the exchange has its own memory, a split ends while the next one loads: `is_open` if one is to end.
+        is_open, is_first = cutlass.Boolean(False), cutlass.Boolean(True)
         while is_first or is_open:
-            exists = cutlass.Boolean(False)
-            if unit < end_unit:
-                exists, split = p.splits.split(unit, end_unit)
+            exists, split = self.begin(p, storage, unit, end_unit)
             if cutlass.const_expr(self.tile.own_exchange):
-                # The exchange has its own memory, so the end of a split overlaps the loads of the next.
-                if exists:
-                    self.begin(p, storage, split)
-            if is_open:
-                self.finish(p, storage, *storage.recall(split), output, cta)
+                if is_open:
+                    self.finish(p, storage, *storage.recall(), output, cta)
             if exists:
-                if cutlass.const_expr(not self.tile.own_exchange):
-                    self.begin(p, storage, split)
                 self.attend(p, storage, split, per_cta, output)
                 unit = storage.next_unit()
+                if cutlass.const_expr(not self.tile.own_exchange):
+                    self.finish(p, storage, *storage.recall(), output, cta)
             is_open, is_first = exists, cutlass.Boolean(False)
         if cutlass.const_expr(self.static.ragged):
             self.zero_padding(p, cta)
@@ -310,7 +304,17 @@ class Decode(Kernel):
         return output
 
     @cute.jit
-    def begin(self, p: Params, storage: SharedStorage, split: Split):
+    def begin(self, p: Params, storage: SharedStorage, unit: Int32, end_unit: Int32):
+        """Begin the split at `unit`, if there is one; return whether there is one, and the split."""
+        exists, split = cutlass.Boolean(False), Split.none()
+        if unit < end_unit:
+            exists, split = p.splits.split(unit, end_unit)
+        if exists:
+            self.start_loads(p, storage, split)
+        return exists, split
+
+    @cute.jit
+    def start_loads(self, p: Params, storage: SharedStorage, split: Split):
         """Append new keys and values of a split, and start to load its queries and its first blocks."""
         thread, _, _ = cute.arch.thread_idx()
         sequence = p.splits.sequence(split.batch)
@@ -356,13 +360,15 @@ class Decode(Kernel):
                 cute.arch.sync_threads()
         output.reset()
         if not is_whole:
-            num_rows, rows_at_once = self.num_rows(p, split, sequence), self.tile.merged_rows
-            num_shares = (num_rows + rows_at_once - 1) // rows_at_once
+            num_rows, at_once = self.num_rows(p, split, sequence), self.tile.merged_rows
+            num_shares = cutlass.min((num_rows + at_once - 1) // at_once, ctas.num_final)
+            if p.splits.num_splits > 0:
+                # The grid may be larger than the GPU, so no CTA waits for another.
+                num_shares = Int32(1)
             share = self.arrive(p, storage, split, ctas, thread, cta, num_shares)
             if share >= 0:
-                shares = cutlass.min(num_shares, ctas.num_final) if num_shares > 1 else Int32(1)
-                self.merge(p, split, ctas, num_rows, thread, share, shares)
-                self.leave(p, split, thread, shares)
+                self.merge(p, split, ctas, num_rows, thread, share, num_shares)
+                self.leave(p, split, thread, num_shares)
 
     # ---- queries
 
@@ -763,9 +769,9 @@ class Decode(Kernel):
         """Count this CTA's split of the query tile as written; return the CTA's share of the merge, or -1 for none.
 
         One share is merged by the last CTA to arrive. Several shares are merged by the last CTAs to arrive, which wait
-        until all have arrived. `ctas.last` is not one of them if it has another split to compute. Fewer than
-        `num_shares` CTAs wait for a query tile, and CTAs start in the order of the grid, so the CTAs that they wait for
-        always find an SM.
+        until all have arrived. `ctas.last` is not one of them if it has another split to compute. The CTAs of the grid
+        run at the same time. If another process or a limit on SMs prevents that, waiting is still safe: fewer than
+        `num_shares` CTAs wait for a query tile, and CTAs start in the order of the grid.
 
         The barriers order the memory accesses of all threads before and after the accesses of thread 0.
         """
@@ -803,33 +809,39 @@ class Decode(Kernel):
             if (before >> SHARE_BIT) == shares - 1:
                 p.arrivals[split.query_tile] = 0
 
+    @property
+    def splits_at_once(self) -> int:
+        """Splits of a query tile that a thread loads at once. More than 8 would spill with 32 rows."""
+        return 18 if self.tile.tile_m == 16 else 8
+
     @cute.jit
     def merge(
         self, p: Params, split: Split, ctas: TileCtas, num_rows: Int32, thread: Int32, share: Int32, shares: Int32
     ):
         """Merge a share of the rows of a query tile, and write their output."""
         vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
-        parts = [cute.make_rmem_tensor(FLOATS, Float32) for _ in range(AT_ONCE)]
-        stats = [cute.make_rmem_tensor(2, Float32) for _ in range(AT_ONCE)]
+        at_once = self.splits_at_once
+        parts = [cute.make_rmem_tensor(FLOATS, Float32) for _ in range(at_once)]
+        stats = [cute.make_rmem_tensor(2, Float32) for _ in range(at_once)]
         threads = self.tile.num_threads
         for index in cutlass.range(share * threads + thread, num_rows * vectors, shares * threads, unroll=1):
             row, column = index // vectors, index % vectors * FLOATS
             m, total = -Float32.inf, Float32(0.0)
             sums.fill(0.0)
-            for first in cutlass.range(ctas.first, ctas.last + 1, AT_ONCE, unroll=1):
+            for first in cutlass.range(ctas.first, ctas.last + 1, at_once, unroll=1):
                 # Issue all loads before the first use. Indices past the last split load the last split again.
-                for i in cutlass.range_constexpr(AT_ONCE):
+                for i in cutlass.range_constexpr(at_once):
                     cta = cutlass.min(first + i, ctas.last)
                     slot = self.slot(p, cta, cta == ctas.first)
                     load_vector(p.partial_stats[slot, row, None], Int32(0), stats[i])
                     load_vector(p.partial_out[slot, row, None], column, parts[i])
                 largest = m
-                for i in cutlass.range_constexpr(AT_ONCE):
+                for i in cutlass.range_constexpr(at_once):
                     largest = cute.arch.fmax(largest, stats[i][0])
                 factor = rescale(m, largest)
                 total = total * factor
                 sums.store(sums.load() * factor)
-                for i in cutlass.range_constexpr(AT_ONCE):
+                for i in cutlass.range_constexpr(at_once):
                     if first + i <= ctas.last:
                         factor = rescale(stats[i][0], largest)
                         total += stats[i][1] * factor
