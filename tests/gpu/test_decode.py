@@ -155,7 +155,7 @@ def test_every_division_of_the_keys_can_be_repeated(tokens: int) -> None:
     lengths = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     for length in (*range(8, 700, 24), *range(700, 2000, 200)):
         lengths.copy_(torch.tensor([length, 2000 - length]))
-        first, second, third = (attn_decode(q, k, v, cache_seqlens=lengths) for _ in range(3))
+        first, second, third = (cute_flash.attn_decode(q, k, v, cache_seqlens=lengths) for _ in range(3))
         assert torch.equal(first, second) and torch.equal(first, third), f"length {length}"
         for b, num in enumerate((length, 2000 - length)):
             rows = [
