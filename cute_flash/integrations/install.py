@@ -47,12 +47,16 @@ def install_as_flash_attn(*, replace: bool = False, metadata: bool = False) -> N
         >>> for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
         ...     del sys.modules[name]
     """
-    if metadata and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
-    if _is_installed():
-        return
-    current = sys.modules.get(PACKAGE)
-    if not replace and (current is not None or find_spec(PACKAGE) is not None):
+    if getattr(sys.modules.get(PACKAGE), "flash_attn_func", None) is not flash_attn.flash_attn_func:
+        _install(replace)
+    if metadata:
+        sys.modules[PACKAGE]._distribution = _Distribution()  # type: ignore[attr-defined]
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            sys.meta_path.append(_Finder())
+
+
+def _install(replace: bool) -> None:
+    if not replace and (PACKAGE in sys.modules or find_spec(PACKAGE) is not None):
         raise ValueError("another flash_attn is installed: pass replace=True to use cute_flash in its place")
     for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
         del sys.modules[name]
@@ -65,19 +69,16 @@ def install_as_flash_attn(*, replace: bool = False, metadata: bool = False) -> N
         setattr(package, name, _module(f"{PACKAGE}.{name}", source, names))
 
 
-def _is_installed() -> bool:
-    return getattr(sys.modules.get(PACKAGE), "flash_attn_func", None) is flash_attn.flash_attn_func
-
-
 class _Finder(DistributionFinder):
-    """Finds the metadata of flash-attn while the adapters are in `sys.modules`."""
+    """Finds the metadata of flash-attn while `sys.modules` holds adapters that were installed with metadata."""
 
     def find_spec(self, *args: Any) -> None:
         return None
 
     def find_distributions(self, context: Any = DistributionFinder.Context()) -> Iterator[Distribution]:  # noqa: B008
-        if _is_installed() and (context.name or PACKAGE).replace("-", "_").lower() == PACKAGE:
-            yield _Distribution()
+        distribution = getattr(sys.modules.get(PACKAGE), "_distribution", None)
+        if distribution is not None and (context.name or PACKAGE).replace("-", "_").lower() == PACKAGE:
+            yield distribution
 
 
 class _Distribution(Distribution):

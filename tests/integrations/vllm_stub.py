@@ -336,7 +336,7 @@ class Engine:
         )
         return common, torch.cat([*ids, torch.zeros(pad[1], dtype=torch.long)])
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run(self, metadata: Any, ids: Tensor, slots: Tensor) -> Tensor:
         """All layers on one batch. Returns the hidden states of its tokens."""
         x = self.embedding[ids.to(self.device)]
