@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
+from typing import Any
 
 from cute_flash.integrations import bert_padding, flash_attn
 
@@ -19,7 +22,7 @@ FUNCTIONS = (
 PADDING = ("index_first_axis", "index_put_first_axis", "pad_input", "unpad_input")
 
 
-def install_as_flash_attn(*, replace: bool = False) -> None:
+def install_as_flash_attn(*, replace: bool = False, metadata: bool = False) -> None:
     """Make `import flash_attn` import the adapters of cute_flash in this process.
 
     The call puts `flash_attn`, `flash_attn.flash_attn_interface` and `flash_attn.bert_padding` into `sys.modules`. Call
@@ -28,6 +31,9 @@ def install_as_flash_attn(*, replace: bool = False) -> None:
 
     Args:
         replace: Also replace a flash_attn that is installed or imported. Its modules are removed from `sys.modules`.
+        metadata: Also make `importlib.metadata` find the distribution flash-attn 2.8.4. transformers needs it for
+            `attn_implementation="flash_attention_2"`. Call before transformers is imported. Packages that use private
+            functions of flash-attn if they find its metadata fail then, such as Transformer Engine.
 
     Raises:
         ValueError: Another flash_attn is installed, and `replace` is False.
@@ -41,10 +47,16 @@ def install_as_flash_attn(*, replace: bool = False) -> None:
         >>> for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
         ...     del sys.modules[name]
     """
-    current = sys.modules.get(PACKAGE)
-    if getattr(current, "flash_attn_func", None) is flash_attn.flash_attn_func:
-        return
-    if not replace and (current is not None or find_spec(PACKAGE) is not None):
+    if getattr(sys.modules.get(PACKAGE), "flash_attn_func", None) is not flash_attn.flash_attn_func:
+        _install(replace)
+    if metadata:
+        sys.modules[PACKAGE]._distribution = _Distribution()  # type: ignore[attr-defined]
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            sys.meta_path.append(_Finder())
+
+
+def _install(replace: bool) -> None:
+    if not replace and (PACKAGE in sys.modules or find_spec(PACKAGE) is not None):
         raise ValueError("another flash_attn is installed: pass replace=True to use cute_flash in its place")
     for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
         del sys.modules[name]
@@ -55,6 +67,27 @@ def install_as_flash_attn(*, replace: bool = False) -> None:
         ("bert_padding", bert_padding, PADDING),
     ):
         setattr(package, name, _module(f"{PACKAGE}.{name}", source, names))
+
+
+class _Finder(DistributionFinder):
+    """Finds the metadata of flash-attn while `sys.modules` holds adapters that were installed with metadata."""
+
+    def find_spec(self, *args: Any) -> None:
+        return None
+
+    def find_distributions(self, context: Any = DistributionFinder.Context()) -> Iterator[Distribution]:  # noqa: B008
+        distribution = getattr(sys.modules.get(PACKAGE), "_distribution", None)
+        if distribution is not None and (context.name or PACKAGE).replace("-", "_").lower() == PACKAGE:
+            yield distribution
+
+
+class _Distribution(Distribution):
+    def read_text(self, filename: str) -> str | None:
+        texts = {"METADATA": f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {VERSION}\n", "top_level.txt": PACKAGE}
+        return texts.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(f"{path}: cute_flash installs flash_attn in this process only, without files")
 
 
 def _module(name: str, source: ModuleType, names: tuple[str, ...], is_package: bool = False) -> ModuleType:

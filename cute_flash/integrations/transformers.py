@@ -1,4 +1,6 @@
-"""An attention implementation for transformers 5: `register()`, then `attn_implementation="cute_attention"`.
+"""An attention implementation for transformers: `register()`, then `attn_implementation="cute_attention"`.
+
+Versions 4.57 and 5.
 
 transformers calls `mask` once per forward pass and mask type, and passes its result to `attention` in each layer:
 
@@ -39,7 +41,7 @@ def register(name: str = "cute_attention") -> str:
         The name.
 
     Raises:
-        ImportError: transformers 5 is not installed.
+        ImportError: transformers 4.57 or later is not installed.
         ValueError: The name contains "flash", or names an implementation of transformers.
 
     Examples:
@@ -47,11 +49,9 @@ def register(name: str = "cute_attention") -> str:
         >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=register())  # doctest: +SKIP
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface, __version__
+        from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
-        raise ImportError("cute_flash.integrations.transformers needs transformers 5: install it") from error
-    if int(__version__.partition(".")[0]) < 5:
-        raise ImportError(f"cute_flash.integrations.transformers needs transformers 5, and {__version__} is installed")
+        raise ImportError("cute_flash.integrations.transformers needs transformers 4.57 or later") from error
     if "flash" in name or name in ("eager", "sdpa", "flex_attention") or "|" in name:
         raise ValueError(f"name={name!r}: transformers reserves it; use a name such as 'cute_attention'")
     AttentionInterface.register(name, attention)
@@ -61,8 +61,8 @@ def register(name: str = "cute_attention") -> str:
 
 def mask(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int = 0,
+    kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable | None = None,
@@ -71,13 +71,23 @@ def mask(
     allow_is_bidirectional_skip: bool = False,
     local_size: int | None = None,
     config: Any = None,
+    cache_position: Tensor | None = None,
     **keywords: Any,
 ) -> Tensor | None:
-    """The mask of a forward pass, for `attention` (see the module's docstring). transformers defines the parameters."""
+    """The mask of a forward pass, for `attention` (see the module's docstring).
+
+    transformers defines the parameters. Version 4.57 gives `cache_position`, the positions of the queries, in place of
+    `q_length` and `q_offset`.
+    """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     mask_function = causal_mask_function if mask_function is None else mask_function
     is_compiling = torch.compiler.is_compiling()
+    if cache_position is None:
+        queries: dict[str, Any] = dict(q_length=q_length, q_offset=q_offset)
+    else:
+        queries, q_length = dict(cache_position=cache_position), cache_position.shape[0]
+        q_offset = _first_position(cache_position, kv_offset + kv_length, is_compiling)
     padding = None if attention_mask is None else attention_mask[:, -kv_length:]
     if padding is None or padding.shape[1] == kv_length:
         has_padding = padding is not None and (is_compiling or not bool(padding.all()))
@@ -94,9 +104,7 @@ def mask(
                 return _closure(parts["varlen"])["packed_sequence_mask"]
     return sdpa_mask(
         batch_size=batch_size,
-        q_length=q_length,
         kv_length=kv_length,
-        q_offset=q_offset,
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,
@@ -104,8 +112,22 @@ def mask(
         allow_is_bidirectional_skip=False,
         local_size=local_size,
         config=config,
+        **queries,
         **keywords,
     )
+
+
+def _first_position(cache_position: Tensor, end: int, is_compiling: bool) -> int | Tensor:
+    """The position of the first query. `end` is one more than the last key's.
+
+    As in transformers' mask for SDPA, a single query is taken to be at the last key; if there are as many queries as
+    keys, the first query is at the first key. Else the host reads the position, or leaves it a tensor in a compiled
+    function.
+    """
+    count = cache_position.shape[0]
+    if count in (1, end):
+        return end - count
+    return cache_position[0] if is_compiling else int(cache_position[0])
 
 
 def _parts(function: Callable) -> dict[str, Callable]:
@@ -156,7 +178,10 @@ def attention(
         if attention_mask.dtype != torch.bool:
             bias, attention_mask = attention_mask if bias is None else bias + attention_mask, None
     else:
-        arguments["causal"] = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        # Only causal layers get a mask (B, S). GPT-2 of 4.57 takes it for a complete mask: is_causal=False.
+        if is_causal is None or attention_mask is not None:
+            is_causal = getattr(module, "is_causal", True)
+        arguments["causal"] = is_causal
         if sliding_window is not None:
             if not arguments["causal"]:
                 raise UnsupportedError(

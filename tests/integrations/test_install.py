@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
@@ -77,6 +78,19 @@ def test_a_second_call_has_no_effect(absent: None) -> None:
     package = sys.modules["flash_attn"]
     cute_flash.install_as_flash_attn()
     assert sys.modules["flash_attn"] is package
+
+
+def test_metadata(absent: None) -> None:
+    cute_flash.install_as_flash_attn(metadata=True)
+    assert importlib.metadata.version("flash-attn") == importlib.metadata.version("flash_attn") == "2.8.4"
+    assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
+    assert importlib.metadata.version("torch")
+    for name in ours():
+        del sys.modules[name]
+    for _ in range(2):
+        with pytest.raises(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version("flash-attn")
+        cute_flash.install_as_flash_attn()
 
 
 @pytest.mark.parametrize("is_imported", [False, True])

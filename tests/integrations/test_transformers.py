@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import UnsupportedError
+from cute_flash import UnsupportedError, attn
+from cute_flash.integrations import transformers as adapter
 from cute_flash.integrations.transformers import attention, register
 
-transformers = pytest.importorskip("transformers", minversion="5")
+transformers = pytest.importorskip("transformers", minversion="4.57")
+IS_4 = transformers.__version__.startswith("4.")
 
 COMMON: dict[str, Any] = dict(
     vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -74,6 +76,8 @@ MODELS: dict[str, Callable[[], Any]] = {
         )
     ),
 }
+# Models of transformers 4.57 that have their own attention classes in place of `AttentionInterface`.
+OWN_CLASSES = ("bert", "modernbert", "t5") if IS_4 else ()
 BATCH, LENGTH = 3, 21
 
 
@@ -120,12 +124,23 @@ def check(model: Any, rows: Tensor, expected_inputs: dict[str, Any] | None = Non
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in OWN_CLASSES])
 def test_forward_and_backward(name: str, side: str) -> None:
     inputs = dict(input_ids=tokens(), attention_mask=padding(side))
     is_t5 = name == "t5"
     rows = torch.ones(BATCH, LENGTH) if is_t5 else padding(side).float()
     check(model_of(name), rows, **inputs, **({"decoder_input_ids": tokens()} if is_t5 else {}))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in OWN_CLASSES])
+def test_every_layer_calls_attn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(adapter, "attn", lambda *args, **keywords: calls.append(1) or attn(*args, **keywords))
+    model = model_of(name)
+    model.set_attn_implementation("cute_attention")
+    model(input_ids=tokens(), **({"decoder_input_ids": tokens()} if name == "t5" else {}))
+    # The decoder of T5 has cross attention too.
+    assert len(calls) == (6 if name == "t5" else 2)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
@@ -143,7 +158,7 @@ def test_bf16(name: str) -> None:
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", [*CAUSAL, "t5"])
+@pytest.mark.parametrize("name", [name for name in (*CAUSAL, "t5") if name not in OWN_CLASSES])
 def test_generate(name: str, cache: str) -> None:
     model, results = model_of(name), []
     for implementation in ("eager", "cute_attention"):
@@ -198,10 +213,12 @@ def test_unknown_mask_functions_give_the_mask_of_sdpa() -> None:
     for implementation in ("sdpa", "cute_attention"):
         config._attn_implementation = implementation
         x = torch.zeros(BATCH, LENGTH, 64)
-        masks.append(create_causal_mask(config, x, None, None, or_mask_function=lambda b, h, i, j: j < 5))
+        others = (torch.arange(LENGTH), None) if IS_4 else (None,)
+        masks.append(create_causal_mask(config, x, None, *others, or_mask_function=lambda b, h, i, j: j < 5))
     assert masks[0].shape == (BATCH, 1, LENGTH, LENGTH) and torch.equal(*masks)
 
 
+@pytest.mark.skipif(IS_4, reason="transformers 4 ignores is_causal of a model")
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_bidirectional_decoders(name: str) -> None:
     """`is_causal=False` of a decoder reaches both the mask and the layers."""

@@ -1,0 +1,180 @@
+"""Small models of transformers with random weights on a GPU, in bf16: `cute_attention` beside eager attention.
+
+Expected results are those of eager attention in fp32, with the same weights, rounded to bf16. The error of
+`cute_attention` in bf16 must be at most twice that of eager attention in bf16. Takes about five minutes, most of them
+for compiling kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+transformers = pytest.importorskip("transformers", minversion="4.57", reason="transformers 4.57 is not installed")
+
+DEVICE = "cuda"
+ROOT = Path(__file__).parents[2]
+BATCH, LENGTH, NEW_TOKENS, WINDOW, VOCABULARY = 3, 150, 12, 33, 199
+# A larger spread of weights than the default: else all logits are nearly equal.
+COMMON: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    initializer_range=0.1,
+)  # fmt: skip
+TWO_KINDS: dict[str, Any] = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
+CAUSAL: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON)),
+    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**COMMON, sliding_window=WINDOW)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**COMMON)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**COMMON, sliding_window=WINDOW, attn_logit_softcapping=20.0)
+    ),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**COMMON, **TWO_KINDS)),
+    # All experts are used: rounding changes no choice of experts.
+    "gpt_oss": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**COMMON, **TWO_KINDS, num_local_experts=2, num_experts_per_tok=2)
+    ),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=128, n_layer=2, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2,
+            initializer_range=0.1,
+        )
+    ),
+}  # fmt: skip
+MODELS: dict[str, Callable[[], Any]] = {
+    **CAUSAL,
+    "bert": lambda: transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=192,
+            initializer_range=0.1,
+        )
+    ),
+}  # fmt: skip
+
+
+def models(name: str) -> tuple[Any, Any, Any]:
+    """One model three times: eager in fp32, eager in bf16, `cute_attention` in bf16."""
+    from cute_flash.integrations.transformers import register
+
+    if name == "bert" and transformers.__version__.startswith("4."):
+        pytest.skip("BERT of transformers 4 has its own attention classes")
+    torch.manual_seed(0)
+    model = MODELS[name]().to(DEVICE, torch.bfloat16).eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    exact, ours = copy.deepcopy(model).float(), copy.deepcopy(model)
+    for x in (exact, model):
+        x.set_attn_implementation("eager")
+    ours.set_attn_implementation(register())
+    return exact, model, ours
+
+
+def inputs(side: str) -> dict[str, Tensor]:
+    tokens = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    if side == "left":
+        mask[1, :20] = mask[2, :90] = 0
+    elif side == "right":
+        mask[1, -20:] = mask[2, -90:] = 0
+    return dict(input_ids=tokens.to(DEVICE), attention_mask=mask.to(DEVICE))
+
+
+def logits_and_gradients(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits of the tokens that are not padding, and all gradients in one vector, in fp32."""
+    logits = model(**batch).logits.float()[batch["attention_mask"].bool()]
+    weights = torch.sin(torch.arange(logits.numel(), device=DEVICE)).view_as(logits)
+    (logits * weights).sum().backward()
+    gradients = [x.grad.float().flatten() for x in model.parameters() if x.grad is not None]
+    return logits.detach(), torch.cat(gradients)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_and_backward(name: str, side: str) -> None:
+    exact, eager, ours = (logits_and_gradients(model, inputs(side)) for model in models(name))
+    for what, x, y, expected in zip(("logits", "gradients"), ours, eager, exact):
+        error, bound = float((x - expected).norm()), 2 * float((y - expected).norm())
+        assert error <= bound, f"{what}: error {error:.3g}, twice that of eager attention {bound:.3g}"
+    error, bound = float((ours[0] - exact[0]).abs().max()), 2 * float((eager[0] - exact[0]).abs().max())
+    assert error <= bound
+
+
+def generated(model: Any, cache: str) -> tuple[Tensor, Tensor]:
+    """New tokens (B, T) and their logits (B, T, V)."""
+    result = model.generate(
+        **inputs("left"), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0,
+        cache_implementation=cache, return_dict_in_generate=True, output_logits=True, disable_compile=True,
+    )  # fmt: skip
+    return result.sequences[:, LENGTH:].cpu(), torch.stack(result.logits, 1).float().cpu()
+
+
+def common_steps(tokens: Tensor, expected: Tensor) -> Tensor:
+    """(B, T): the steps before which all tokens are the expected ones."""
+    is_equal = (tokens == expected).int().cumprod(1).bool()
+    return torch.cat([torch.ones(len(tokens), 1, dtype=torch.bool), is_equal[:, :-1]], 1)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_generate(name: str, cache: str) -> None:
+    """Logits after the same tokens are within the bound, so tokens differ from fp32 only where two logits tie."""
+    exact, eager, ours = (generated(model, cache) for model in models(name))
+    errors, steps = [], []
+    for tokens, logits in (ours, eager):
+        steps.append(common_steps(tokens, exact[0]))
+        errors.append((logits - exact[1]).abs().amax(-1)[steps[-1]].max())
+    assert errors[0] <= 2 * errors[1]
+    # Most steps are compared, and a token differs only if the two best logits are closer than twice the error.
+    assert steps[0].float().mean() >= 0.5
+    best = exact[1].topk(2, -1).values
+    is_clear = (best[..., 0] - best[..., 1] > 2 * errors[0]) & steps[0]
+    assert is_clear.any() and torch.equal(ours[0][is_clear], exact[0][is_clear])
+
+
+CONTINUOUS_BATCHING = f"""
+import cute_flash
+cute_flash.install_as_flash_attn(replace=True, metadata=True)
+import sys, torch
+import flash_attn
+from cute_flash.integrations import flash_attn as adapter
+calls = set()
+def counted(name):
+    function = getattr(adapter, name)
+    def call(*args, **keywords):
+        calls.add(name)
+        return function(*args, **keywords)
+    call.__wrapped__ = function
+    return call
+for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
+    setattr(flash_attn, name, counted(name))
+from tests.gpu.test_transformers import CAUSAL, VOCABULARY, transformers
+torch.manual_seed(0)
+model = CAUSAL["llama"]().to("cuda", torch.bfloat16).eval()
+prompts = [torch.randint(3, VOCABULARY, (length,)).tolist() for length in (7, 60, 150)]
+config = transformers.GenerationConfig(max_new_tokens={NEW_TOKENS}, do_sample=False, eos_token_id=2, pad_token_id=0)
+model.set_attn_implementation("eager")
+expected = [model.generate(torch.tensor([x]).cuda(), generation_config=config)[0, len(x):].tolist() for x in prompts]
+model.set_attn_implementation("flash_attention_2")
+assert model.config._attn_implementation == "flash_attention_2"
+batching = transformers.ContinuousBatchingConfig(page_size=256, num_blocks=64, max_blocks_per_request=4)
+results = model.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=batching)
+equal = [sum(a == b for a, b in zip(x.generated_tokens, y)) for x, y in zip(results.values(), expected)]
+print(calls, equal)
+assert calls == {{"flash_attn_varlen_func", "flash_attn_with_kvcache"}}
+# In bf16, a tie changes a token and all after it.
+assert 2 * sum(equal) >= sum(len(x) for x in expected)
+"""
+
+
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="continuous batching is tested on transformers 5")
+def test_continuous_batching() -> None:
+    subprocess.run([sys.executable, "-c", CONTINUOUS_BATCHING], check=True, cwd=ROOT, timeout=300)
