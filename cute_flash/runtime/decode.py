@@ -42,10 +42,11 @@ def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, return_ls
 
     Without `return_lse`, the values of lse are undefined: calls share its memory.
     """
+    arguments: Any = args
     signature = (
         "decode", q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype, v_cache.shape,
         v_cache.stride(), v_cache.dtype, q.get_device(), return_lse, current_family(),
-        *[x if type(x) in VALUE_TYPES else (x.shape, x.stride(), x.dtype) for x in args],
+        *[x if type(x) in VALUE_TYPES else (x.shape, x.stride(), x.dtype) for x in arguments],
     )  # fmt: skip
     launch = bound.get(signature)
     if launch is None:
