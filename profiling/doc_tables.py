@@ -464,7 +464,7 @@ def embed(text: str, folder: str = "") -> str:
     def block(match: re.Match[str]) -> str:
         name = match[2]
         lacking = missing(name)
-        body = f"*Waits for {', '.join(lacking)}.*" if lacking else BLOCKS[name][0]()
+        body = f"*Not measured yet: {', '.join(lacking)} does not exist.*" if lacking else BLOCKS[name][0]()
         body = re.sub(r"\]\((?=results/|reports/|plots/)", f"]({folder}", body)
         return f"{match[1]}\n{body}\n\n{match[3]}"
 
