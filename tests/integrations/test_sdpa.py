@@ -332,6 +332,8 @@ def test_calls_that_nothing_observes_bypass_the_dispatcher(on_cpu: None, monkeyp
     monkeypatch.setattr(ops, "is_direct", lambda q, k, v, args: True)
     monkeypatch.setattr(launcher, "forward", cpu.forward)
     monkeypatch.setattr(launcher, "backward", cpu.backward)
+    # `ops` keeps the functions after its first call.
+    monkeypatch.setattr(ops, "_cuda", ops._Cuda())
     qkv = tensors(2, 2, 8, 8, 16)
     out = aten._scaled_dot_product_flash_attention(*qkv, 0.0, True)[0]
     wanted = expected(*qkv, is_causal=True)[0]
