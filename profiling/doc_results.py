@@ -33,7 +33,11 @@ ACCURACY = {
 MOD_ROWS = {
     "six mods, over FlexAttention": ("function", "cute_flash", "flex"),
     "six mods, over FlashAttention-4": ("function", "cute_flash", "fa4"),
-    "eight documents with a block mask, over the same without": ("documents", "with a block mask", "without a block mask"),
+    "eight documents with a block mask, over the same without": (
+        "documents",
+        "with a block mask",
+        "without a block mask",
+    ),
     "the same, over FlexAttention": ("documents", "with a block mask", "flex"),
     "the same, over FlashAttention-4": ("documents", "with a block mask", "fa4"),
     "bias (B, H, S, S), over no bias": ("bias", "bias of all", "plain"),
