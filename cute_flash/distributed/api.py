@@ -8,7 +8,6 @@ from typing import Any, Literal, Protocol, overload
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from cute_flash import ops
 from cute_flash.distributed import ulysses
@@ -317,11 +316,19 @@ class ShardedAttention(Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, out, lse, alibi, sinks, positions = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
+        saved = Saved(dout, dlse, q, out, lse)
         scores = Scores(ctx.args, alibi, ctx.needs_input_grad[6], positions)
-        dq, dk, dv, dalibi, dsinks = ctx.strategy.backward(Saved(dout, dlse, q, out, lse), k, v, scores, sinks)
-        dalibi = torch.zeros_like(alibi) if alibi is not None and dalibi is None else dalibi
-        return None, None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dalibi, dsinks
+
+        def run() -> tuple[Tensor | None, ...]:
+            dq, dk, dv, dalibi, dsinks = ctx.strategy.backward(saved, k, v, scores, sinks)
+            dalibi = torch.zeros_like(alibi) if alibi is not None and dalibi is None else dalibi
+            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dalibi, dsinks
+
+        # With create_graph=True, a second backward must raise.
+        tensors = dout, dlse, q, k, v, alibi, sinks
+        once: Any = ops.NoDoubleBackward
+        grads = once.apply(run, *tensors) if torch.is_grad_enabled() else run()
+        return None, None, None, *grads

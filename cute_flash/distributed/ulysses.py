@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from cute_flash.distributed.comm import Axis, all_to_all
 from cute_flash.distributed.sharding import join, split
@@ -52,9 +51,8 @@ class ScatterHeads(Function):
         return tuple(_scatter_heads(x, axis, kind) for x in tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *(_gather_heads(x, ctx.axis, ctx.kind) for x in grads)
+        return None, None, *GatherHeads.apply(ctx.axis, ctx.kind, *grads)
 
 
 class GatherHeads(Function):
@@ -66,9 +64,8 @@ class GatherHeads(Function):
         return tuple(_gather_heads(x, axis, kind) for x in tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *(_scatter_heads(x, ctx.axis, ctx.kind) for x in grads)
+        return None, None, *ScatterHeads.apply(ctx.axis, ctx.kind, *grads)
 
 
 def _scatter_heads(x: Tensor, axis: Axis, kind: str) -> Tensor:
