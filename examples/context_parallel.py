@@ -1,7 +1,7 @@
 """Train a tiny GPT whose sequences are sharded over four processes, and compare its losses with those of one process.
 
-Each rank holds a zigzag shard of every sequence. In the model, only `cute_flash.distributed.attn` communicates; other
-layers work on the shard. Gradients of weights are summed over ranks. The processes use gloo on the CPU.
+Each rank holds a zigzag shard of every sequence. In the model, only `cute_flash.distributed.attn` communicates. The
+gradients of weights are summed over ranks. The processes use gloo on the CPU.
 
     python examples/context_parallel.py
 """
@@ -39,7 +39,6 @@ class GPT(nn.Module):
 
 
 def train(group: dist.ProcessGroup | None, steps: int) -> list[float]:
-    """The loss of each step, on the ranks of a group, or on this process alone."""
     torch.manual_seed(0)
     model, losses = GPT(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -54,7 +53,7 @@ def train(group: dist.ProcessGroup | None, steps: int) -> list[float]:
         loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") / (2 * SEQLEN)
         optimizer.zero_grad()
         loss.backward()
-        for x in (loss.detach(), *(parameter.grad for parameter in model.parameters())) if group else ():
+        for x in (loss.detach(), *(weight.grad for weight in model.parameters())) if group else ():
             dist.all_reduce(x, group=group)
         optimizer.step()
         losses.append(loss.item())
@@ -69,13 +68,11 @@ def run_rank(rank: int, ranks: int, steps: int, folder: str) -> None:
 
 
 def main(ranks: int = 4, steps: int = 50) -> tuple[list[float], list[float]]:
-    """Returns the losses of the ranks, and those of one process."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (ranks, steps, folder), nprocs=ranks)
-        sharded = torch.load(f"{folder}/losses0")
-    single = train(None, steps)
-    for step in range(9, steps, 20):
-        print(f"step {step + 1}: loss {sharded[step]:.4f} on {ranks} ranks, {single[step]:.4f} on one process")
+        sharded, single = torch.load(f"{folder}/losses0"), train(None, steps)
+    for i in range(9, steps, 20):
+        print(f"step {i + 1}: loss {sharded[i]:.4f} on {ranks} ranks, {single[i]:.4f} on one process")
     return sharded, single
 
 

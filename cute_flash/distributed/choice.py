@@ -23,6 +23,11 @@ class Choice:
         reason: Why "auto" chooses it, or why it is the only one.
         sent_bytes: For each possible method, the bytes that a rank sends in a forward and a backward pass; for the
             ring, the mean over ranks.
+
+    Examples:
+        >>> from cute_flash.distributed import Choice
+        >>> print(Choice("ring", "requested", {"ring": 4096}))
+        ring: requested
     """
 
     method: str
