@@ -17,6 +17,7 @@ from cute_flash.distributed.choice import Choice, Shapes, choose
 from cute_flash.distributed.comm import SINGLE, Axes, Axis, Group
 from cute_flash.distributed.ring import Ring, Schedule
 from cute_flash.distributed.sharding import Sharding
+from cute_flash.distributed.varlen import VarlenAllGather
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
@@ -121,24 +122,111 @@ def attn(
         >>> dist.destroy_process_group()
     """
     check_are_tensors(q=q, k=k, v=v)
+    _refuse_dropout(dropout)
+    return_lse = as_bool("return_lse", return_lse)
+    call = _Call.of(q, k, v, group, method, sharding, seqlen, causal, window, layout)
+    q, k, v = ops.autocast(*call.to_bhsd(q, k, v))
+    args = _args(q, scale, softcap, deterministic)
+    describe(q, k, v, args._replace(alibi=alibi, sinks=sinks))
+    out, lse = call.run(q, k, v, args, alibi, sinks)
+    out = out if layout == "bhsd" else out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    group: Group,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout: float | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`cute_flash.attn_varlen` of a varlen batch whose tokens are sharded over the ranks of a group.
+
+    Rank i of n holds the tokens i T / n to (i + 1) T / n - 1 of the concatenated sequences (contiguous sharding), and a
+    sequence may cross ranks. The method is all-gather. Gradients are as for `attn`.
+
+    Args:
+        q: The rank's queries, (T / n, H, D).
+        k: The rank's keys, (T / n, Hkv, D).
+        v: The rank's values, (T / n, Hkv, Dv).
+        cu_seqlens: Offsets of the sequences among all T tokens, (B + 1), int32, the same on every rank. Tokens after
+            the last offset are padding.
+        group: As for `attn`; a 2-D DeviceMesh is not supported.
+        causal: As for `attn`.
+        window: (left, right), as for `attn`; without `causal`, bounds are not supported.
+        scale: As for `attn`.
+        return_lse: Also return the log-sum-exp, (H, T / n).
+        deterministic: As for `attn`.
+        softcap: As for `attn`.
+        alibi: As for `attn`, only with `causal`.
+        sinks: As for `attn`.
+        dropout: None or 0. Dropout is not supported.
+
+    Returns:
+        `out`, (T / n, H, Dv), or (out, lse).
+
+    Raises:
+        ValueError: Arguments are invalid or contradict each other.
+        UnsupportedError: A window or ALiBi without `causal`, a 2-D mesh, or dropout.
+        RuntimeError: Another rank failed or did not answer before the timeout of the group.
+
+    Examples:
+        >>> import torch, torch.distributed as dist, cute_flash.distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> x, offsets = torch.randn(10, 4, 32), torch.tensor([0, 3, 10], dtype=torch.int32)
+        >>> out = cute_flash.distributed.attn_varlen(x, x, x, offsets, group=dist.group.WORLD, causal=True)
+        >>> torch.testing.assert_close(out, cute_flash.attn_varlen(x, x, x, offsets, offsets, causal=True))
+        >>> dist.destroy_process_group()
+    """
+    check_are_tensors(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    _refuse_dropout(dropout)
+    return_lse = as_bool("return_lse", return_lse)
+    axes = Axes.of(group)
+    if axes.inner.group is not None:
+        raise UnsupportedError("a varlen batch with a 2-D DeviceMesh: select one dimension of it")
+    if any(x.dim() != 3 or x.shape[0] != q.shape[0] for x in (q, k, v)):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"{shapes}: expected (T / n, H, D), with the same number of tokens")
+    q, k, v = ops.autocast(q, k, v)
+    args = _args(q, scale, softcap, deterministic)
+    strategy = VarlenAllGather(axes.outer, cu_seqlens, Band.of(as_bool("causal", causal), as_window(window)))
+    describe(q, k, v, args._replace(alibi=alibi, sinks=sinks, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens))
+    strategy.check(alibi)
+    out, lse = _run(strategy, args, None, q, k, v, alibi, sinks)
+    return (out, lse) if return_lse else out
+
+
+def _refuse_dropout(dropout: float | None) -> None:
     if dropout:
         raise UnsupportedError(
             f"dropout={dropout} in context parallelism: kernels count the rows and keys of a shard, not those of the "
             "sequence, so the dropout mask would differ from that of one GPU; drop attention outputs instead"
         )
-    return_lse = as_bool("return_lse", return_lse)
-    call = _Call.of(q, k, v, group, method, sharding, seqlen, causal, window, layout)
-    q, k, v = ops.autocast(*call.to_bhsd(q, k, v))
-    args = AttentionArgs(
+
+
+def _args(q: Tensor, scale: float | None, softcap: float | None, deterministic: bool) -> AttentionArgs:
+    """The arguments that all calls of a rank share."""
+    return AttentionArgs(
         scale=(q.shape[-1] or 1) ** -0.5 if scale is None else as_float("scale", scale),
         softcap=0.0 if softcap is None else as_float("softcap", softcap),
         deterministic=as_bool("deterministic", deterministic),
         kernel_family=current_family(),
     )
-    describe(q, k, v, args._replace(alibi=alibi, sinks=sinks))
-    out, lse = call.run(q, k, v, args, alibi, sinks)
-    out = out if layout == "bhsd" else out.transpose(1, 2)
-    return (out, lse) if return_lse else out
+
+
+@torch.compiler.disable
+def _run(strategy: Strategy, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return ShardedAttention.apply(strategy, *arguments)
 
 
 def choose_method(
@@ -192,7 +280,7 @@ def choose_method(
 
 
 class Strategy(Protocol):
-    """How the ranks of one axis compute attention of the sequence that they share: `Ring` or `AllGather`."""
+    """A method on the ranks of one axis: `Ring`, `AllGather` or `VarlenAllGather`."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,16 @@ class Send:
 class Receive:
     buffers: Pair
     source: int
+
+
+_connected: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def connect(axis: Axis, device: torch.device) -> None:
+    """Make the connections of a group on CUDA, once: NCCL needs all ranks for its first message, a ring only some."""
+    if axis.group is not None and device.type == "cuda" and axis.group not in _connected:
+        dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
+        _connected.add(axis.group)
 
 
 def exchange(axis: Axis, send: Send | None, receive: Receive | None, name: str) -> Pending:

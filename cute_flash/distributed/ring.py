@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cute_flash.distributed.accumulate import Gradients, Output, Saved, Scores
 from cute_flash.distributed.calls import BandCall, band_calls
-from cute_flash.distributed.comm import NOTHING, Axis, Pair, Pending, Receive, Send, exchange
+from cute_flash.distributed.comm import NOTHING, Axis, Pair, Pending, Receive, Send, connect, exchange
 from cute_flash.distributed.sharding import Sharding
 from cute_flash.spec.band import Band
 
@@ -73,6 +73,7 @@ class Ring:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         rank, schedule = self.axis.index, self.schedule
+        connect(self.axis, q.device)
         output = Output(q, v, schedule.num_calls(rank) + (sinks is not None))
         held: Pair | None = (k, v)
         for step in range(schedule.num_steps):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+import cute_flash
 import cute_flash.distributed as cp
 from cute_flash import UnsupportedError
 
@@ -122,7 +123,57 @@ def autocast_casts() -> None:
     assert out.dtype == torch.bfloat16
 
 
+def varlen_sequences_cross_shards() -> None:
+    group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(8 * n, heads, 8, generator=generator) for heads in (4, 2, 2, 4))
+    dlse, slopes, sinks = torch.randn(4, 8 * n, generator=generator), torch.rand(4), torch.rand(4)
+    dist.broadcast(slopes, 0)
+    dist.broadcast(sinks, 0)
+    # A sequence over most ranks, an empty one, and two tokens of padding.
+    offsets = torch.tensor([0, 3, 3, 5 * n, 5 * n + 1, 8 * n - 2], dtype=torch.int32)
+    dlse[:, -2:] = 0
+    tokens = slice(8 * rank, 8 * rank + 8)
+    causal = {"causal": True, "alibi": slopes, "sinks": sinks, "softcap": 3.0}
+    for keywords in ({}, {"causal": True}, {"sinks": sinks}, causal, {**causal, "window": (4, None)}):
+        tensors = [x for x in (keywords.get("alibi"), keywords.get("sinks")) if x is not None]
+        results = []
+        for part in (slice(None), tokens):
+            leaves = [x[part].clone().requires_grad_() for x in (q, k, v)]
+            others = [x.detach().requires_grad_() for x in tensors]
+            named = dict(zip([name for name in ("alibi", "sinks") if name in keywords], others))
+            call = {**keywords, **named, "return_lse": True}
+            if part == tokens:
+                out, lse = cp.attn_varlen(*leaves, offsets, group=group, **call)
+            else:
+                out, lse = cute_flash.attn_varlen(*leaves, offsets, offsets, **call)
+            total = (out * dout[part]).sum() + (lse.masked_fill(lse == -torch.inf, 0.0) * dlse[:, part]).sum()
+            grads = torch.autograd.grad(total, [*leaves, *others])
+            results.append((out.detach(), lse.detach().T, *grads))
+        for i, (full, shard) in enumerate(zip(*results)):
+            if i < 5:
+                full = full[tokens]
+            else:
+                dist.all_reduce(shard)
+            torch.testing.assert_close(shard, full, rtol=1e-5, atol=2e-5)
+
+
+def varlen_arguments_are_refused() -> None:
+    group, x, offsets = dist.group.WORLD, torch.randn(4, 2, 8), torch.tensor([0, 3], dtype=torch.int32)
+    with raises(UnsupportedError, "window=(3, None) without causal"):
+        cp.attn_varlen(x, x, x, offsets, group=group, window=(3, None))
+    with raises(UnsupportedError, "alibi without causal"):
+        cp.attn_varlen(x, x, x, offsets, group=group, alibi=torch.ones(2))
+    with raises(UnsupportedError, "dropout=0.5"):
+        cp.attn_varlen(x, x, x, offsets, group=group, dropout=0.5)
+    with raises(ValueError, "same number of tokens"):
+        cp.attn_varlen(x, x[1:], x[1:], offsets, group=group)
+    with raises(ValueError, "torch.int32"):
+        cp.attn_varlen(x, x, x, offsets.long(), group=group)
+
+
 ALL = (
     arguments_are_refused, meshes_are_checked, shards_are_collected_in_order, auto_explains_its_choice,
     checkpointing_gives_the_same_gradients, second_derivatives_raise, autocast_casts,
+    varlen_sequences_cross_shards, varlen_arguments_are_refused,
 )  # fmt: skip

@@ -71,6 +71,27 @@ def test_results_are_those_of_one_process(size: int, name: str, outcomes: Callab
     assert len(ranks) == size, f"only the ranks {sorted(ranks)} ran it: an earlier case failed, or time was up"
 
 
+def compiled_model_gives_the_same_gradients() -> None:
+    import torch.distributed as dist
+
+    import cute_flash.distributed as cp
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return cp.attn(x * 2, x, x, group=dist.group.WORLD, method="ring", causal=True) + 1
+
+    x = torch.randn(1, 2, 8, 8, requires_grad=True)
+    expected, found = layer(x), torch.compile(layer, backend="aot_eager")(x)
+    torch.testing.assert_close(found, expected)
+    (dx,), (expected_dx,) = (torch.autograd.grad(out.square().sum(), x) for out in (found, expected))
+    torch.testing.assert_close(dx, expected_dx)
+
+
+@pytest.mark.compiles
+def test_torch_compile_breaks_the_graph(tmp_path: Path) -> None:
+    (ranks,) = processes.run(2, [compiled_model_gives_the_same_gradients], tmp_path, seconds=60)
+    assert [error for error, _ in ranks.values()] == [None, None]
+
+
 def fail_on_rank_1() -> None:
     import torch.distributed as dist
 
