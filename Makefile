@@ -38,9 +38,9 @@ $(FLOOR)/.installed: Makefile
 	$(FLOOR)/bin/python -m pip install --quiet torch==2.9.1 numpy pytest pytest-xdist nvtx
 	touch $@
 
-# Random valid and invalid arguments, for a minute.
+# Random valid and invalid arguments, and random cases of context parallelism, for a minute each.
 nightly: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m "not gpu" tests/test_fuzz.py --fuzz-seconds=60
+	$(BIN)/python -m pytest -q -m "not gpu" tests/test_fuzz.py tests/distributed/test_random.py --fuzz-seconds=60
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
