@@ -25,20 +25,9 @@ def _worker(rank: int, size: int, store: str, timeout: float, tasks: Sequence[Ca
             queue.put((rank, i, None, task()))
         except BaseException:
             queue.put((rank, i, traceback.format_exc(), None))
-            if not isinstance(task, Independent):
-                # The other ranks may wait for this one: without it, they raise errors.
-                return
+            # The other ranks may wait for this one: without it, they raise errors.
+            return
     dist.destroy_process_group()
-
-
-class Independent:
-    """A task after whose failure the ranks can go on, because all of them fail, before any message."""
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self.function, self.arguments = function, arguments
-
-    def __call__(self) -> Any:
-        return self.function(*self.arguments)
 
 
 def run(
