@@ -28,7 +28,8 @@ test-fast: $(INSTALLED)
 # PyPI is for CUDA on x86_64: there, point pip to CPU builds, for example with PIP_INDEX_URL.
 FLOOR := .venv-floor
 CONTRACTS := tests/score_mod/test_compile.py tests/score_mod/test_operations.py tests/test_ops.py tests/test_api.py \
-  tests/test_bad_input.py tests/test_fuzz.py tests/decode/test_ops.py tests/decode/test_bad_input.py
+  tests/test_bad_input.py tests/test_fuzz.py tests/decode/test_ops.py tests/decode/test_bad_input.py \
+  tests/distributed/test_attn.py
 
 test-floor: $(FLOOR)/.installed
 	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu" $(CONTRACTS)
@@ -38,9 +39,9 @@ $(FLOOR)/.installed: Makefile
 	$(FLOOR)/bin/python -m pip install --quiet torch==2.9.1 numpy pytest pytest-xdist nvtx
 	touch $@
 
-# Random valid and invalid arguments, for a minute.
+# Random valid and invalid arguments, and random cases of context parallelism, for a minute each.
 nightly: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m "not gpu" tests/test_fuzz.py --fuzz-seconds=60
+	$(BIN)/python -m pytest -q -m "not gpu" tests/test_fuzz.py tests/distributed/test_random.py --fuzz-seconds=60
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

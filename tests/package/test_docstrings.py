@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import cute_flash
-from cute_flash import BlockMask, masks
+from cute_flash import BlockMask, distributed, masks
 
 
 def public() -> Iterator[tuple[str, Any]]:
@@ -20,6 +20,8 @@ def public() -> Iterator[tuple[str, Any]]:
             yield name, getattr(cute_flash, name)
     for name in masks.__all__:
         yield f"masks.{name}", getattr(masks, name)
+    for name in distributed.__all__:
+        yield f"distributed.{name}", getattr(distributed, name)
     yield "BlockMask.of", BlockMask.of
     yield "BlockMask.of_status", BlockMask.of_status
 

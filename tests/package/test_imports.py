@@ -20,7 +20,7 @@ PACKAGES = ("cute_flash", "layouts")
 # from those before it. docs/architecture.md has the table.
 RANKS = (
     "errors", "version", "smem", "score_mod", "spec", "planning", "device", "kernels", "jit", "runtime", "reference",
-    "masks", "ops", "ops_decode", "decode", "api", "tools", "integrations", "__main__",
+    "masks", "ops", "ops_decode", "decode", "api", "distributed", "tools", "integrations", "__main__",
 )  # fmt: skip
 # Modules at the top of cute_flash besides `__init__`.
 MAX_TOP_MODULES = 8

@@ -1,0 +1,170 @@
+"""Runs the calls of one rank, and sums their results in fp32 (fp64 for fp64).
+
+Forward: outputs over disjoint keys are merged by their LSEs. Backward: the operator `attention_bwd` takes the output
+and the LSE over all keys. Then P = exp(S - LSE) is the probability among all keys, and Δ = rowsum(dO ∘ O) - dLSE is
+that of the full row. So each call gives its exact share of dq, dk and dv, and the gradients are sums of the shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash import ops
+from cute_flash.distributed.calls import BandCall, Range
+from cute_flash.distributed.comm import Pair
+from cute_flash.score_mod.bound import mod_arguments
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.shapes import lse_dtype
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The tensors of a rank for its backward: gradients of the results, queries, and results over all keys."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """The arguments that all calls of a rank share.
+
+    `args` has neither mask nor tensors. Positions are those of the rank's queries; only ALiBi needs them.
+    """
+
+    args: AttentionArgs
+    alibi: Tensor | None = None
+    alibi_needs_grad: bool = False
+    positions: Tensor | None = None
+
+    def of_call(self, call: BandCall, key_positions: Tensor | None) -> AttentionArgs:
+        """The arguments of one call. If its alignment is not that of the sequence, ALiBi is a score_mod."""
+        args = self.args._replace(window_left=call.band.left, window_right=call.band.right)
+        if self.alibi is None:
+            return args
+        if call.is_aligned:
+            return args._replace(alibi=self.alibi)
+        assert self.positions is not None and key_positions is not None
+        score_mod = _alibi_mod(self.alibi, self.positions[slice(*call.rows)], key_positions[slice(*call.keys)])
+        text, captures, scalars = mod_arguments(score_mod, None, None, self.alibi.device)
+        needs_grad = (False, *(x is self.alibi and self.alibi_needs_grad for x in captures))
+        return args._replace(mod_graphs=text, captures=captures, scalars=scalars, needs_grad=needs_grad)
+
+    def alibi_gradient(self, args: AttentionArgs, grads: Any) -> Tensor | None:
+        """The gradient of the slopes among the gradients of `args.differentiable`."""
+        for x, grad in zip(args.differentiable, grads):
+            if x is self.alibi and grad is not None:
+                return grad
+        return None
+
+
+def _alibi_mod(slopes: Tensor, q_positions: Tensor, k_positions: Tensor) -> Callable:
+    if slopes.dim() == 1:
+        return lambda score, b, h, i, j: score - slopes[h] * (q_positions[i] - k_positions[j]).abs()
+    return lambda score, b, h, i, j: score - slopes[b, h] * (q_positions[i] - k_positions[j]).abs()
+
+
+def rows_of(x: Tensor, rows: Range) -> Tensor:
+    """The rows of a (B, H, S) or (B, H, S, D) tensor."""
+    return x if rows == (0, x.shape[2]) else x[:, :, rows[0] : rows[1]]
+
+
+class Output:
+    """The output and the LSE of a rank, merged call by call; 0 and -inf for rows that have seen no key."""
+
+    def __init__(self, q: Tensor, v: Tensor, num_parts: int) -> None:
+        self.q, self.v = q, v
+        # A single part needs no merge, and so no output in fp32.
+        self.out_fp32 = num_parts > 1 and q.dtype in (torch.float16, torch.bfloat16)
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+
+    def add(self, kv: Pair, call: BandCall, scores: Scores, key_positions: Tensor | None) -> None:
+        """Run a call over other keys than the calls before, and merge its result."""
+        args = scores.of_call(call, key_positions)._replace(out_fp32=self.out_fp32)
+        q, k, v = rows_of(self.q, call.rows), rows_of(kv[0], call.keys), rows_of(kv[1], call.keys)
+        out, lse, _ = ops.attention(q, k, v, args)
+        if self.out is None and call.rows == (0, self.q.shape[2]):
+            self.out, self.lse = out, lse
+            return
+        if self.out is None or self.lse is None:
+            self.out, self.lse = self._zeros(out.dtype)
+        merge_(rows_of(self.out, call.rows), rows_of(self.lse, call.rows), out, lse)
+
+    def _zeros(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        shape = self.q.shape[:3]
+        out = self.q.new_zeros((*shape, self.v.shape[3]), dtype=dtype)
+        return out, self.q.new_full(shape, -torch.inf, dtype=lse_dtype(self.q.dtype))
+
+    def result(self, sinks: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
+        """The output in the dtype of q, and the LSE. A sink is one more key, without a value, of the first `num_rows`.
+
+        The other rows are padding.
+        """
+        if self.out is None or self.lse is None:
+            self.out, self.lse = self._zeros(self.q.dtype)
+        if sinks is None:
+            return self.out.to(self.q.dtype), self.lse
+        lse = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
+        lse[:, :, num_rows:] = -torch.inf
+        out = self.out * _factor(self.lse, lse)
+        return out.to(self.q.dtype), lse
+
+
+def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Merge an output over other keys into `out` and `lse`, in place."""
+    total = torch.logaddexp(lse, more_lse)
+    out.mul_(_factor(lse, total)).add_(more_out * _factor(more_lse, total))
+    lse.copy_(total)
+
+
+def _factor(lse: Tensor, total: Tensor) -> Tensor:
+    """exp(lse - total), shaped for the output; 0 for rows that have seen no key."""
+    return torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))[..., None]
+
+
+class Gradients:
+    """Gradients of a rank, summed call by call in fp32."""
+
+    def __init__(self, saved: Saved, scores: Scores) -> None:
+        self.saved, self.scores = saved, scores
+        self.dq = torch.zeros_like(saved.q, dtype=saved.lse.dtype)
+        self.dalibi: Tensor | None = None
+
+    def add(self, kv: Pair, calls: tuple[BandCall, ...], key_positions: Tensor | None) -> Pair | None:
+        """Add the share of some calls over the same k and v to dq; return their share of dk and dv, if there is one."""
+        if not calls:
+            return None
+        saved, (k, v) = self.saved, kv
+        dk, dv = (x.new_zeros(x.shape, dtype=saved.lse.dtype) for x in (k, v))  # contiguous, to be sent
+        for call in calls:
+            args = self.scores.of_call(call, key_positions)
+            dout, q, out = (rows_of(x, call.rows) for x in (saved.dout, saved.q, saved.out))
+            lse = rows_of(saved.lse, call.rows).contiguous()
+            dlse = None if saved.dlse is None else rows_of(saved.dlse, call.rows).contiguous()
+            keys, values = rows_of(k, call.keys), rows_of(v, call.keys)
+            *shares, grads = ops.gradients(dout, dlse, q, keys, values, out, lse, args)
+            for total, share, at in zip((self.dq, dk, dv), shares, (call.rows, call.keys, call.keys)):
+                rows_of(total, at).add_(share)
+            dalibi = self.scores.alibi_gradient(args, grads)
+            if dalibi is not None:
+                self.dalibi = dalibi if self.dalibi is None else self.dalibi + dalibi
+        return dk, dv
+
+    def dsinks(self, sinks: Tensor) -> Tensor:
+        """-Σ exp(sink - LSE) Δ over batch and rows."""
+        saved = self.saved
+        delta = (saved.dout.to(saved.lse.dtype) * saved.out).sum(dim=-1)
+        if saved.dlse is not None:
+            delta -= saved.dlse
+        lse = saved.lse.masked_fill(saved.lse == -torch.inf, torch.inf)
+        probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+        return -(probability * delta).sum(dim=(0, 2)).to(sinks.dtype)

@@ -1,0 +1,102 @@
+"""The attention calls that compute the scores between the rows of one shard and the keys of another.
+
+`attn` aligns a mask at the bottom right and takes bounds that are not negative. A query at position p sees the keys at
+positions p - L to p + R. For a segment of Sq queries that starts o positions after a segment of Sk keys, the bounds
+relative to the bottom right are
+
+    left = L - o + Sk - Sq        right = R + o - Sk + Sq        left + right = L + R
+
+If `left` is negative, the last -left queries see no key of the segment; without them, `left` is 0. If `right` is
+negative, no query sees the last -right keys; without them, `right` is 0. So a band with any offset is one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from cute_flash.distributed.sharding import Segment
+from cute_flash.spec.band import Band
+
+Range = tuple[int, int]
+CAUSAL = Band(None, 0)
+
+
+@dataclass(frozen=True)
+class BandCall:
+    """One attention call on some rows of a shard and some keys of another.
+
+    Attributes:
+        rows: Begin and end of the queries.
+        keys: Begin and end of the keys.
+        band: The mask, aligned at the bottom right of `rows` and `keys`.
+        is_aligned: Whether the distances of the call, aligned at the bottom right, are those of the sequence.
+    """
+
+    rows: Range
+    keys: Range
+    band: Band
+    is_aligned: bool
+
+
+@lru_cache(maxsize=4096)
+def band_calls(rows: tuple[Segment, ...], keys: tuple[Segment, ...], band: Band) -> tuple[BandCall, ...]:
+    """The calls that cover all visible scores between two shards; none if the mask hides all of them."""
+    if rows == keys and rows and band == CAUSAL:
+        # Positions ascend with rows, so the mask by position is the mask by row.
+        both = rows[0].begin, rows[-1].end
+        return (BandCall(both, both, CAUSAL, is_aligned=len(rows) == 1),)
+    calls: list[BandCall] = []
+    for queries in rows:
+        line = [call for segment in keys if (call := _call(queries, segment, band)) is not None]
+        for call in _joined(line, by_rows=False):
+            calls.append(call)
+    return tuple(_joined(calls, by_rows=True))
+
+
+def _call(queries: Segment, keys: Segment, band: Band) -> BandCall | None:
+    sq, sk, (left, right) = queries.length, keys.length, band.bounds
+    # The smallest and the largest difference of a key's and a query's position.
+    nearest, farthest = keys.start - (queries.stop - 1), keys.stop - 1 - queries.start
+    if sq == 0 or sk == 0 or (right is not None and nearest > right) or (left is not None and farthest < -left):
+        return None
+    offset = queries.start - keys.start
+    if left is not None:
+        left += sk - sq - offset
+    if right is not None:
+        right -= sk - sq - offset
+    if left is not None and left < 0:
+        sq += left
+        right = None if right is None else right + left
+        left = 0
+    if right is not None and right < 0:
+        sk += right
+        left = None if left is None else left + right
+        right = 0
+    # Bounds that mask nothing are left out, so that no kernel with bounds is compiled for them.
+    left = None if left is None or left >= sk - 1 else left
+    right = None if right is None or right >= sq - 1 else right
+    return BandCall(
+        (queries.begin, queries.begin + sq),
+        (keys.begin, keys.begin + sk),
+        Band(left, right),
+        is_aligned=offset == sk - sq,
+    )
+
+
+def _joined(calls: list[BandCall], by_rows: bool) -> list[BandCall]:
+    """Join calls without a mask that are adjacent, in rows or in keys."""
+    joined: list[BandCall] = []
+    for call in calls:
+        for i, other in enumerate(joined):
+            if call.band != Band() or other.band != Band():
+                continue
+            if by_rows and other.keys == call.keys and other.rows[1] == call.rows[0]:
+                joined[i] = replace(other, rows=(other.rows[0], call.rows[1]), is_aligned=False)
+                break
+            if not by_rows and other.rows == call.rows and other.keys[1] == call.keys[0]:
+                joined[i] = replace(other, keys=(other.keys[0], call.keys[1]), is_aligned=False)
+                break
+        else:
+            joined.append(call)
+    return joined

@@ -1,0 +1,107 @@
+"""The choice of a method by the bytes that a rank sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_flash.distributed.comm import Axes
+from cute_flash.distributed.ring import Schedule
+from cute_flash.distributed.sharding import Sharding
+from cute_flash.distributed.ulysses import check_divides
+from cute_flash.errors import UnsupportedError
+from cute_flash.spec.band import Band
+
+METHODS = ("ring", "allgather", "ulysses", "usp")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method, the reason for it, and the bytes that each possible method sends.
+
+    Attributes:
+        method: "ring", "allgather", "ulysses" or "usp".
+        reason: Why "auto" chooses it, or why it is the only one.
+        sent_bytes: For each possible method, the bytes that a rank sends in a forward and a backward pass; for the
+            ring, the mean over ranks.
+
+    Examples:
+        >>> from cute_flash.distributed import Choice
+        >>> print(Choice("ring", "requested", {"ring": 4096}))
+        ring: requested
+    """
+
+    method: str
+    reason: str
+    sent_bytes: dict[str, int]
+
+    def __str__(self) -> str:
+        return f"{self.method}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of the tensors of one rank."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    length: int
+    head_dim: int
+    head_dim_v: int
+    element_bytes: int
+
+    @property
+    def kv_elements(self) -> int:
+        return self.batch * self.heads_kv * self.length * (self.head_dim + self.head_dim_v)
+
+    @property
+    def q_out_elements(self) -> int:
+        return self.batch * self.heads * self.length * (self.head_dim + self.head_dim_v)
+
+
+def choose(method: str, axes: Axes, shapes: Shapes, sharding: Sharding, band: Band) -> Choice:
+    """Check the method, or choose one for "auto"."""
+    if method not in ("auto", *METHODS):
+        raise ValueError(f"method={method!r}: use one of auto, {', '.join(METHODS)}")
+    n, inner = axes.size, axes.inner.size
+    is_2d = axes.inner.group is not None
+    if is_2d:
+        if method not in ("auto", "usp"):
+            raise UnsupportedError(f"method={method!r} with a 2-D DeviceMesh: use 'usp', or select one dimension of it")
+        check_divides(shapes.heads, shapes.heads_kv, inner)
+        return Choice("usp", "the mesh has two dimensions", {})
+    if method == "usp":
+        raise UnsupportedError(
+            "method='usp' needs a 2-D DeviceMesh: (ring, ulysses), with the faster links in the second"
+        )
+    if method == "ulysses":
+        check_divides(shapes.heads, shapes.heads_kv, n)
+    sent = sent_bytes(n, shapes, Schedule(sharding, band))
+    if method != "auto":
+        return Choice(method, "requested", sent)
+    best = min(sent, key=lambda name: sent[name])
+    sizes = ", ".join(f"{name} {size:,}" for name, size in sent.items())
+    return Choice(best, f"the fewest bytes sent by a rank in a forward and a backward pass ({sizes})", sent)
+
+
+def sent_bytes(n: int, shapes: Shapes, schedule: Schedule) -> dict[str, int]:
+    """The bytes that a rank sends in a forward and a backward pass, for each method that may be chosen.
+
+    All-gather is left out if the gathered K and V would take more memory than the rank's own q, k, v and out.
+    """
+    size = shapes.element_bytes
+    kv, qo = shapes.kv_elements, shapes.q_out_elements
+    # K and V travel in both passes; sums of dK and dV, in fp32 or fp64, travel on and return.
+    hops = [schedule.num_hops(shard) for shard in range(n)]
+    sums = max(size, 4) * kv
+    sent = {"ring": sum(2 * h * size * kv + (h + 1) * sums if h else 0 for h in hops) // n}
+    if n * kv <= qo + kv:
+        sent["allgather"] = 3 * (n - 1) * size * kv
+    try:
+        check_divides(shapes.heads, shapes.heads_kv, n)
+    except UnsupportedError:
+        return sent
+    # Of each exchanged tensor, 1 / n stays on its rank.
+    repeated = kv * max(1, n // max(shapes.heads_kv, 1))
+    sent["ulysses"] = 2 * (qo + repeated) * size * (n - 1) // n
+    return sent

@@ -1,0 +1,183 @@
+"""Process groups as axes of ranks, and the messages between ranks.
+
+All messages use torch.distributed. On CUDA they run on the stream of the process group, and waiting for one orders the
+current stream after it, without a host sync. A message that fails or times out raises an error that names the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from cute_flash.errors import UnsupportedError
+
+Group = dist.ProcessGroup | DeviceMesh
+# K and V, or their gradients.
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks of a process group, and the index of this rank; without a group, this rank alone."""
+
+    group: dist.ProcessGroup | None
+    size: int
+    index: int
+
+    @staticmethod
+    def of(group: dist.ProcessGroup) -> Axis:
+        return Axis(group, dist.get_world_size(group), dist.get_rank(group))
+
+
+SINGLE = Axis(None, 1, 0)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The ranks of a call: `outer` exchanges K and V, `inner` exchanges heads. Shards are numbered row by row."""
+
+    outer: Axis
+    inner: Axis
+
+    @staticmethod
+    def of(group: Group) -> Axes:
+        """The axes of a group: a ProcessGroup or 1-D DeviceMesh is the outer axis, a 2-D DeviceMesh has both."""
+        if isinstance(group, DeviceMesh):
+            axes = [Axis.of(group.get_group(dim)) for dim in range(group.ndim)]
+            if len(axes) not in (1, 2):
+                raise UnsupportedError(
+                    f"a DeviceMesh of {len(axes)} dimensions: select one for the sequence, such as mesh['cp'], or two "
+                    "for method='usp', such as mesh['ring', 'ulysses']"
+                )
+            return Axes(axes[0], axes[1] if len(axes) == 2 else SINGLE)
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"group is a {type(group).__name__}: give a ProcessGroup or a DeviceMesh")
+        return Axes(Axis.of(group), SINGLE)
+
+    @property
+    def size(self) -> int:
+        return self.outer.size * self.inner.size
+
+    @property
+    def index(self) -> int:
+        """The index of this rank's shard."""
+        return self.outer.index * self.inner.size + self.inner.index
+
+
+# ---- point to point
+# ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Tensors on their way. `wait` returns the received ones; None if nothing is received."""
+
+    requests: Sequence[Any]
+    received: Pair | None
+    # Sent tensors must live until they have left.
+    sent: tuple[Tensor, ...]
+    description: str
+
+    def wait(self) -> Pair | None:
+        for request in self.requests:
+            _checked(request.wait, self.description)
+        return self.received
+
+
+NOTHING = Pending((), None, (), "")
+
+
+@dataclass(frozen=True)
+class Send:
+    tensors: Pair
+    to: int
+
+
+@dataclass(frozen=True)
+class Receive:
+    buffers: Pair
+    source: int
+
+
+_connected: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def connect(axis: Axis, device: torch.device) -> None:
+    """Make the connections of a group on CUDA, once: NCCL needs all ranks for its first message, a ring only some."""
+    if axis.group is not None and device.type == "cuda" and axis.group not in _connected:
+        dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
+        _connected.add(axis.group)
+
+
+def exchange(axis: Axis, send: Send | None, receive: Receive | None, name: str) -> Pending:
+    """Start to send tensors to one rank of the axis and to receive tensors from another, in one batch."""
+    if send is None and receive is None:
+        return NOTHING
+    messages, parts = [], []
+    if send is not None:
+        messages += [dist.P2POp(dist.isend, x, group=axis.group, group_peer=send.to) for x in send.tensors]
+        parts.append(f"sends to rank {send.to}")
+    if receive is not None:
+        messages += [dist.P2POp(dist.irecv, x, group=axis.group, group_peer=receive.source) for x in receive.buffers]
+        parts.append(f"receives from rank {receive.source}")
+    description = f"{name}: rank {axis.index} of {axis.size} {' and '.join(parts)}"
+    requests = _checked(lambda: dist.batch_isend_irecv(messages), description)
+    return Pending(
+        requests, None if receive is None else receive.buffers, () if send is None else send.tensors, description
+    )
+
+
+# ---- collectives
+# ----------------------------------------------------------------------------------------------------------
+
+# torch 2.13 renames the function.
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """The tensors of all ranks of an axis, stacked: (n, *x.shape)."""
+    if axis.group is None:
+        return x[None]
+    x = x.contiguous()
+    gathered = x.new_empty((axis.size * x.shape[0], *x.shape[1:]) if x.dim() else (axis.size,))
+    _checked(lambda: _all_gather_into(gathered, x, group=axis.group), f"all-gather of rank {axis.index} of {axis.size}")
+    return gathered.view(axis.size, *x.shape)
+
+
+def all_gather_shards(x: Tensor, axes: Axes) -> Tensor:
+    """The tensors of all ranks, stacked in the order of shards: gather each row of ranks, then the rows."""
+    return all_gather(all_gather(x, axes.inner), axes.outer).flatten(0, 1)
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Send x[i] to rank i, and return the tensors received, stacked by rank."""
+    if axis.group is None:
+        return x
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    _checked(
+        lambda: dist.all_to_all_single(received, x, group=axis.group), f"all-to-all of rank {axis.index} of {axis.size}"
+    )
+    return received
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype) -> Tensor:
+    """The sum over ranks of x[i] on rank i, summed in `dtype` in the order of ranks, so that its bits are fixed."""
+    return all_to_all(x, axis).sum(dim=0, dtype=dtype)
+
+
+def _checked(communicate: Callable[[], Any], description: str) -> Any:
+    try:
+        return communicate()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"cute_flash.distributed, {description}: {error}. Another rank failed, left, or passed other shapes or "
+            "arguments; its log has the cause"
+        ) from error

@@ -1,0 +1,69 @@
+"""Varlen batches: the tokens of all sequences are sharded in contiguous chunks, and sequences may cross ranks.
+
+A rank with the tokens a to b - 1 attends to gathered keys. Its part of a sequence and the keys of this sequence before
+b end at the same token, so a mask that is aligned at the bottom right and hides later keys is exact for every sequence:
+cu_seqlens_q = clamp(cu_seqlens, a, b) - a and cu_seqlens_k = min(cu_seqlens, b). No offset is read by the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_flash import ops
+from cute_flash.distributed.accumulate import Saved, Scores
+from cute_flash.distributed.comm import Axis, all_gather, reduce_scatter
+from cute_flash.errors import UnsupportedError
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.band import Band
+
+
+@dataclass(frozen=True, eq=False)
+class VarlenAllGather:
+    """The method "allgather" for varlen batches, on one axis of ranks."""
+
+    axis: Axis
+    cu_seqlens: Tensor
+    band: Band
+
+    def check(self, alibi: Tensor | None) -> None:
+        """Raise `UnsupportedError` for a mask that depends on the alignment and shows later keys."""
+        is_causal = self.band.right == 0
+        if not is_causal and (self.band != Band() or alibi is not None):
+            what = "alibi" if self.band == Band() else f"window={self.band.bounds}"
+            raise UnsupportedError(
+                f"{what} without causal in a varlen batch of context parallelism: a sequence that goes on on the next "
+                "rank has no common end of its queries and keys, at which the kernels align positions; use causal=True"
+            )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse, _ = ops.attention(q, self._gather(k), self._gather(v), self._args(q, scores, sinks))
+        return out, lse
+
+    def backward(
+        self, saved: Saved, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        args, dtype = self._args(saved.q, scores, sinks), saved.lse.dtype
+        kv = self._gather(k), self._gather(v)
+        dq, dk, dv, others = ops.gradients(saved.dout, saved.dlse, saved.q, *kv, saved.out, saved.lse, args)
+        return dq, self._scatter(dk, dtype), self._scatter(dv, dtype), others[0], others[1]
+
+    def _args(self, q: Tensor, scores: Scores, sinks: Tensor | None) -> AttentionArgs:
+        begin = self.axis.index * q.shape[0]
+        end, cu_seqlens = begin + q.shape[0], self.cu_seqlens
+        return scores.args._replace(
+            window_left=self.band.left,
+            window_right=self.band.right,
+            alibi=scores.alibi,
+            sinks=sinks,
+            cu_seqlens_q=cu_seqlens.clamp(begin, end) - begin,
+            cu_seqlens_k=cu_seqlens if self.band == Band() else cu_seqlens.clamp(max=end),
+        )
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return all_gather(x, self.axis).flatten(0, 1)
+
+    def _scatter(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return reduce_scatter(x.unflatten(0, (self.axis.size, -1)), self.axis, dtype)

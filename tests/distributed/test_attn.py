@@ -1,0 +1,118 @@
+"""Context parallelism on 2, 4 and 8 gloo processes: results and gradients are those of the call on one process.
+
+All cases of a world size run in the same processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import behaviours, processes
+from tests.distributed.cases import Case, check
+
+pytestmark = pytest.mark.processes
+SIZES = (2, 4, 8)
+
+
+def cases(size: int) -> Iterator[Case]:
+    full, window = {"causal": False}, {"causal": False, "window": (9, 3)}
+    for sharding in ("zigzag", "contiguous"):
+        for method in ("ring", "allgather", "ulysses", "usp"):
+            # The second length leaves a padding, and is odd.
+            for mask, seqlen in (({}, 64), (full, 61), ({"window": (11, None)}, 61), (window, 64)):
+                yield Case(method, sharding, heads=8, heads_kv=8 if method == "ulysses" else 2, seqlen=seqlen, **mask)
+        yield Case("ring", sharding, alibi=1, sinks=True, softcap=2.0, seqlen=61)
+        yield Case("allgather", sharding, alibi=2, batch=2, sinks=True, causal=False)
+        yield Case("auto", sharding, head_dim_v=4, layout="bshd")
+        yield Case("ring", sharding, dtype=torch.float64, head_dim_v=16, causal=False, window=(30, 5), seqlen=59)
+    yield Case("ulysses", heads=8, heads_kv=1, alibi=2, batch=2, sinks=True, seqlen=61, layout="bshd")
+    yield Case("usp", heads=8, heads_kv=8, alibi=1, sinks=True, window=(20, None), dtype=torch.float64)
+    yield Case("ring", dtype=torch.bfloat16, heads_kv=1)
+    yield Case("allgather", dtype=torch.bfloat16, heads_kv=1)
+    yield Case("ring", uses_lse=False)
+    yield Case("ring", seqlen=3)  # some ranks have padding only
+    yield Case("allgather", "contiguous", seqlen=3, sinks=True)
+    yield Case("ring", seqlen=0)
+    yield Case("ring", window=(0, 0))  # no messages
+
+
+def tasks(size: int) -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {str(case): partial(check, case) for case in cases(size)}
+    found.update({f"{function.__name__}": function for function in behaviours.ALL})
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """The outcome of each case, by world size; the processes of a size run once."""
+    done: dict[int, dict[str, Any]] = {}
+
+    def of(size: int) -> dict[str, Any]:
+        if size not in done:
+            named = tasks(size)
+            results = processes.run(size, list(named.values()), tmp_path_factory.mktemp("store"), seconds=60)
+            done[size] = dict(zip(named, results))
+        return done[size]
+
+    return of
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in tasks(size)])
+def test_results_are_those_of_one_process(size: int, name: str, outcomes: Callable[[int], dict[str, Any]]) -> None:
+    ranks = outcomes(size)[name]
+    errors = [f"rank {rank}: {error}" for rank, (error, _) in sorted(ranks.items()) if error]
+    assert not errors, errors[0]
+    assert len(ranks) == size, f"only the ranks {sorted(ranks)} ran it: an earlier case failed, or time was up"
+
+
+def compiled_model_gives_the_same_gradients() -> None:
+    import torch.distributed as dist
+
+    import cute_flash.distributed as cp
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return cp.attn(x * 2, x, x, group=dist.group.WORLD, method="ring", causal=True) + 1
+
+    x = torch.randn(1, 2, 8, 8, requires_grad=True)
+    expected, found = layer(x), torch.compile(layer, backend="aot_eager")(x)
+    torch.testing.assert_close(found, expected)
+    (dx,), (expected_dx,) = (torch.autograd.grad(out.square().sum(), x) for out in (found, expected))
+    torch.testing.assert_close(dx, expected_dx)
+
+
+@pytest.mark.compiles
+def test_torch_compile_breaks_the_graph(tmp_path: Path) -> None:
+    (ranks,) = processes.run(2, [compiled_model_gives_the_same_gradients], tmp_path, seconds=60)
+    assert [error for error, _ in ranks.values()] == [None, None]
+
+
+def fail_on_rank_1() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 fails")
+    check(Case())
+
+
+def late_on_rank_1() -> None:
+    import time
+
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        time.sleep(6)
+    check(Case())
+
+
+@pytest.mark.parametrize("task", [fail_on_rank_1, late_on_rank_1])
+def test_a_failing_rank_is_an_error_on_the_others(task: Callable[[], None], tmp_path: Path) -> None:
+    (ranks,) = processes.run(2, [task], tmp_path, seconds=20, timeout=2.0)
+    error, _ = ranks[0]
+    assert error is not None and "step 0 of the ring, K/V: rank 0 of 2" in error
+    assert "Another rank failed" in error
