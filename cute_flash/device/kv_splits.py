@@ -46,7 +46,7 @@ class TileCtas:
 
     first: Int32
     last: Int32
-    num_final: Int32  # those of them that have no later split: all, or all but the last
+    num_final: Int32  # the number of these CTAs without a later split: all, or all but the last
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class KvSplits:
     num_ctas: Int32
     max_query_tiles: Int32  # the number of counters in the workspace
     tile_m: cutlass.Constexpr
-    least_units: cutlass.Constexpr  # the minimum of a CTA, so that all its warps have keys
+    least_units: cutlass.Constexpr  # the fewest units of a CTA, so that all its warps have keys
 
     def first_token(self, batch: Int32) -> Int32:
         """The index of a sequence's first query in a varlen batch, clamped to [0, `tokens`]."""
@@ -154,7 +154,7 @@ class KvSplits:
         for step in cutlass.range_constexpr(5):
             if self.num_sequences > 1 << step:
                 total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-        # Lane 0 has the sum of as many lanes as there are sequences.
+        # Steps beyond the number of sequences are skipped, so lane 0 has the whole sum, but not every lane has it.
         total = cute.arch.shuffle_sync(total, 0)
         least = Int32(self.least_units) if self.num_splits == 0 else Int32(1)
         return cutlass.max(quotient(total + self.num_ctas - 1, self.num_ctas), least)

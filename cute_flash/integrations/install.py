@@ -32,8 +32,8 @@ def install_as_flash_attn(*, replace: bool = False, metadata: bool = False) -> N
     Args:
         replace: Also replace a flash_attn that is installed or imported. Its modules are removed from `sys.modules`.
         metadata: Also make `importlib.metadata` find the distribution flash-attn 2.8.4. transformers needs it for
-            `attn_implementation="flash_attention_2"`. Call before transformers is imported. Packages that use private
-            functions of flash-attn if they find its metadata fail then, such as Transformer Engine.
+            `attn_implementation="flash_attention_2"`. Call before transformers is imported. Some packages, such as
+            Transformer Engine, call private functions of flash-attn when they find its metadata, and then fail.
 
     Raises:
         ValueError: Another flash_attn is installed, and `replace` is False.

@@ -8,8 +8,8 @@ The contract of the operators:
     rng_state   (2), the seed of dropout, which the backward gets: int64 with dropout, else uint64 and not initialised
     unused      (), uint64, not initialised
 
-torch's own kernels return uint64 with dropout too, and check the dtype. Thus a backward by another implementation than
-the forward, which would have another dropout mask, raises an error.
+torch's own kernels return uint64 with dropout too, and check the dtype. So the backward raises an error if the forward
+ran with the other implementation, whose dropout mask differs.
 """
 
 from __future__ import annotations

@@ -178,7 +178,8 @@ def attention(
         if attention_mask.dtype != torch.bool:
             bias, attention_mask = attention_mask if bias is None else bias + attention_mask, None
     else:
-        # Only causal layers get a mask (B, S). GPT-2 of 4.57 takes it for a complete mask: is_causal=False.
+        # Only causal layers get a mask (B, S). GPT-2 of 4.57 takes it for a complete mask, and passes
+        # is_causal=False.
         if is_causal is None or attention_mask is not None:
             is_causal = getattr(module, "is_causal", True)
         arguments["causal"] = is_causal

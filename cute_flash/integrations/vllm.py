@@ -142,12 +142,12 @@ class MetadataBuilder(base.AttentionMetadataBuilder[Metadata]):
 
 
 def _num_cached(common: base.CommonAttentionMetadata) -> tuple[int, int]:
-    """The number of requests, and of their tokens, before the last requests without keys in the cache."""
+    """The number of requests before the trailing ones that have no key in the cache, and the number of their tokens."""
     num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
     if common.seq_lens_cpu_upper_bound is None:
         return num_reqs, num_tokens
     starts = common.query_start_loc_cpu[: num_reqs + 1]
-    # The bound is at least the length, which is at least the number of queries.
+    # The bound is at least the length. If it equals the number of queries, the request has no key in the cache.
     has_keys = (common.seq_lens_cpu_upper_bound[:num_reqs] != starts.diff()).nonzero()
     num_cached = int(has_keys[-1]) + 1 if len(has_keys) else 0
     start, end = int(starts[num_cached]), int(starts[-1])
@@ -209,12 +209,12 @@ class Impl(base.AttentionImpl[Metadata]):
         """Attention of query (T, H, D) over the cache (pages, Hkv, page_size, 2 D), into `output` (T, H, D)."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("output_scale: attention has no quantized output; disable fused output quantization")
-        if attn_metadata is None:  # a run that measures memory
+        if attn_metadata is None:  # vLLM's run that measures memory
             return output.fill_(0)
         num_cached, num_tokens = attn_metadata.num_cached, attn_metadata.num_tokens
         offsets, start = attn_metadata.prefill_start_loc, attn_metadata.num_cached_tokens
         is_fp8 = self.kv_cache_dtype in FP8
-        # An FP8 cache holds rounded keys, and a shared cache those of another layer.
+        # Attention must read an FP8 cache, which has rounded keys, and a shared cache, which has another layer's keys.
         if offsets is None or is_fp8 or self.kv_sharing_target_layer_name is not None:
             num_cached, start = len(attn_metadata.seq_lens), num_tokens
         else:

@@ -114,7 +114,7 @@ _DECODE = (
     Operand("sinks", "strided f32", ("H",)),
     Operand("k_scale", "strided f32", ("Hkv",)),
     Operand("v_scale", "strided f32", ("Hkv",)),
-    # Outputs and softmax statistics of splits: two slots for each CTA. Arrivals at each query tile.
+    # Outputs and softmax statistics of splits (`DecodePlan.num_slots`), and an arrival counter for each query tile.
     Operand("partial_out", "partial_out", ("slots",)),
     Operand("partial_stats", "partial_stats", ("slots",)),
     Operand("arrivals", "compact i32", ("query tiles",)),

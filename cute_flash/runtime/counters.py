@@ -2,8 +2,9 @@
 
 A kernel starts with its counter at 0 and resets it to 0. Launches on one stream never run concurrently, so they share
 a counter. A launch that is captured into a CUDA graph gets a new counter, which the graph zeroes, because the graph may
-be replayed on any stream. A launch also gets a new counter if the stream's handle does not identify the stream: on the
-per-thread default stream, and on streams that torch did not create.
+be replayed on any stream. `graph_counters` has the rule for captured decode launches. A launch also gets a new counter
+if the stream's handle does not identify the stream: on the per-thread default stream, and on streams that torch did not
+create.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PER_THREAD_STREAM = 2
 # The largest number of workspaces that are kept. Further ones are allocated for every call.
 MAX_SHARED = 64
 MIN_UNREAD = 1 << 16
-# The reserve of a device: the number of arrival counters of a captured graph, and the number of graphs.
+# Each device has a reserve of zeroed counters for captured graphs: counters for each graph, and number of graphs.
 GRAPH_COUNTERS, MAX_GRAPHS = 4096, 256
 
 _counters: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
@@ -67,7 +68,7 @@ def shared(key: Hashable, device_index: int, make: Callable[[], T]) -> T:
 
 
 def reserve(device_index: int) -> None:
-    """Allocate the reserve of a device, unless a capture is in progress."""
+    """Allocate the reserve of counters for captured graphs, unless a capture is in progress."""
     if device_index not in _reserve and not torch._C._cuda_isCurrentStreamCapturing():
         shape = MAX_GRAPHS, GRAPH_COUNTERS
         _reserve[device_index] = _in_new_thread(_lasting, device_index, lambda: _zeros(shape, device_index))

@@ -1,7 +1,7 @@
 """Finalizers: torch operations that follow the backward kernels and give the gradients of score features.
 
     dalibi     sum of the partial sums of K/V blocks
-    dsinks     -Σ exp(sink - LSE) Δ over rows, Δ = rowsum(dO O) - dLSE; -dLSE for a query that sees no key
+    dsinks     -Σ exp(sink - LSE) Δ over rows, Δ = rowsum(dO O) - dLSE, or -dLSE for a query that sees no key
     dbias      sum over the dimensions in which the bias broadcasts
     dcaptures  sum of one term per score, if they are deterministic; else the kernel adds them up
 

@@ -1,8 +1,8 @@
 """Attention of few queries over a K/V cache, with mma.sync and cp.async, for Ampere, Ada and Hopper.
 
 The rows of a query tile are the tokens of all query heads that share a K/V head (pack_gqa). Decoding reads every key
-once, so the kernel is memory-bound, and mma.sync suffices on Hopper too: a wgmma has 64 rows, of which one token of 4
-query heads would use 4.
+once, so the kernel is memory-bound, and mma.sync suffices on Hopper too: a wgmma has 64 rows, and one token with 4
+query heads per K/V head would use only 4 of them.
 
 The grid has a fixed number of CTAs, which divide the keys of all sequences equally (`device/kv_splits.py`). A CTA
 computes its splits one after the other:
@@ -48,7 +48,7 @@ FLOATS = 4  # floats of O that a thread combines at once
 # Fields of a split that the main loop does not need. They are kept in shared memory.
 COLD = ("batch", "head_kv", "row_tile", "query_tile", "next_unit", "is_first")
 CTAS = ("first", "last", "num_final")  # fields of `TileCtas`, which are in shared memory too
-# Fields of an arrival counter.
+# The lowest bits of two fields of an arrival counter (`Decode.counter`).
 FINAL_BIT, SHARE_BIT = 12, 24
 
 
@@ -260,7 +260,8 @@ class Decode(Kernel):
         output = self.output(p)
         per_cta = p.splits.units_per_cta()
         unit, end_unit = cta * per_cta, (cta + 1) * per_cta
-        # If the exchange has its own memory, a split ends while the next one loads: `is_open` if one is to end.
+        # If the exchange has its own memory, `finish` runs while the next split loads. `is_open`: the previous split is
+        # not finished.
         is_open, is_first = cutlass.Boolean(False), cutlass.Boolean(True)
         while is_first or is_open:
             exists, split = self.begin(p, storage, unit, end_unit)
@@ -318,7 +319,7 @@ class Decode(Kernel):
         """Append new keys and values of a split, and start to load its queries and its first blocks."""
         thread, _, _ = cute.arch.thread_idx()
         sequence = p.splits.sequence(split.batch)
-        # The queries first: behind the blocks they would wait until those have arrived.
+        # Load the queries first. Loaded after the blocks, they would arrive after them.
         self.load_q(p, storage, split, sequence, thread)
         if cutlass.const_expr(self.static.appends):
             self.append(p, split, sequence, thread)
@@ -363,7 +364,7 @@ class Decode(Kernel):
             num_rows, at_once = self.num_rows(p, split, sequence), self.tile.merged_rows
             num_shares = cutlass.min((num_rows + at_once - 1) // at_once, ctas.num_final)
             if p.splits.num_splits > 0:
-                # The grid may be larger than the GPU, so no CTA waits for another.
+                # The grid may have more CTAs than the GPU runs at once, so no CTA waits for another.
                 num_shares = Int32(1)
             share = self.arrive(p, storage, split, ctas, thread, cta, num_shares)
             if share >= 0:
@@ -768,10 +769,12 @@ class Decode(Kernel):
     ):
         """Count this CTA's split of the query tile as written; return the CTA's share of the merge, or -1 for none.
 
-        One share is merged by the last CTA to arrive. Several shares are merged by the last CTAs to arrive, which wait
-        until all have arrived. `ctas.last` is not one of them if it has another split to compute. The CTAs of the grid
-        run at the same time. If another process or a limit on SMs prevents that, waiting is still safe: fewer than
-        `num_shares` CTAs wait for a query tile, and CTAs start in the order of the grid.
+        The rows of the query tile are divided into `num_shares` shares, and each of the last CTAs to arrive merges one
+        share. If there are several shares, these CTAs wait until all CTAs have arrived. `ctas.last` is not one of them
+        if it has another split to compute. The CTAs of the grid run at the same time. If another process or a limit on
+        SMs prevents that, waiting is still safe while more than `num_shares` CTAs run: CTAs start in the order of the
+        grid, so only one query tile has both waiting CTAs and CTAs that have not started, and at most `num_shares` CTAs
+        wait for it.
 
         The barriers order the memory accesses of all threads before and after the accesses of thread 0.
         """
