@@ -287,7 +287,9 @@ class Prepared:
 
 
 def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
-    """Call each side once in each direction; keep those that run and, if there is an `alike`, match its results.
+    """Call each side once in each direction, and keep the sides that run.
+
+    If the cell has an `alike`, only sides whose results match those of `alike` are kept.
 
     `alike` is called first: importing a peer may patch the DSL that compiles our kernels.
     """

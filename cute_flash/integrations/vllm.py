@@ -30,7 +30,7 @@ MIN_PREFILL_TOKENS = 32
 
 
 class Backend(base.AttentionBackend):
-    """What the backend supports. vLLM refuses other configurations by name when it selects the backend."""
+    """The attention backend of vLLM. vLLM raises for configurations that the properties below exclude."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FP8]

@@ -25,14 +25,14 @@ T = TypeVar("T")
 PER_THREAD_STREAM = 2
 # The largest number of workspaces that are kept. Further ones are allocated for every call.
 MAX_SHARED = 64
-MIN_UNREAD = 1 << 16
+MIN_SCRATCH = 1 << 16
 # Each device has a reserve of zeroed counters for captured graphs: counters for each graph, and number of graphs.
 GRAPH_COUNTERS, MAX_GRAPHS = 4096, 256
 
 _counters: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
 _shared: dict[tuple[int, int, Hashable], object] = {}
 _reserve: dict[int, torch.Tensor] = {}  # by device: zeros, (graph, counter)
-_unread: dict[int, list[torch.Tensor]] = {}  # by device: fp32, results that nobody reads, the last is the largest
+_scratch: dict[int, list[torch.Tensor]] = {}  # by device: fp32 scratch memory, sorted by size
 _lock = threading.Lock()
 _graphs: dict[tuple[int, int, int], int] = {}  # device, capture, stream -> row of the reserve
 
@@ -89,17 +89,17 @@ def graph_counters(num: int, device_index: int) -> torch.Tensor:
     return _reserve[device_index][row] if row < MAX_GRAPHS else _zeros((num,), device_index)
 
 
-def unread(shape: tuple[int, ...], device_index: int) -> torch.Tensor | None:
-    """An fp32 tensor for a result that nobody reads, so that all launches on all streams may share it.
+def scratch(shape: tuple[int, ...], device_index: int) -> torch.Tensor | None:
+    """A scratch tensor, fp32: launches on all streams write to it, and nothing reads it.
 
     Its memory is never freed, because CUDA graphs may write to it. None if a capture is in progress and no tensor of
     this size was allocated before it.
     """
-    num, memory = math.prod(shape), _unread.setdefault(device_index, [])
+    num, memory = math.prod(shape), _scratch.setdefault(device_index, [])
     if not memory or memory[-1].numel() < num:
         if torch._C._cuda_isCurrentStreamCapturing():
             return None
-        size = max(MIN_UNREAD, 1 << (num - 1).bit_length())
+        size = max(MIN_SCRATCH, 1 << (num - 1).bit_length())
         made = _in_new_thread(_lasting, device_index, partial(_floats, size, device_index))
         with _lock:
             memory.append(made)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.decode import CHUNK, DecodePlan, DecodeStatic, plan_decode
-from cute_flash.runtime.counters import graph_counters, reserve, shared, unread
+from cute_flash.runtime.counters import graph_counters, reserve, scratch, shared
 from cute_flash.runtime.gpu import bound, current_gpu, remember
 from cute_flash.runtime.operands import MAX_WINDOW, MIN_SCALE, ensure_aligned, positive_scale
 from cute_flash.spec.arch import ArchSpec
@@ -147,7 +147,7 @@ def _launch(
     shape = (*q.shape[:-1], problem.head_dim_v)
     lse_shape = (q.shape[1], q.shape[0]) if ragged else (q.shape[0], q.shape[2], q.shape[1])
     dtype, has_shape_of_q = q.dtype, shape == q.shape and q.is_contiguous()
-    unread_lse = None if return_lse else unread(lse_shape, index)
+    scratch_lse = None if return_lse else scratch(lse_shape, index)
 
     def launch(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:
         if current_device() != index:
@@ -163,7 +163,7 @@ def _launch(
         else:
             # `empty_like` takes half the time.
             out = result = torch.empty_like(q) if has_shape_of_q else torch.empty(shape, dtype=dtype, device=device)
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=device) if unread_lse is None else unread_lse
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=device) if scratch_lse is None else scratch_lse
         values = template.copy()
         values[at_q], values[at_out], values[at_lse] = (
             (q[None], result[None], lse[None]) if ragged else (q, result, lse)

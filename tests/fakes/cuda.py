@@ -60,6 +60,10 @@ def own_workspaces() -> Iterator[list[tuple[int, ...]]]:
         values[at["partial_stats"]] = torch.empty(slots, rows, 2)
         values[at["arrivals"]] = torch.zeros(plan.num_counters, dtype=torch.int32)
 
-    patches = {"reserve": lambda index: None, "unread": lambda shape, index: torch.empty(shape), "_add_workspace": fill}
+    patches = {
+        "reserve": lambda index: None,
+        "scratch": lambda shape, index: torch.empty(shape),
+        "_add_workspace": fill,
+    }
     with mock.patch.multiple(decode, **patches):
         yield sizes

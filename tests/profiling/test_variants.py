@@ -155,7 +155,7 @@ def test_what_is_written_is_chosen_after_the_rows():
     assert [str(variant) for variant in chosen] == [
         row_64, "64: 64x48 w4 s1", "64: 64x32 w4 s2", row_128, "128: 64x32 w4 s2", "128: 64x64 w4 s1",
     ]  # fmt: skip
-    # A file may name all head dims; those that are not tuned are left out.
+    # The file has rows of all head dims. Rows of head dims that are not tuned are ignored.
     only = choose(Selection(sources, head_dims=(128,)), FAMILY, SM_80)
     assert {variant.head_dim for variant in only} == {128} and len(only) == 3
     # A row that is also given as an expression appears once.

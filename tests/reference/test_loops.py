@@ -1,4 +1,4 @@
-"""The two loop orders give the results of the oracle, and the traffic that is derived by hand."""
+"""Both loop orders: results against the oracle, and HBM traffic against the formulas."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from cute_flash.planning.decode import MAX_SPLITS, DecodeStatic, plan_decode
 from cute_flash.planning.plan import CompileKey
 from cute_flash.planning.registry import KERNELS
 from cute_flash.runtime import counters, decode
-from cute_flash.runtime.counters import GRAPH_COUNTERS, PER_THREAD_STREAM, graph_counters, reserve, shared, unread
+from cute_flash.runtime.counters import GRAPH_COUNTERS, PER_THREAD_STREAM, graph_counters, reserve, scratch, shared
 from cute_flash.runtime.gpu import bound, use_gpu
 from cute_flash.runtime.operands import MAX_WINDOW
 from cute_flash.spec.arch import ARCHS
@@ -345,7 +345,7 @@ def test_a_workspace_is_of_the_plan(sm_90: DecodeGpu, workspaces: list[tuple[int
 def stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The current stream of a machine without CUDA."""
     now: dict[str, Any] = {"handle": 0, "is_capturing": False, "is_external": False, "capture": 1}
-    for name in ("_shared", "_reserve", "_graphs", "_unread"):
+    for name in ("_shared", "_reserve", "_graphs", "_scratch"):
         monkeypatch.setattr(counters, name, {})
     functions = {
         "_cuda_getCurrentRawStream": lambda device: now["handle"],
@@ -384,17 +384,17 @@ def filled(
 
 
 def test_calls_without_lse_share_its_memory(stream: dict[str, Any]) -> None:
-    first, other = unread((2, 4, 1), 0), unread((3, 8, 1), 0)
+    first, other = scratch((2, 4, 1), 0), scratch((3, 8, 1), 0)
     assert first is not None and other is not None and first.data_ptr() == other.data_ptr()
-    assert first.shape == (2, 4, 1) and first.dtype == torch.float32 and unread((3,), 1) is not None
-    num = counters.MIN_UNREAD + 1
+    assert first.shape == (2, 4, 1) and first.dtype == torch.float32 and scratch((3,), 1) is not None
+    num = counters.MIN_SCRATCH + 1
     stream["is_capturing"] = True
-    assert unread((num,), 0) is None, "a capture allocates nothing outside of its pool"
-    assert unread((5,), 0) is not None
+    assert scratch((num,), 0) is None, "a capture allocates nothing outside of its pool"
+    assert scratch((5,), 0) is not None
     stream["is_capturing"] = False
-    larger = unread((num,), 0)
+    larger = scratch((num,), 0)
     assert larger is not None and larger.data_ptr() != first.data_ptr()
-    assert [x.data_ptr() for x in counters._unread[0]] == [first.data_ptr(), larger.data_ptr()], "graphs use both"
+    assert [x.data_ptr() for x in counters._scratch[0]] == [first.data_ptr(), larger.data_ptr()], "graphs use both"
 
 
 def is_same(first: list[Tensor], second: list[Tensor]) -> bool:
