@@ -2,7 +2,7 @@
 
 Forward: outputs over disjoint keys are merged by their LSEs. Backward: the operator `attention_bwd` takes the output
 and the LSE over all keys. Then P = exp(S - LSE) is the probability among all keys, and Δ = rowsum(dO ∘ O) - dLSE is
-that of the full row. So each call gives its exact share of dq, dk and dv, and the gradients are sums of the shares.
+that of the full row. So each call gives exact partial dq, dk and dv, and the gradients are their sums.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Scores:
     positions: Tensor | None = None
 
     def of_call(self, call: BandCall, key_positions: Tensor | None) -> AttentionArgs:
-        """The arguments of one call. If its alignment is not that of the sequence, ALiBi is a score_mod."""
+        """The arguments of one call. Unless `call.is_aligned`, a score_mod computes ALiBi from the positions."""
         args = self.args._replace(window_left=call.band.left, window_right=call.band.right)
         if self.alibi is None:
             return args
@@ -82,13 +82,13 @@ class Output:
 
     def __init__(self, q: Tensor, v: Tensor, num_parts: int) -> None:
         self.q, self.v = q, v
-        # A single part needs no merge, and so no output in fp32.
+        # A single part is not merged, so its output need not be fp32.
         self.out_fp32 = num_parts > 1 and q.dtype in (torch.float16, torch.bfloat16)
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 
     def add(self, kv: Pair, call: BandCall, scores: Scores, key_positions: Tensor | None) -> None:
-        """Run a call over other keys than the calls before, and merge its result."""
+        """Run a call over keys that no earlier call had, and merge its result."""
         args = scores.of_call(call, key_positions)._replace(out_fp32=self.out_fp32)
         q, k, v = rows_of(self.q, call.rows), rows_of(kv[0], call.keys), rows_of(kv[1], call.keys)
         out, lse, _ = ops.attention(q, k, v, args)
@@ -105,9 +105,9 @@ class Output:
         return out, self.q.new_full(shape, -torch.inf, dtype=lse_dtype(self.q.dtype))
 
     def result(self, sinks: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
-        """The output in the dtype of q, and the LSE. A sink is one more key, without a value, of the first `num_rows`.
+        """The output in the dtype of q, and the LSE. Both include the sinks, if there are any.
 
-        The other rows are padding.
+        Rows from `num_rows` on are padding: they have no sink, and an LSE of -inf.
         """
         if self.out is None or self.lse is None:
             self.out, self.lse = self._zeros(self.q.dtype)
@@ -140,11 +140,11 @@ class Gradients:
         self.dalibi: Tensor | None = None
 
     def add(self, kv: Pair, calls: tuple[BandCall, ...], key_positions: Tensor | None) -> Pair | None:
-        """Add the share of some calls over the same k and v to dq; return their share of dk and dv, if there is one."""
+        """Run calls over the same k and v: add to dq, and return their sum of dk and dv, or None without calls."""
         if not calls:
             return None
         saved, (k, v) = self.saved, kv
-        dk, dv = (x.new_zeros(x.shape, dtype=saved.lse.dtype) for x in (k, v))  # contiguous, to be sent
+        dk, dv = (x.new_zeros(x.shape, dtype=saved.lse.dtype) for x in (k, v))  # contiguous, because they are sent
         for call in calls:
             args = self.scores.of_call(call, key_positions)
             dout, q, out = (rows_of(x, call.rows) for x in (saved.dout, saved.q, saved.out))

@@ -1,4 +1,4 @@
-"""All-gather attention: each rank gathers K and V of all ranks, and attends to them at once.
+"""All-gather attention: each rank gathers K and V of all ranks, then attends to them.
 
 The backward pass gathers K and V again, so that only shards are kept between the passes. dk and dv of the whole
 sequence are summed over ranks in fp32, and each rank keeps those of its shard.
@@ -47,7 +47,7 @@ class AllGather:
         shares = gradients.add((keys, values), self.calls, self._positions(scores))
         if shares is None:
             shares = torch.zeros_like(keys), torch.zeros_like(values)
-        # In the dtype of k, as the backward kernels return them.
+        # Sent in the dtype of k, in which the backward kernels return them.
         dk, dv = (self._scatter(share.to(k.dtype), saved.lse.dtype) for share in shares)
         dsinks = None if sinks is None else gradients.dsinks(sinks)
         return gradients.dq, dk, dv, gradients.dalibi, dsinks

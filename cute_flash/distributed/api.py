@@ -78,7 +78,7 @@ def attn(
     All ranks must call it with the same shapes and arguments, in the same order.
 
     Gradients flow through out and lse. Those of q, k and v are the rank's shards. `alibi` and `sinks` are the same on
-    every rank, and their gradients are the shares of the rank: sum them over the group, as the gradients of weights.
+    every rank, and their gradients are partial: sum them over the group, like gradients of weights.
 
     Args:
         q: The rank's queries, (B, H, S / n, D), or (B, S / n, H, D) with `layout="bshd"`.
@@ -87,9 +87,9 @@ def attn(
         group: The ranks that share the sequence: a ProcessGroup, a 1-D DeviceMesh, or a 2-D DeviceMesh (ring, ulysses)
             for "usp". Shards are numbered by rank in the group, or row by row in a 2-D mesh.
         method: "ring" passes K/V shards from rank to rank during the computation. "allgather" gathers K and V first.
-            "ulysses" exchanges the sequence for heads: it needs H to be a multiple of n, and one of Hkv and n to be a
-            multiple of the other. "usp" is Ulysses along the second dimension of a 2-D mesh and a ring along the first.
-            "auto" chooses by the bytes sent; `choose_method` says why.
+            "ulysses" gives each rank some heads of the whole sequence: H must be a multiple of n, and one of Hkv and n
+            a multiple of the other. "usp" is Ulysses along the second dimension of a 2-D mesh and a ring along the
+            first. "auto" chooses by the bytes sent; `choose_method` returns the reason.
         sharding: "zigzag" gives a rank one chunk from the start of the sequence and one from its end, so that ranks
             have equal work under a causal mask. "contiguous" is better for windows: fewer ranks exchange keys.
         seqlen: The length of the whole sequence without padding, if `shard` padded it. Rows of the padding have output
@@ -242,7 +242,7 @@ def choose_method(
     window: tuple[int | None, int | None] = (None, None),
     layout: str = "bhsd",
 ) -> Choice:
-    """The method that `attn` uses for these tensors, and why. Nothing is computed or sent.
+    """The method that `attn` uses for these tensors, and the reason. Nothing is computed or sent.
 
     Args:
         q: As for `attn`.

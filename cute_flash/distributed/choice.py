@@ -91,7 +91,7 @@ def sent_bytes(n: int, shapes: Shapes, schedule: Schedule) -> dict[str, int]:
     """
     size = shapes.element_bytes
     kv, qo = shapes.kv_elements, shapes.q_out_elements
-    # K and V travel in both passes; sums of dK and dV, in fp32 or fp64, travel on and return.
+    # K and V are sent in both passes. Sums of dK and dV, in fp32 or fp64, follow them and return in one more message.
     hops = [schedule.num_hops(shard) for shard in range(n)]
     sums = max(size, 4) * kv
     sent = {"ring": sum(2 * h * size * kv + (h + 1) * sums if h else 0 for h in hops) // n}

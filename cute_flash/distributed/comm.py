@@ -77,11 +77,11 @@ class Axes:
 
 @dataclass(frozen=True)
 class Pending:
-    """Tensors on their way. `wait` returns the received ones; None if nothing is received."""
+    """Messages in flight. `wait` returns the received tensors; None if nothing is received."""
 
     requests: Sequence[Any]
     received: Pair | None
-    # Sent tensors must live until they have left.
+    # Keeps the sent tensors alive until `wait`.
     sent: tuple[Tensor, ...]
     description: str
 
@@ -110,7 +110,7 @@ _connected: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def connect(axis: Axis, device: torch.device) -> None:
-    """Make the connections of a group on CUDA, once: NCCL needs all ranks for its first message, a ring only some."""
+    """Make a first call with all ranks of a group on CUDA, which NCCL requires; a ring may involve only some ranks."""
     if axis.group is not None and device.type == "cuda" and axis.group not in _connected:
         dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
         _connected.add(axis.group)

@@ -1,14 +1,14 @@
-"""Ring attention: K/V shards travel from rank to rank, and each rank attends to the shard that it holds.
+"""Ring attention: K/V shards are sent from rank to rank, and each rank attends to the shard that it holds.
 
 At step s, rank r holds the shard r - s (mod n). Step s of rank r, in both passes:
 
     1. start to send the K/V shard to rank r + 1, and to receive the next one from rank r - 1
-    2. run the calls between the rank's queries and the shard, none if the mask hides it
-    3. backward only: add the shares of dk and dv to the sums that came with the shard, and send them on
+    2. run the calls between the rank's queries and the shard; none if the mask hides the shard
+    3. backward only: add dk and dv of these calls to the sums that came with the shard, and send the sums on
     4. wait for the K/V shard of the next step
 
-A shard travels only as far as a rank that sees it. From there, its dk and dv return to their rank in one message. All
-ranks derive the same schedule from the mask and the sharding, so the two ends of a message always agree.
+A shard is sent no further than the last rank that needs it. From there, its dk and dv return to their rank in one
+message. All ranks derive the same schedule from the mask and the sharding, so every send has a matching receive.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cute_flash.spec.band import Band
 
 @dataclass(frozen=True)
 class Schedule:
-    """The calls of each rank and the way of each shard."""
+    """The calls of each rank and the route of each shard."""
 
     sharding: Sharding
     band: Band
@@ -40,7 +40,7 @@ class Schedule:
         return (shard + step) % self.sharding.num_shards
 
     def shard(self, rank: int, step: int) -> int:
-        """The shard that a rank holds at a step, if the shard travels that far."""
+        """The shard that a rank holds at a step, if the shard is sent that far."""
         return (rank - step) % self.sharding.num_shards
 
     def num_hops(self, shard: int) -> int:
@@ -121,7 +121,7 @@ class Ring:
         return self.schedule.sharding.positions(shard, scores.positions.device).int()
 
     def _pass_on_keys(self, step: int, held: Pair | None, k: Tensor, v: Tensor) -> Pending:
-        """Start to send the K/V shard at hand to the next rank, and to receive that of the next step."""
+        """Start to send the current K/V shard to the next rank, and to receive that of the next step."""
         rank, n, schedule = self.axis.index, self.axis.size, self.schedule
         send = receive = None
         if held is not None and step < schedule.num_hops(schedule.shard(rank, step)):
@@ -131,7 +131,7 @@ class Ring:
         return exchange(self.axis, send, receive, f"step {step} of the ring, K/V")
 
     def _pass_on_sums(self, step: int, total: Pair) -> Pending:
-        """Start to send dk and dv of the shard at hand to the next rank, and to receive those of the next step."""
+        """Start to send dk and dv of the current shard to the next rank, and to receive those of the next step."""
         rank, n, schedule = self.axis.index, self.axis.size, self.schedule
         send = receive = None
         if step < schedule.num_hops(schedule.shard(rank, step)):
@@ -141,7 +141,7 @@ class Ring:
         return exchange(self.axis, send, receive, f"step {step} of the ring, dK/dV")
 
     def _return_sums(self, step: int, total: Pair) -> Pending:
-        """Start to send dk and dv of a shard at the end of its way to its rank, and to receive this rank's own."""
+        """Start to return dk and dv of a shard from the last rank to its owner, and to receive those of this rank."""
         rank, schedule = self.axis.index, self.schedule
         shard = schedule.shard(rank, step)
         send = receive = None

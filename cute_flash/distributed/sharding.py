@@ -2,7 +2,7 @@
 
 For n ranks, "contiguous" splits the sequence into n chunks, and rank i holds chunk i. "zigzag" splits it into 2n
 chunks, and rank i holds the chunks i and 2n - 1 - i, so that all ranks have equal work under a causal mask. Chunks have
-equal lengths: a sequence that does not divide is padded at its end.
+equal lengths: if the number of chunks does not divide the length of a sequence, it is padded at its end.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Sharding:
 
     @staticmethod
     def of(kind: str, num_shards: int, seqlen: int) -> Sharding:
-        """The sharding with the shortest chunks."""
+        """The sharding with the shortest chunks that hold the sequence."""
         return Sharding(kind, num_shards, seqlen, -(-seqlen // (num_shards * _chunks_per_shard(kind))))
 
     @staticmethod
@@ -139,8 +139,8 @@ def split(x: Tensor, num_shards: int, dim: int, kind: str) -> Tensor:
 def shard(x: Tensor, *, group: Group, dim: int = 1, sharding: str = "zigzag", pad_value: float = 0) -> Tensor:
     """The rows of a tensor that this rank holds.
 
-    Every rank passes the same tensor. If its length does not divide, it is padded at the end, and the length without
-    padding must be passed to `attn` and `unshard` as `seqlen`. Nothing is sent.
+    Every rank passes the same tensor. If the number of chunks does not divide its length, it is padded at the end, and
+    the length without padding must be passed to `attn` and `unshard` as `seqlen`. Nothing is sent.
 
     Args:
         x: The tensor of the whole sequence.

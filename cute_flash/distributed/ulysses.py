@@ -1,4 +1,4 @@
-"""Ulysses: all-to-all messages that exchange a shard of the sequence with all heads for some heads of all shards.
+"""Ulysses: all-to-all messages that turn one shard of the sequence with all heads into all shards with some heads.
 
 Rank i of n gets the query heads i H / n to (i + 1) H / n - 1 of the tokens of all n ranks, and the K/V heads that they
 use. If there are fewer K/V heads than ranks, each one goes to n / Hkv ranks.
@@ -32,7 +32,7 @@ def check_divides(heads: int, heads_kv: int, n: int) -> None:
 
 
 def repeat_heads(x: Tensor, n: int) -> Tensor:
-    """Repeat K/V heads if there are fewer than ranks."""
+    """Repeat K/V heads if there are fewer heads than ranks."""
     heads = x.shape[1]
     return x if heads % n == 0 else x.repeat_interleave(n // heads, dim=1)
 

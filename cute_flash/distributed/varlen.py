@@ -29,7 +29,7 @@ class VarlenAllGather:
     band: Band
 
     def check(self, alibi: Tensor | None) -> None:
-        """Raise `UnsupportedError` for a mask that depends on the alignment and shows later keys."""
+        """Raise `UnsupportedError` for a mask that depends on the alignment and lets queries see later keys."""
         is_causal = self.band.right == 0
         if not is_causal and (self.band != Band() or alibi is not None):
             what = "alibi" if self.band == Band() else f"window={self.band.bounds}"
