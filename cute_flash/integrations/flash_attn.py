@@ -36,7 +36,7 @@ def flash_attn_func(
         softcap: As for `attn`; 0 or less: no cap.
         alibi_slopes: Slopes, (H) or (B, H).
         deterministic: Compute bitwise reproducible gradients.
-        return_attn_probs: Return (out, softmax_lse, None). Not with dropout: the dropped weights are not available.
+        return_attn_probs: Return (out, softmax_lse, None). Not with dropout: no kernel returns its mask.
         return_softmax_lse: Return (out, softmax_lse).
         s_aux: Attention sinks, (H).
         learnable_sink: Another name of s_aux.

@@ -46,7 +46,7 @@ def check_off(function: str, keywords: Mapping[str, Any]) -> None:
 def check_qkv(
     q: Tensor, k: Tensor, v: Tensor, dims_q: int, dims_kv: int = 0, names: tuple[str, str] = ("k", "v")
 ) -> None:
-    """Check the numbers of dimensions, and that q and k have the same head dim, before padding hides a difference."""
+    """Check numbers of dimensions, and that q and k have equal head dims. Call it before padding hides a difference."""
     for name, x, dims in (("q", q, dims_q), (names[0], k, dims_kv or dims_q), (names[1], v, dims_kv or dims_q)):
         check_are_tensors(**{name: x})
         if x.dim() != dims:

@@ -48,7 +48,7 @@ def activate() -> None:
 
 
 def restore() -> None:
-    """Give torch's flash attention operators their own kernels back. No effect if "CUTE_FLASH" is not active."""
+    """Restore the kernels of torch's flash attention operators. No effect if "CUTE_FLASH" is not active."""
     if _attention().current_flash_attention_impl() == NAME:
         _switch_to(None)
 

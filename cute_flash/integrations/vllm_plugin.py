@@ -1,4 +1,4 @@
-"""The plugin of vLLM (entry point `vllm.general_plugins`): it names the backend, and imports nothing else of it."""
+"""The plugin of vLLM (entry point `vllm.general_plugins`): it registers the backend by name, without importing it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ NAME = "CUTE_FLASH"
 
 
 def register() -> None:
-    """Register the attention backend CUTE_FLASH. vLLM calls this in each of its processes; more calls have no effect.
+    """Register the attention backend CUTE_FLASH. vLLM calls this in each process; repeated calls have no effect.
 
     Example:
         >>> from cute_flash.integrations.vllm_plugin import register
