@@ -90,7 +90,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
 
 
 def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
-    """Whether the dispatcher can be bypassed: it would do nothing but call the operator's CUDA implementation.
+    """Whether the dispatcher can be bypassed, because it would only call the operator's CUDA implementation.
 
     This holds if the tensors are on CUDA, none is a subclass with overrides, and `is_observed` is false.
     """

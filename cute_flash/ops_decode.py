@@ -60,7 +60,7 @@ def decode(
 
 
 def is_direct(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> bool:
-    """Whether the dispatcher can be bypassed: it would do nothing but call the operator's CUDA implementation."""
+    """Whether the dispatcher can be bypassed, because it would only call the operator's CUDA implementation."""
     if not q.is_cuda or is_observed():
         return False
     if not _DIRECT_TYPES.issuperset(map(type, (q, k_cache, v_cache, *args))):

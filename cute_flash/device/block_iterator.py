@@ -1,7 +1,7 @@
 """The order in which a tile visits its blocks; `device.block_sparse` has the iterator of a block mask.
 
 An iterator visits `num` blocks; `block(i)` is the index of the i-th block. Visits i > 0 in `[full_begin, full_end)`
-need no mask. `starts_masked` says whether visit 0 needs one, because kernels treat the first block separately.
+need no mask. `starts_masked` is true if visit 0 needs one; kernels treat the first block separately.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 The numbers are exact for any band: visible pairs are counted, not estimated by halving. Three units can be the bound:
 the tensor cores (two products of 2 D FLOPs per visible pair; for fp32 three MMAs of fp16 pieces per product), the
 memory (every tensor once, or K and V once per query tile), and the exponential units (one exp2 per visible pair), which
-bound small head dims.
+are the bound at small head dims.
 """
 
 from __future__ import annotations

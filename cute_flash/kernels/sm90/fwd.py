@@ -405,7 +405,7 @@ class FwdSm90(Kernel):
 
         The branch depends on the sums of the early exponentials. This keeps ptxas from moving the following wait for
         P V before them. The branch is always taken, except for NaN; a later wait then covers K. If the sums were
-        compared with a constant, ptxas would know that the branch is always taken.
+        compared with a constant, ptxas could prove that the branch is always taken.
         """
         if cute.arch.vote_any_sync(block_sum[0] + block_sum[1] >= -state.softmax.scale_log2):
             if following < tile.iteration + tile.block_iter.num:
