@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import cute_flash
 import cute_flash.distributed as cp
 
-VOCABULARY, SEQLEN, WIDTH, HEADS = 64, 61, 32, 4  # the length does not divide: `shard` pads it
+VOCABULARY, SEQLEN, WIDTH, HEADS = 64, 61, 32, 4  # 8 chunks do not divide the length: `shard` pads it
 
 
 class GPT(nn.Module):

@@ -1,6 +1,6 @@
 """Greedy generation with a paged K/V cache: one call of `attn_decode` rotates, appends and attends.
 
-The first call takes all prompts, later ones a token of each sequence. Dense `attn` generates the same tokens.
+The first call takes all prompts, and later calls take one token of each sequence. Dense `attn` gives the same tokens.
 
     python examples/generate.py
 """
@@ -64,7 +64,7 @@ def dense_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @torch.no_grad()
 def main(steps: int = 12, seed: int = 44) -> Tensor:
-    torch.manual_seed(seed)  # one with clear decisions, which rounding does not change
+    torch.manual_seed(seed)  # a seed with clear argmaxes: rounding changes no token
     model = Model().to(DEVICE)
     texts = [torch.randint(VOCABULARY, (length,)).to(DEVICE) for length in (5, 23, 1)]
     generated = generate(model, texts, steps)

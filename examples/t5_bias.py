@@ -19,7 +19,7 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
 def bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """T5's bidirectional buckets: half of them for each sign, exact when near, logarithmic when far."""
+    """T5's bidirectional buckets: half for each sign; one per distance if it is small, then logarithmically wider."""
     half, near = num_buckets // 2, num_buckets // 4
     size = distance.abs()
     far = near + (torch.log(size.clamp(min=1) / near) / math.log(max_distance / near) * (half - near)).long()

@@ -1,7 +1,7 @@
 """Train a tiny GPT on a text that counts: "1000 1001 1002 ...", one token for each character.
 
-A character says little about the next one. The model has to attend to the number before. Its attention is one call,
-`cute_flash.attn(q, k, v, causal=True, layout="bshd")`, on strided views of one projection.
+A character alone does not determine the next one: the model has to attend to the previous number. Attention is one
+call, `cute_flash.attn(q, k, v, causal=True, layout="bshd")`, on strided views of one projection.
 
     python examples/train_gpt.py                # a GPU with autocast to bf16 if there is one, else the CPU in fp32
     python examples/train_gpt.py --steps 500 --compile

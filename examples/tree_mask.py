@@ -51,7 +51,7 @@ def main(num_context: int = 200) -> tuple[Tensor, Tensor, list[int]]:
     torch.manual_seed(0)
     model = Model().to(DEVICE, DTYPE)
     context, draft = torch.randint(64, (num_context,)).to(DEVICE), torch.randint(64, (len(PARENTS),)).to(DEVICE)
-    for node in (0, 2, 5):  # the draft model was right about these, and guessed the others
+    for node in (0, 2, 5):  # these draft tokens are correct; the others are random
         draft[node] = model.next_logits(torch.cat((context, draft[PATHS[node][:-1]]))).argmax()
 
     # Queries of the nodes; keys and values of the context, as from a KV cache, and of the nodes.

@@ -1,6 +1,6 @@
 """Attention layers as in GPT-OSS: a sliding window in every second layer, learned sinks, grouped K/V heads.
 
-A sink is a learned logit of each head that joins the softmax and has no value: a head can attend to nothing.
+A sink is a learned logit of each head in the softmax. It has no value, so the weights of the keys sum to less than 1.
 `dense_attention` computes the same in plain torch. The script compares outputs and the gradients of the sinks.
 
     python examples/window_and_sinks.py

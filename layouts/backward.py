@@ -116,7 +116,7 @@ def bwd_sm80_uses(tile: Sm80BwdTile, variant: str = "swizzled") -> tuple[Use, ..
 
 @lru_cache(maxsize=16)
 def bwd_sm90_uses(tile: Sm90BwdTile) -> tuple[Use, ...]:
-    """Uses of the wgmma kernel: row statistics, dS, dQ on its way to the bulk additions, and the published tile."""
+    """Uses of the wgmma kernel: row statistics, dS, dQ before its bulk additions, and the published tile."""
     ds, warps = SmemTile(tile.tile_n, tile.tile_m), NUM_WARPGROUPS * WARPGROUP_WARPS
     statistic = column_statistic(tile.tile_m)
     pieces = tile.tile_m * tile.head_dim // (4 * WARP * warps)  # of 4 registers of a thread

@@ -67,7 +67,7 @@ class CopyPhase(Phase):
     """Threads of a cp.async whose bytes come from one 128-byte line of global memory, at the addresses `sources`.
 
     A wavefront writes to one 128-byte line of shared memory, and the bytes of one source sector (32 bytes) to one
-    sector. Permuting sectors within a line, or chunks within a sector, is free, and a swizzle does no more than that.
+    sector. Permuting sectors within a line, or chunks within a sector, is free, and a swizzle does only that.
     In a padded tile a source line straddles two lines and, if it is shifted by 16 bytes, a source sector two sectors.
     The wavefront counts of an H200 follow this rule exactly, except for rows past the end of a tensor, which always
     take one wavefront per line.
