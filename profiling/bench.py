@@ -141,7 +141,7 @@ def _result(
         # A forward pass that gives other bits on the same inputs has a race.
         first = normal.outputs[name]
         return replace(result, is_repeatable=all(torch.equal(again[n], x) for n, x in first.items()))
-    # The last call too: accumulators must be zeroed before every call.
+    # Judge the last call too: it is wrong if accumulators are not zeroed before every call.
     later = {direction.label("normal", n): x for n, x in normal.judge(again, settings.reference).items()}
     return replace(result, accuracy={**accuracy, **{n: x for n, x in later.items() if x.is_wrong}})
 

@@ -1,4 +1,4 @@
-"""Compare two runs by the ratio of ours to the reference peer of the same run.
+"""Compare two runs by the speed of cute_flash over the reference peer of the same run.
 
 Absolute speeds depend on the card and its temperature; the ratio to a peer timed in the same rounds does not.
 """
@@ -34,7 +34,7 @@ def changes(run: Run, base: Run) -> list[Change]:
         if cell.key not in earlier:
             continue
         before = earlier[cell.key].ratio(base.ours[0], run.reference)
-        # A cell without the peer cannot be compared; a cell without ours is a failure of ours.
+        # A cell without the peer cannot be compared. A cell without cute_flash is a failure.
         is_comparable = cell.tflops(run.reference) or not cell.tflops(run.ours[0])
         if before is not None and is_comparable:
             result.append(Change(cell.key, before, cell.ratio(run.ours[0], run.reference)))

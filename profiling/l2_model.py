@@ -1,6 +1,6 @@
 """DRAM traffic of one launch, by a replay of its tile schedule through a least-recently-used cache.
 
-Counting every tensor once gives a lower bound of the reads, and does not tell when outputs leave L2. It misses two
+Counting every tensor once gives a lower bound of the reads, and does not show when outputs leave L2. It misses two
 effects:
 
 * Outputs that are still in L2 when the kernel ends have not been written to DRAM.

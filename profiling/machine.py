@@ -30,7 +30,7 @@ STATE_FIELDS = {
     "power.draw": "power_w",
     "temperature.gpu": "temperature_c",
 }
-# The newer name first; drivers before 535 know only the second.
+# The newer name first; drivers before 535 have only the second.
 REASON_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 REASONS = {
     0x01: "gpu_idle",

@@ -90,7 +90,7 @@ def online_kahan(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
 
 
 def kahan_add(total: Tensor, lost: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of `total` and `term`, and the part of it that rounding lost, which the next addition returns."""
+    """The sum of `total` and `term`, and its rounding error, which the next call subtracts from its term."""
     corrected = term - lost
     new = total + corrected
     return new, (new - total) - corrected

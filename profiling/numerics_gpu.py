@@ -61,7 +61,7 @@ class Settings:
                     try:
                         keys |= dict.fromkeys(plan(problem, spec).launches)
                     except ValueError:
-                        # No kernel: the call will say so, and the study records it.
+                        # No kernel: the call raises an error, which the study records.
                         continue
         return list(keys)
 

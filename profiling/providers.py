@@ -146,7 +146,7 @@ def _is_causal(batch: Tensor, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
 def _compiled_flex() -> Callable[..., Tensor]:
     """FlexAttention compiled for the shapes of one cell.
 
-    Earlier cells are forgotten: after eight recompilations torch would run it uncompiled.
+    Compilations of earlier cells are dropped, because torch runs a function uncompiled after eight recompilations.
     """
     flex_attention = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
     torch._dynamo.reset()

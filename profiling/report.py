@@ -145,7 +145,7 @@ def accuracy_table(run: Run) -> Table | None:
 
 
 def failures(run: Run) -> list[str]:
-    """The failures of a run: ours is missing, failed, wrong or not repeatable in a cell, or the run stopped."""
+    """The failures of a run: cells in which cute_flash is missing, failed, wrong or not repeatable; an early stop."""
     oracles = [(cell.key, f"no oracle: {cell.oracle_error}") for cell in run.cells if cell.oracle_error]
     stopped = [run.stopped] if run.stopped else []
     return _unavailable(run, True) + stopped + _merged(oracles + _complaints(run, run.ours))

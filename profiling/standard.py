@@ -28,9 +28,9 @@ from profiling.timing import Contender, EventTimer, GraphTimer, Timer, describe,
 DTYPE = "bf16"
 DIRECTIONS = ("fwd", "bwd")
 STANDARD, OURS = NAMES = ("standard", "cute_flash")
-# The number of heads is reduced until the scores of all heads fit. The backward holds three such matrices.
+# Sequences, then heads, are halved until the scores of all heads fit. The backward holds three such matrices.
 MAX_SCORE_BYTES = 8 << 30
-# Larger calls take milliseconds, so that the host time does not count, and a graph would keep their memory.
+# Larger calls are not captured: they take milliseconds, far more than host time, and a graph would keep their memory.
 MAX_GRAPH_SCORE_BYTES = 2 << 30
 
 

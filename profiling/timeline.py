@@ -114,7 +114,7 @@ def two_stages(clocks: Clocks, num_blocks: int, num_ctas: int) -> Timeline:
 
 
 def ping_pong(clocks: Clocks, num_blocks: int, num_warpgroups: int = 2, stages: int = 2) -> Timeline:
-    """A TMA producer and MMA warpgroups that take turns to issue Q Kᵀ of a block and P V of the block before it.
+    """A TMA producer and MMA warpgroups that alternate in issuing Q Kᵀ of a block and P V of the block before it.
 
     `clocks` are those of the rows of one warpgroup.
     """

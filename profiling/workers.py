@@ -46,7 +46,7 @@ _to_parent: Connection | None = None
 
 
 def note(text: str) -> None:
-    """Report the next step from inside a task. The outcome of a task that dies has the last note."""
+    """Report the next step from inside a task. The outcome of a task whose process dies has the last note."""
     if _to_parent is not None:
         _to_parent.send(("note", text))
 
