@@ -336,7 +336,7 @@ def _cache_conversion(x: Tensor) -> Convert:
 
 
 def _cache(x: Tensor) -> Tensor:
-    """The cache with aligned strides of dimensions of size 1, and FP8 as bytes."""
+    """The cache, with FP8 as bytes. Strides of dimensions of size 1, which have no effect, become aligned ones."""
     x = x.view(torch.uint8) if x.element_size() == 1 else x
     step = ROW_ALIGN_BYTES // x.element_size()
     strides = x.stride()

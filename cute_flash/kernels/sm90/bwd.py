@@ -321,7 +321,7 @@ class BwdSm90(Kernel):
         start_gemm(p.mma_s, acc_dP, state.rV, state.rdO[None, None, None, stage], False, v_steps)
         state.order.arrive()
         if cutlass.const_expr(blocks_before > 0):
-            # After the products are issued, so that they do not wait until the stores of dS are visible.
+            # The fence follows the products, so that they do not wait until the stores of dS are visible.
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(storage.ds.full_barrier(iteration - 1))
         if cutlass.const_expr(blocks_before > 1):

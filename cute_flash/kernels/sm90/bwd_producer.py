@@ -47,7 +47,7 @@ def load(p: Params, storage: SharedStorage):
             for i in cutlass.range(1, total, unroll=1):
                 load_sparse_block(p, storage, tile, iteration + i, i)
             iteration += total
-        # As late as possible, so that a CTA with a long tile leaves the next tile to others.
+        # Fetch the next tile as late as possible, so that a CTA with a long tile leaves it to other CTAs.
         index = p.tile_scheduler().next_tile(index)
         count += 1
     p.tile_scheduler().finish(index)

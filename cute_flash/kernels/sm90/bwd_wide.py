@@ -117,8 +117,8 @@ class BwdSm90Wide(Kernel):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         batch, heads_kv, seqlen_k, _ = args.k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
-        # A missing right bound is replaced by one that masks nothing: without it the kernel needs too many
-        # registers, and ptxas serialises the products.
+        # A missing right bound is replaced by one that masks nothing: a kernel without a bound needs too many
+        # registers, and ptxas serialises its products.
         band = self.band(args)
         MN, K = OperandMajorMode.MN, OperandMajorMode.K
         params = Params(

@@ -66,7 +66,7 @@ def load_qk(p: Params, storage: SharedStorage):
         for i in cutlass.range(1, block_iter.num, unroll=1):
             load_k(p, storage, iteration + i, (block_iter.block(i), head_kv, seqlen.k_tma_coord))
         iteration += block_iter.num
-        # As late as possible, so that a CTA with a long tile leaves the next tile to others.
+        # Fetch the next tile as late as possible, so that a CTA with a long tile leaves it to other CTAs.
         index = p.tile_scheduler().next_tile(index)
         count += 1
     p.tile_scheduler().finish(index)
