@@ -20,14 +20,14 @@ from torch.nn.attention.flex_attention import create_block_mask
 from profiling.features import gradients_of
 from profiling.timing import Contender, describe
 
-# (rows, keys) of a block by head dim: the tiles of its forward, and the smallest of its backward, which skip the
-# most blocks.
+# (queries, keys) of a block by head dim. In the backward these are the smallest that it supports, because they skip
+# the most.
 FORWARD_BLOCKS = {64: (192, 128), 128: (128, 128)}
 BACKWARD_BLOCKS = {64: (128, 128), 128: (64, 128)}
 
 
 def missing() -> str | None:
-    """Why the package cannot be imported, or None. It is not imported: that patches the DSL that compiles ours."""
+    """Why the package cannot be imported, or None. Importing it would patch the DSL that compiles our kernels."""
     try:
         is_here = importlib.util.find_spec("flash_attn.cute") is not None
     except Exception as error:

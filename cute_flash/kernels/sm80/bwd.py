@@ -90,7 +90,7 @@ class BwdSm80(Kernel):
             scheduler = StaticTileScheduler(num_n_blocks, heads_kv, batch, args.heads_per_l2_group, descends)
         band, semaphore = self.band(args), None
         if cutlass.const_expr(static.deterministic):
-            # A missing right bound becomes one that masks nothing: a kernel without a bound needs one register too many.
+            # A missing right bound becomes one that masks nothing: a kernel without one needs one register too many.
             band = Band(band.left, Int32(FAR) if band.right is None else band.right)
             lengths = args.q.shape[2], seqlen_k
             semaphore = DQSemaphore(args.dq_semaphore, band, *lengths, tile.tile_m, tile.tile_n, by_tma=False)
