@@ -75,6 +75,9 @@ def run_tool(
         started = [name for name in names(output.splitlines(), BEGIN) if name in left]
         left = [name for name in left if name not in done]
         if not left:
+            for name in outcome.reports:
+                if name.startswith("after "):
+                    outcome.reports[name].append(f"status {status}: {_tail(output)}")
             break
         if status == 124:
             break
@@ -109,6 +112,8 @@ def _read(outcome: Outcome, output: str) -> set[str]:
     for line in lines:
         if line.startswith(f"{BEGIN} "):
             current = line.removeprefix(BEGIN).strip()
+        elif line.startswith(f"{END} "):
+            current = f"after {line.removeprefix(END).strip()}"
         elif match := _REPORT.match(line):
             reports.setdefault(current, []).append(match[1])
         elif match := _SUMMARY.match(line):

@@ -8,9 +8,10 @@ from profiling.ncu_case import BEYOND_L2, LAYOUTS, Case
 from profiling.ncu_metrics import ABSENT
 
 # Counted by instruction, so other users of the banks do not add to them.
-EXACT = (
-    "ldsm_instructions", "ldgsts_instructions", "sass_ldsm_conflicts", "sass_ldsm_wavefronts", "sass_ldgsts_conflicts",
-)  # fmt: skip
+EXACT = ("ldsm_instructions", "ldgsts_instructions", "sass_ldsm_conflicts", "sass_ldsm_wavefronts")
+# Conflicts of cp.async are 0 in every layout, but the GPU counts some for rows past the end of a sequence, which are
+# zero-filled: 216 of 115,200 wavefronts with 1,000 keys. One conflict in each instruction would be 6.7 %.
+ZERO_FILLED_SHARE = 0.005
 # Counters of the load/store unit -> the predicted wavefronts to compare with.
 CONFLICTS = {"ld_conflicts": "ld_wavefronts", "st_conflicts": "st_wavefronts"}
 WAVEFRONTS = ("ld_wavefronts", "st_wavefronts", "sass_ldgsts_wavefronts")
@@ -43,6 +44,8 @@ def disagreements(
 
     for name in EXACT:
         check(name, 0)
+    is_ragged = case.shape.seqlen % 128 != 0
+    check("sass_ldgsts_conflicts", ZERO_FILLED_SHARE * predicted["sass_ldgsts_wavefronts"] if is_ragged else 0)
     for name, wavefronts in CONFLICTS.items():
         check(name, tolerance(case, name) * max(predicted[name], predicted[wavefronts]))
     # Wavefronts of the Hopper kernels include barriers and bulk copies.

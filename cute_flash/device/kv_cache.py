@@ -27,44 +27,56 @@ class CacheHead:
     batch: Int32  # row of the page table, or batch index of the cache
     first_row: Int32 | None  # first row of the sequence, if all sequences share one cache; None: each has its own
     page_table: cute.Tensor | None  # (B, max_pages)
+    page_size: cute.FastDivmodDivisorV2 | None
     lookup: cutlass.Constexpr  # `DecodeStatic.page_lookup`
     width: cutlass.Constexpr  # D or Dv
     element_bytes: cutlass.Constexpr
 
     def address(self, key: Int32) -> Int64:
         """The address of a key's row. The key must exist."""
-        return self.address_in(self.page(key), key)
+        return self.address_in(self.page(key), self.row(key))
 
     @cute.jit
     def page(self, key: Int32) -> Int32:
         """The page of a key, from the page table; without pages the batch index. The key must exist."""
         page = Int32(0) if self.first_row is not None else self.batch
         if cutlass.const_expr(self.page_table is not None):
-            page = self.page_table[self.batch, key // self.mX.shape[1]]
+            page = self.page_table[self.batch, key // self.page_size]
+            # Clamp, so that an invalid page stays within the tensor.
+            page = cutlass.min(cutlass.max(page, 0), self.mX.shape[0] - 1)
         return page
 
     @cute.jit
-    def address_in(self, page: Int32, key: Int32) -> Int64:
-        """The address of a key's row, given its page."""
+    def row(self, key: Int32) -> Int32:
+        """The row of a key in its page."""
         row = key if self.first_row is None else self.first_row + key
         if cutlass.const_expr(self.page_table is not None):
-            # Clamp, so that an invalid page stays within the tensor.
-            page = cutlass.min(cutlass.max(page, 0), self.mX.shape[0] - 1)
-            row = key % self.mX.shape[1]
+            row = key % self.page_size
+        return row
+
+    def address_in(self, page: Int32, row: Int32) -> Int64:
         page_stride, row_stride, head_stride, _ = self.mX.stride
         offset = Int64(page) * page_stride + Int64(row) * row_stride + Int64(self.head_kv) * head_stride
         return self.mX.iterator.toint() + offset * self.element_bytes
 
+    def row_stride(self) -> Int64:
+        """Bytes from a row to the next."""
+        return Int64(self.mX.stride[1]) * self.element_bytes
+
 
 @dataclass(frozen=True)
 class WarpLoader:
-    """Copies chunks of 16 keys of one cache to a warp's stages."""
+    """Copies K and V of the same keys to a warp's stages, in chunks of 16 keys."""
 
-    cache: CacheHead
+    caches: tuple[CacheHead, CacheHead]
     tile: cutlass.Constexpr  # DecodeTile
     lane: Int32
     first_key: Int32  # the first and the last key that are read
     last_key: Int32
+
+    @property
+    def lookup(self) -> str:
+        return self.caches[0].lookup
 
     @cute.jit
     def look_up(self, key: Int32) -> cute.Tensor | None:
@@ -73,35 +85,35 @@ class WarpLoader:
         The loads of a page table take as long as those of keys, so they are issued one block earlier.
         """
         pages = None
-        if cutlass.const_expr(self.cache.page_table is not None):
+        if cutlass.const_expr(self.lookup != ""):
             pages = cute.make_rmem_tensor(self.tile.tile_n // CHUNK, Int32)
             for chunk in cutlass.range_constexpr(self.tile.tile_n // CHUNK):
-                pages[chunk] = self.cache.page(self.existing(key + chunk * CHUNK))
+                pages[chunk] = self.caches[0].page(self.existing(key + chunk * CHUNK))
         return pages
 
     @cute.jit
-    def load(self, key: Int32, target: Int32, pages: cute.Tensor | None):
-        """Start to copy `tile_n` keys from `key` on to the shared-memory address `target`."""
-        smem, cache = self.tile.kv_smem, self.cache
+    def load(self, key: Int32, targets: tuple[Int32, Int32], pages: cute.Tensor | None):
+        """Start to copy `tile_n` keys from `key` on to the shared-memory addresses of K and V."""
+        smem = self.tile.kv_smem
         lane_row, lane_chunk = self.lane // LANES_PER_ROW, self.lane % LANES_PER_ROW
-        row_bytes = cache.width * cache.element_bytes
+        first_offset, num_keys = key - self.first_key + lane_row, cutlass.max(self.last_key - self.first_key + 1, 0)
         for chunk in cutlass.range_constexpr(self.tile.tile_n // CHUNK):
-            first = key + chunk * CHUNK
-            page = self.cache.page(first) if pages is None else pages[chunk]
-            chunk_address = self.chunk_address(first, page)
+            starts = self.chunk_addresses(key, chunk, pages)
             for i in cutlass.range_constexpr(CHUNK // ROWS_AT_ONCE):
-                row = chunk * CHUNK + i * ROWS_AT_ONCE + lane_row
-                source = self.row_address(chunk_address, i * ROWS_AT_ONCE + lane_row) + lane_chunk * VECTOR_BYTES
-                exists = key + row >= self.first_key and key + row <= self.last_key
+                row = chunk * CHUNK + i * ROWS_AT_ONCE
                 # The swizzle of the tile: the 16-byte chunk c of row r is at c ^ (r mod 8).
                 swizzled = (lane_chunk ^ ((i * ROWS_AT_ONCE + lane_row) % 8)) * VECTOR_BYTES
-                for j in cutlass.range_constexpr(smem.cols * cache.element_bytes // ATOM_BYTES):
-                    begin = j * ATOM_BYTES
-                    num_bytes = Int32(VECTOR_BYTES) if exists else Int32(0)
-                    if cutlass.const_expr(begin + ATOM_BYTES > row_bytes):
-                        num_bytes = num_bytes if begin + lane_chunk * VECTOR_BYTES < row_bytes else Int32(0)
-                    offset = j * smem.rows * ATOM_BYTES + row * ATOM_BYTES + swizzled
-                    copy_async(target + offset, source + begin, num_bytes)
+                for cache, start, target in zip(self.caches, starts, targets, strict=True):
+                    row_bytes = cache.width * cache.element_bytes
+                    source = self.row_address(cache, start, i * ROWS_AT_ONCE) + lane_chunk * VECTOR_BYTES
+                    for j in cutlass.range_constexpr(smem.cols * cache.element_bytes // ATOM_BYTES):
+                        begin, key_offset = j * ATOM_BYTES, first_offset + row
+                        if cutlass.const_expr(begin + ATOM_BYTES > row_bytes):
+                            # -1 is not less than `num_keys` as an unsigned number.
+                            exists = begin + lane_chunk * VECTOR_BYTES < row_bytes
+                            key_offset = cutlass.select_(exists, key_offset, Int32(-1))
+                        offset = j * smem.rows * ATOM_BYTES + (row + lane_row) * ATOM_BYTES + swizzled
+                        copy_if_less(target + offset, source + begin, key_offset, num_keys)
 
     @cute.jit
     def existing(self, first: Int32) -> Int32:
@@ -110,34 +122,45 @@ class WarpLoader:
         Keys that do not exist have no page, so the key is clamped to keys that exist.
         """
         key = first
-        if cutlass.const_expr(self.cache.lookup == "row"):
+        if cutlass.const_expr(self.lookup == "row"):
             key = first + self.lane % CHUNK
         return cutlass.max(cutlass.min(cutlass.max(key, self.first_key), self.last_key), 0)
 
     @cute.jit
-    def chunk_address(self, first: Int32, page: Int32) -> Int64:
-        """The address of the chunk's first row; with a lookup for every key, the address of row `lane % 16`."""
-        existing = self.existing(first)
-        address = self.cache.address_in(page, existing)
-        if cutlass.const_expr(self.cache.lookup != "row"):
-            address -= Int64(existing - first) * self.row_stride()
-        return address
+    def chunk_addresses(self, key: Int32, chunk: cutlass.Constexpr, pages: cute.Tensor | None) -> list[Int64]:
+        """The addresses in K and V of row `lane // 8` of a chunk; with a lookup for every key, of row `lane % 16`.
+
+        The key may not exist; its address is then not used. With one lookup for a chunk, all its keys are in one page.
+        """
+        first = key + chunk * CHUNK
+        if cutlass.const_expr(self.lookup == "row"):
+            row = self.caches[0].row(self.existing(first))
+        else:
+            row = self.caches[0].row(first) + self.lane // LANES_PER_ROW
+        if cutlass.const_expr(self.lookup != ""):
+            page = pages[chunk]
+        else:
+            page = self.caches[0].page(first)
+        return [cache.address_in(page, row) for cache in self.caches]
 
     @cute.jit
-    def row_address(self, chunk_address: Int64, row: Int32) -> Int64:
-        """The address of a row of the chunk."""
-        if cutlass.const_expr(self.cache.lookup == "row"):
-            low = cute.arch.shuffle_sync(Int32(chunk_address), row)
-            high = cute.arch.shuffle_sync(Int32(chunk_address >> 32), row)
-            return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
-        return chunk_address + Int64(row) * self.row_stride()
+    def row_address(self, cache: CacheHead, start: Int64, row: cutlass.Constexpr) -> Int64:
+        """The address of row `row + lane // 8` of a chunk, from `chunk_addresses`."""
+        address = start
+        if cutlass.const_expr(self.lookup == "row"):
+            lane = row + self.lane // LANES_PER_ROW
+            low = cute.arch.shuffle_sync(Int32(start), lane)
+            high = cute.arch.shuffle_sync(Int32(start >> 32), lane)
+            address = (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
+        elif cutlass.const_expr(row > 0):
+            address = start + row * cache.row_stride()
+        return address
 
-    def row_stride(self) -> Int64:
-        """Bytes from a row to the next."""
-        return Int64(self.cache.mX.stride[1]) * self.cache.element_bytes
 
-
-def copy_async(target: Int32, source: Int64, num_bytes: Int32):
-    """Copy 16 bytes from global to shared memory, bypassing L1; bytes from `num_bytes` on are zero-filled."""
-    text = "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};"
-    cute.arch.inline_ptx(text, read_only_args=[target, source, num_bytes])
+def copy_if_less(target: Int32, source: Int64, x: Int32, limit: Int32):
+    """Copy 16 bytes from global to shared memory, bypassing L1, if x < limit as unsigned numbers; else write zeros."""
+    text = (
+        "{\n\t.reg .pred p;\n\tsetp.ge.u32 p, {$r2}, {$r3};\n\t"
+        "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, p;\n\t}"
+    )
+    cute.arch.inline_ptx(text, read_only_args=[target, source, x, limit])

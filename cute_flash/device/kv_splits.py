@@ -5,6 +5,9 @@ each, or `num_splits` equal parts if the caller fixes their number. The units of
 consecutively, and each CTA computes an equal interval of them. A CTA's part of one query tile is a *split*. Lengths are
 read on the device, so the host neither synchronizes nor plans again when they change.
 
+A CTA with splits of two query tiles ends later than others, and delays the merges of both. Intervals are therefore up
+to 1/16 longer if each CTA then has a split of one query tile, or whole query tiles (`KvSplits.aligned`).
+
 Every warp of a CTA computes the same values, without shared memory: a lane reads the length of one sequence, and a
 prefix sum over the lanes finds the sequence of a unit.
 """
@@ -15,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from cute_flash.planning.decode import UNIT_KEYS
+from cute_flash.planning.decode import MAX_COUNT, UNIT_KEYS
 
 LANES = 32
 
@@ -41,6 +44,17 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Division:
+    """How the numbered units are divided among the CTAs."""
+
+    per_cta: Int32  # units of a CTA
+    # A query tile takes a multiple of this many numbers. 1: as many as it has units. `per_cta`: no CTA has units of two
+    # query tiles; the last numbers of a query tile have no units.
+    multiple: Int32
+    first_counts: tuple[Int32, Int32]  # `KvSplits.tile_counts` of the first sequences, one per lane
+
+
+@dataclass(frozen=True)
 class TileCtas:
     """The CTAs that compute splits of a query tile: first ... last."""
 
@@ -57,6 +71,10 @@ class Lengths:
     tokens: Int32  # queries
     first_key: Int32  # the first key that a query sees
 
+    @staticmethod
+    def none() -> "Lengths":
+        return Lengths(Int32(0), Int32(0), Int32(0))
+
 
 @dataclass(frozen=True)
 class KvSplits:
@@ -72,10 +90,10 @@ class KvSplits:
     appends: cutlass.Constexpr
     window_left: Int32 | None
     capacity: Int32  # keys that fit into the cache of a sequence
-    group: Int32  # query heads of a K/V head
+    group: cute.FastDivmodDivisorV2  # query heads of a K/V head
     heads_kv: Int32
     num_splits: Int32  # 0: units have `UNIT_KEYS` keys
-    num_ctas: Int32
+    num_ctas: cute.FastDivmodDivisorV2
     max_query_tiles: Int32  # the number of counters in the workspace
     tile_m: cutlass.Constexpr
     least_units: cutlass.Constexpr  # the fewest units of a CTA, so that all its warps have keys
@@ -123,59 +141,97 @@ class KvSplits:
         if self.appends:
             new = sequence.tokens if self.new_tokens is None else self.new_tokens
             first = cutlass.min(first, cutlass.max(sequence.key_len - new, 0))
-        return first // UNIT_KEYS
+        return quotient(first, UNIT_KEYS)
 
     def num_units(self, sequence: Lengths) -> Int32:
         """Units of `UNIT_KEYS` keys to visit; at least one, so that a sequence without keys writes its output."""
-        return cutlass.max((sequence.key_len + UNIT_KEYS - 1) // UNIT_KEYS - self.first_unit(sequence), 1)
+        return cutlass.max(quotient(sequence.key_len + UNIT_KEYS - 1, UNIT_KEYS) - self.first_unit(sequence), 1)
 
     def row_tiles(self, sequence: Lengths) -> Int32:
-        return (sequence.tokens * self.group + self.tile_m - 1) // self.tile_m
+        return quotient(sequence.tokens * self.group.divisor + self.tile_m - 1, self.tile_m)
 
     @cute.jit
     def tile_counts(self, batch: Int32) -> tuple[Int32, Int32]:
-        """Query tiles and units of a sequence; 0 past the last sequence."""
+        """Query tiles of a sequence, and units of each; 0 past the last sequence."""
         tiles, units = Int32(0), Int32(0)
         if batch < self.num_sequences:
             sequence = self.sequence(batch)
             tiles = self.row_tiles(sequence) * self.heads_kv
-            per_tile = self.num_splits
-            if per_tile == 0:
-                per_tile = self.num_units(sequence)
-            units = tiles * per_tile
+            units = self.num_splits
+            if units == 0:
+                units = self.num_units(sequence)
         return tiles, units
 
     @cute.jit
-    def units_per_cta(self) -> Int32:
-        """Units of all query tiles divided by the number of CTAs, rounded up; at least `least_units`."""
-        lane, total = cute.arch.lane_idx(), Int32(0)
-        for first in cutlass.range(0, self.num_sequences, LANES, unroll=1):
-            total += self.tile_counts(first + lane)[1]
-        for step in cutlass.range_constexpr(5):
-            if self.num_sequences > 1 << step:
-                total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-        # Steps beyond the number of sequences are skipped, so lane 0 has the whole sum, but not every lane has it.
-        total = cute.arch.shuffle_sync(total, 0)
-        least = Int32(self.least_units) if self.num_splits == 0 else Int32(1)
-        return cutlass.max(quotient(total + self.num_ctas - 1, self.num_ctas), least)
+    def divide(self) -> Division:
+        """Divide the units of all query tiles equally among the CTAs, with at least `least_units` for each."""
+        lane = cute.arch.lane_idx()
+        first_counts = self.tile_counts(lane)
+        tiles, largest = first_counts
+        total, smallest = tiles * largest, largest
+        if tiles == 0:
+            smallest, largest = Int32(MAX_COUNT), Int32(0)
+        for first in cutlass.range(LANES, self.num_sequences, LANES, unroll=1):
+            more_tiles, units = self.tile_counts(first + lane)
+            tiles, total = tiles + more_tiles, total + more_tiles * units
+            if more_tiles > 0:
+                smallest, largest = cutlass.min(smallest, units), cutlass.max(largest, units)
+        total = cute.arch.warp_redux_sync(total, "add")
+        per_cta, multiple = (total + self.num_ctas.divisor - 1) // self.num_ctas, Int32(1)
+        if self.num_splits == 0:
+            per_cta = cutlass.max(per_cta, self.least_units)
+            num_splits = quotient(largest, per_cta)
+            if cute.arch.vote_any_sync(num_splits * per_cta != largest):
+                per_cta, multiple = self.aligned(per_cta, num_splits, (tiles, smallest, largest))
+        return Division(cutlass.max(per_cta, 1), multiple, first_counts)
+
+    @cute.jit
+    def aligned(self, per_cta: Int32, num_splits: Int32, counts: tuple) -> tuple[Int32, Int32]:
+        """`Division.per_cta` and `multiple` for CTAs with splits of one query tile, if `per_cta` grows little.
+
+        Args:
+            per_cta: units of a CTA, without regard to query tiles.
+            num_splits: the number of such intervals that fit into a query tile of this lane.
+            counts: query tiles of this lane, and the fewest and most units of one.
+        """
+        (tiles, smallest, largest), multiple = counts, Int32(1)
+        most = per_cta + quotient(per_cta, 16) + 2
+        longest = cute.arch.warp_redux_sync(largest, "max")
+        are_equal = cute.arch.warp_redux_sync(smallest, "min") == longest
+        if are_equal and longest < per_cta:
+            # Each CTA computes whole query tiles.
+            whole_tiles = rounded_up(per_cta, longest)
+            per_cta = whole_tiles if whole_tiles <= most else per_cta
+        elif are_equal or self.num_sequences <= LANES:
+            # A lane has one sequence, or all sequences are equal. The longest split is the length for all.
+            num_splits = cutlass.max(num_splits, 1)
+            longest_split = cute.arch.warp_redux_sync(quotient(largest + num_splits - 1, num_splits), "max")
+            longest_split = cutlass.max(longest_split, per_cta)
+            num_ctas = tiles * quotient(largest + longest_split - 1, longest_split)
+            if longest_split <= most and cute.arch.warp_redux_sync(num_ctas, "add") <= self.num_ctas.divisor:
+                per_cta, multiple = longest_split, longest_split
+        return per_cta, multiple
 
     def ctas(self, split: Split, per_cta: Int32) -> TileCtas:
-        """The CTAs that compute splits of the query tile of a split."""
+        """The CTAs that compute splits of the query tile of a split. `per_cta`: units of a CTA."""
         first, last = quotient(split.tile_unit, per_cta), quotient(split.tile_end - 1, per_cta)
         continues = cutlass.select_(split.tile_end < (last + 1) * per_cta, Int32(1), Int32(0))
         return TileCtas(first, last, last - first + 1 - continues)
 
     @cute.jit
-    def split(self, unit: Int32, end_unit: Int32) -> tuple[cutlass.Boolean, Split]:
-        """Whether a split begins at `unit`, and that split, which ends at `end_unit` or with its query tile.
+    def split(self, unit: Int32, end_unit: Int32, division: Division) -> tuple[cutlass.Boolean, Split, Lengths]:
+        """Whether a split begins at `unit`; that split, which ends at `end_unit` or with its query tile; its sequence.
 
         Invalid `cu_seqlens_q` may give more query tiles than the workspace has counters; the surplus is ignored.
         """
-        lane, num_sequences = cute.arch.lane_idx(), self.num_sequences
+        lane, num_sequences, multiple = cute.arch.lane_idx(), self.num_sequences, division.multiple
         first, batch = Int32(0), Int32(-1)  # the sequence of lane 0; the sequence of `unit`, or -1
         tiles_before, units_before = Int32(0), Int32(0)
         while batch < 0 and first < num_sequences:
-            tiles, units = self.tile_counts(first + lane)
+            tiles, units = division.first_counts
+            if first > 0:
+                tiles, units = self.tile_counts(first + lane)
+            units = tiles * rounded_up(units, multiple)
             tiles_end, units_end = tiles, units
             for step in cutlass.range_constexpr(5):
                 if num_sequences > 1 << step:
@@ -200,18 +256,19 @@ class KvSplits:
         per_tile = num_units
         if self.num_splits > 0:
             per_tile = self.num_splits
-        index = quotient(unit - units_before, per_tile)
+        numbers = rounded_up(per_tile, multiple)
+        index = quotient(unit - units_before, numbers)
         head_kv, row_tile = index, Int32(0)
         if row_tiles > 1:
             head_kv = quotient(index, row_tiles)
             row_tile = index - head_kv * row_tiles
-        tile_unit = units_before + index * per_tile
-        next_unit = cutlass.min(end_unit, tile_unit + per_tile)
-        begin, end = unit - tile_unit, next_unit - tile_unit
+        tile_unit = units_before + index * numbers
+        next_unit = cutlass.min(end_unit, tile_unit + numbers)
+        begin, end = unit - tile_unit, cutlass.min(next_unit - tile_unit, per_tile)
         if self.num_splits > 0:
-            begin, end = begin * num_units // per_tile, end * num_units // per_tile
+            begin, end = quotient(begin * num_units, per_tile), quotient(end * num_units, per_tile)
         first_unit = self.first_unit(sequence)
-        return is_found and tiles_before + index < self.max_query_tiles, Split(
+        split = Split(
             batch=batch,
             head_kv=head_kv,
             row_tile=row_tile,
@@ -220,9 +277,19 @@ class KvSplits:
             end=(first_unit + end) * UNIT_KEYS,
             next_unit=next_unit,
             tile_unit=tile_unit,
-            tile_end=tile_unit + per_tile,
+            tile_end=tile_unit + numbers,
             is_first=unit == tile_unit,
         )
+        return is_found and split.query_tile < self.max_query_tiles, split, sequence
+
+
+@cute.jit
+def rounded_up(x: Int32, multiple: Int32) -> Int32:
+    """The least multiple that is not less than x, for numbers that are not negative."""
+    result = x
+    if multiple > 1:
+        result = quotient(x + multiple - 1, multiple) * multiple
+    return result
 
 
 def quotient(x: Int32, y: Int32) -> Int32:

@@ -6,6 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_flash.device.copies import assume_aligned
+
 VECTOR = 8
 
 
@@ -49,6 +51,6 @@ class Rotary:
 def load_floats(row: cute.Tensor, vector: Int32, x: cute.Tensor):
     """Load eight columns of a row as fp32."""
     raw = cute.make_rmem_tensor(VECTOR, row.element_type)
-    source = cute.make_tensor((row.iterator + vector * VECTOR).align(16), cute.make_layout(VECTOR))
+    source = cute.make_tensor(assume_aligned(row.iterator + vector * VECTOR, 16), cute.make_layout(VECTOR))
     cute.autovec_copy(source, raw)
     x.store(raw.load().to(Float32))

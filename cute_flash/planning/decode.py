@@ -34,7 +34,8 @@ MAX_SPLITS = 1024
 COUNTERS_STEP = 4096
 # Keys of a unit: a CTA computes whole units (`device/kv_splits.py`).
 UNIT_KEYS = 32
-MAX_COUNT = (1 << 31) - (1 << 16)
+# The limit of counts that the kernel keeps in 32 bits. It may round them up, so half of the range remains.
+MAX_COUNT = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -199,8 +200,11 @@ class DecodePlan:
         return self.num_ctas if self.num_splits else 2 * self.num_ctas
 
 
-def decode_tile(static: DecodeStatic, rows: int, arch: ArchSpec) -> DecodeTile:
-    """The tile for `rows` query rows of a K/V head: tokens times query heads of a group."""
+def decode_tile(static: DecodeStatic, rows: int, num_heads: int, arch: ArchSpec) -> DecodeTile:
+    """The tile for `rows` query rows of a K/V head: tokens times query heads of a group.
+
+    `num_heads`: K/V heads of all sequences.
+    """
     widest = max(static.head_dim, static.width_v)
     head_dim = ceil_div(widest, 64) * 64
     # 32 rows share the loads of K and V; at larger head dims their accumulators would spill.
@@ -213,6 +217,9 @@ def decode_tile(static: DecodeStatic, rows: int, arch: ArchSpec) -> DecodeTile:
     fitting = [tile for tile in tiles if tile.smem_bytes <= arch.smem_per_cta]
     # Half the warps if two stages do not fit.
     tile = (pairs or fitting or [replace(tiles[0], num_warps=NUM_WARPS // 2)])[-1]
+    # Few query tiles of 32 rows: one CTA on an SM, because two would double the number of splits to merge.
+    if tile_m == 32 and fitting and num_heads * ceil_div(rows, tile_m) <= arch.num_sms:
+        tile = fitting[-1]
     # 32 rows with 32 keys per warp would spill.
     if wide.smem_bytes <= arch.smem_per_cta and tile_m == 16:
         tile = wide
@@ -243,7 +250,7 @@ def plan_decode(
     """
     group = heads // heads_kv
     rows = group * (tokens if not static.ragged else ceil_div(tokens, max(batch, 1)))
-    tile = decode_tile(static, rows, arch)
+    tile = decode_tile(static, rows, batch * heads_kv, arch)
     if static.ragged:
         row_tiles = ceil_div(tokens * group, tile.tile_m) + batch
     else:

@@ -121,29 +121,46 @@ class DecodeExplanation:
         first = (self.shape.keys - self.visited_keys) // UNIT_KEYS
         return max(ceil_div(self.shape.keys, UNIT_KEYS) - first, 1)
 
+    @cached_property
+    def division(self) -> tuple[int, int]:
+        """Units of a CTA, and the numbers that a query tile takes, as `KvSplits.divide` computes them."""
+        units, num_ctas = self.units, self.plan.num_ctas
+        per_cta = max(ceil_div(self.num_tiles * units, num_ctas), 1)
+        if self.shape.num_splits is not None:
+            return per_cta, units
+        per_cta = max(per_cta, self.plan.tile.least_keys // UNIT_KEYS)
+        most = per_cta + per_cta // 16 + 2
+        if units < per_cta:
+            whole_tiles = ceil_div(per_cta, units) * units
+            return (whole_tiles if whole_tiles <= most else per_cta), units
+        longest_split = ceil_div(units, units // per_cta)
+        num_splits = ceil_div(units, longest_split)
+        if longest_split <= most and self.num_tiles * num_splits <= num_ctas:
+            return longest_split, num_splits * longest_split
+        return per_cta, units
+
     @property
     def units_per_cta(self) -> int:
-        least = self.plan.tile.least_keys // UNIT_KEYS if self.shape.num_splits is None else 1
-        return max(ceil_div(self.num_tiles * self.units, self.plan.num_ctas), least)
+        return self.division[0]
 
     @property
     def keys_per_cta(self) -> int:
         """The most keys of a CTA."""
         if self.shape.num_splits is not None:
             return self.units_per_cta * ceil_div(ceil_div(self.visited_keys, UNIT_KEYS), self.units) * UNIT_KEYS
-        return self.units_per_cta * UNIT_KEYS
+        return min(self.units_per_cta, self.num_tiles * self.units) * UNIT_KEYS
 
     @property
     def busy_ctas(self) -> int:
         """CTAs that have keys."""
-        return ceil_div(self.num_tiles * self.units, self.units_per_cta)
+        return ceil_div(self.num_tiles * self.division[1], self.units_per_cta)
 
     @cached_property
     def splits(self) -> tuple[int, int]:
         """The fewest and the most CTAs that share the keys of a query tile."""
-        per_cta, units = self.units_per_cta, self.units
-        firsts = (tile * units for tile in range(self.num_tiles))
-        counts = {(first + units - 1) // per_cta - first // per_cta + 1 for first in firsts}
+        per_cta, numbers = self.division
+        firsts = (tile * numbers for tile in range(self.num_tiles))
+        counts = {(first + numbers - 1) // per_cta - first // per_cta + 1 for first in firsts}
         return min(counts), max(counts)
 
     # ---- cost

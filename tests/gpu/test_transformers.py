@@ -133,8 +133,9 @@ def test_generate(name: str, cache: str) -> None:
         steps.append(common_steps(tokens, exact[0]))
         errors.append((logits - exact[1]).abs().amax(-1)[steps[-1]].max())
     assert errors[0] <= 2 * errors[1]
-    # Most steps are compared, and a token differs only if the two best logits are closer than twice the error.
-    assert steps[0].float().mean() >= 0.5
+    # At least half as many steps are compared as with eager attention. A token differs only if the two best logits are
+    # closer than twice the error.
+    assert steps[0].float().mean() >= min(0.5, steps[1].float().mean() / 2)
     best = exact[1].topk(2, -1).values
     is_clear = (best[..., 0] - best[..., 1] > 2 * errors[0]) & steps[0]
     assert is_clear.any() and torch.equal(ours[0][is_clear], exact[0][is_clear])
@@ -143,7 +144,7 @@ def test_generate(name: str, cache: str) -> None:
 CONTINUOUS_BATCHING = f"""
 import cute_flash
 cute_flash.install_as_flash_attn(replace=True, metadata=True)
-import sys, torch
+import inspect, sys, torch
 import flash_attn
 from cute_flash.integrations import flash_attn as adapter
 calls = set()
@@ -165,7 +166,9 @@ model.set_attn_implementation("eager")
 expected = [model.generate(torch.tensor([x]).cuda(), generation_config=config)[0, len(x):].tolist() for x in prompts]
 model.set_attn_implementation("flash_attention_2")
 assert model.config._attn_implementation == "flash_attention_2"
-batching = transformers.ContinuousBatchingConfig(page_size=256, num_blocks=64, max_blocks_per_request=4)
+options = inspect.signature(transformers.ContinuousBatchingConfig).parameters
+page_size = "page_size" if "page_size" in options else "block_size"
+batching = transformers.ContinuousBatchingConfig(**{{page_size: 256}}, num_blocks=64, max_blocks_per_request=4)
 results = model.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=batching)
 equal = [sum(a == b for a, b in zip(x.generated_tokens, y)) for x, y in zip(results.values(), expected)]
 print(calls, equal)

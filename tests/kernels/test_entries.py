@@ -25,7 +25,7 @@ def test_an_entry_is_compiled_for_the_operands_of_its_row_by_name_and_in_order(k
     assert list(inspect.signature(entry).parameters) == ["self", "stream", "operands"]
     if kernel == "decode":
         static = DecodeStatic("bfloat16", 64)
-        fakes = fake_arguments(KERNELS[kernel].operands, static, decode_tile(static, 4, ARCHS["sm_90"]))
+        fakes = fake_arguments(KERNELS[kernel].operands, static, decode_tile(static, 4, 8, ARCHS["sm_90"]))
         assert list(fakes) == ["stream", *KERNELS[kernel].names]
         return
     plan = plan_backward if kernel.startswith("bwd") or kernel.endswith("bwd") else plan_forward

@@ -23,13 +23,14 @@ def pieces_of(one: DecodeExplanation) -> list[list[tuple[int, int]]]:
     first = (one.shape.keys - one.visited_keys) // UNIT_KEYS
     num_units = max(-(-one.shape.keys // UNIT_KEYS) - first, 1)
     per_tile = one.shape.num_splits or num_units
+    per_cta, numbers = one.division
     tiles: list[list[tuple[int, int]]] = [[] for _ in range(one.num_tiles)]
     for cta in range(one.plan.num_ctas):
-        unit, end = cta * one.units_per_cta, (cta + 1) * one.units_per_cta
-        while unit < min(end, one.num_tiles * per_tile):
-            tile = unit // per_tile
-            stop = min(end, (tile + 1) * per_tile)
-            begin, last = unit - tile * per_tile, stop - tile * per_tile
+        unit, end = cta * per_cta, (cta + 1) * per_cta
+        while unit < min(end, one.num_tiles * numbers):
+            tile = unit // numbers
+            stop = min(end, (tile + 1) * numbers)
+            begin, last = unit - tile * numbers, min(stop - tile * numbers, per_tile)
             if one.shape.num_splits:
                 begin, last = begin * num_units // per_tile, last * num_units // per_tile
             tiles[tile].append((cta, (last - begin) * UNIT_KEYS))

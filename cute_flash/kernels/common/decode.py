@@ -28,8 +28,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device import fp8
-from cute_flash.device.kv_cache import CacheHead, WarpLoader, copy_async
-from cute_flash.device.kv_splits import KvSplits, Lengths, Split, TileCtas
+from cute_flash.device.copies import assume_aligned
+from cute_flash.device.kv_cache import CacheHead, WarpLoader, copy_if_less
+from cute_flash.device.kv_splits import Division, KvSplits, Lengths, Split, TileCtas, quotient
 from cute_flash.device.ldmatrix import MmaOperand
 from cute_flash.device.mask import column_offset
 from cute_flash.device.ptx import instruction
@@ -63,6 +64,7 @@ class Params:
     mLSE: cute.Tensor  # (B, H, T)
     splits: KvSplits
     page_table: cute.Tensor | None
+    page_size: cute.FastDivmodDivisorV2 | None
     batch_idx: cute.Tensor | None
     k_new: cute.Tensor | None  # (B, Tn, Hkv, D)
     v_new: cute.Tensor | None
@@ -163,14 +165,13 @@ class WarpState:
 class Loads:
     """The loads of one warp."""
 
-    k: WarpLoader
-    v: WarpLoader
+    loader: WarpLoader
     first_key: Int32  # offset of the warp's keys in a block
     memory: Int32  # address of the warp's stages
 
     def look_up(self, block: Int32) -> cute.Tensor | None:
-        """Start to read the pages of the warp's keys of a block. K and V have the same pages."""
-        return self.k.look_up(block + self.first_key)
+        """Start to read the pages of the warp's keys of a block."""
+        return self.loader.look_up(block + self.first_key)
 
 
 class Decode(Kernel):
@@ -197,10 +198,10 @@ class Decode(Kernel):
             appends=static.appends,
             window_left=args.window_left,
             capacity=capacity,
-            group=heads // heads_kv,
+            group=cute.fast_divmod_create_divisor_v2(heads // heads_kv),
             heads_kv=heads_kv,
             num_splits=args.num_splits,
-            num_ctas=args.num_ctas,
+            num_ctas=cute.fast_divmod_create_divisor_v2(args.num_ctas),
             max_query_tiles=args.arrivals.shape[0],
             tile_m=tile.tile_m,
             least_units=tile.least_keys // UNIT_KEYS,
@@ -217,6 +218,7 @@ class Decode(Kernel):
             mLSE=args.lse,
             splits=splits,
             page_table=args.page_table,
+            page_size=None if args.page_table is None else cute.fast_divmod_create_divisor_v2(args.k_cache.shape[1]),
             batch_idx=args.cache_batch_idx,
             k_new=args.k_new,
             v_new=args.v_new,
@@ -253,18 +255,20 @@ class Decode(Kernel):
     def kernel(self, p: Params):
         cta, _, _ = cute.arch.block_idx()
         storage = SharedStorage.allocate(self.tile, self.dtype, p.mQ.element_type)
+        output = self.output(p)
         if cutlass.const_expr(self.static.overlaps_previous):
             # The kernel starts before the previous one ends (programmatic dependent launch).
+            self.read_params(p, storage)
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        output = self.output(p)
-        per_cta = p.splits.units_per_cta()
+        division = p.splits.divide()
+        per_cta = division.per_cta
         unit, end_unit = cta * per_cta, (cta + 1) * per_cta
         # If the exchange has its own memory, `finish` runs while the next split loads. `is_open`: the previous split is
         # not finished.
         is_open, is_first = cutlass.Boolean(False), cutlass.Boolean(True)
         while is_first or is_open:
-            exists, split = self.begin(p, storage, unit, end_unit)
+            exists, split = self.begin(p, storage, unit, end_unit, division)
             if cutlass.const_expr(self.tile.own_exchange):
                 if is_open:
                     self.finish(p, storage, *storage.recall(), output, cta)
@@ -277,6 +281,17 @@ class Decode(Kernel):
         if cutlass.const_expr(self.static.ragged):
             self.zero_padding(p, cta)
 
+    def read_params(self, p: Params, storage: SharedStorage):
+        """Read kernel parameters, one of each 64 bytes, so that later reads hit the constant cache.
+
+        The store keeps the compiler from removing the reads. The value is not used.
+        """
+        strides = (*p.mQ.stride[:3], *p.mK.stride[:3], *p.mV.stride[:3])
+        word = Int32(p.splits.num_sequences)
+        for value in (p.mQ.iterator.toint(), *strides, p.partial_out.iterator.toint()):
+            word ^= Int32(value)
+        storage.flag[0] = word
+
     @cute.jit
     def zero_padding(self, p: Params, cta: Int32):
         """Set the output of tokens after the last sequence to 0, and their LSE to -inf."""
@@ -286,11 +301,11 @@ class Decode(Kernel):
         zeros = cute.make_rmem_tensor(VECTOR, p.mO.element_type)
         zeros.fill(0.0)
         vectors = self.static.width_v // VECTOR
-        for token in cutlass.range(first + cta, num_tokens, p.splits.num_ctas, unroll=1):
+        for token in cutlass.range(first + cta, num_tokens, p.splits.num_ctas.divisor, unroll=1):
             for index in cutlass.range(thread, heads * vectors, self.tile.num_threads, unroll=1):
                 head, vector = index // vectors, index % vectors
                 row = p.mO[0, token, head, None]
-                target = cute.make_tensor((row.iterator + vector * VECTOR).align(16), cute.make_layout(VECTOR))
+                target = vector_at(row, vector * VECTOR, VECTOR)
                 cute.autovec_copy(zeros, target)
                 if vector == 0:
                     p.mLSE[0, head, token] = -Float32.inf
@@ -305,20 +320,19 @@ class Decode(Kernel):
         return output
 
     @cute.jit
-    def begin(self, p: Params, storage: SharedStorage, unit: Int32, end_unit: Int32):
+    def begin(self, p: Params, storage: SharedStorage, unit: Int32, end_unit: Int32, division: Division):
         """Begin the split at `unit`, if there is one; return whether there is one, and the split."""
-        exists, split = cutlass.Boolean(False), Split.none()
+        exists, split, sequence = cutlass.Boolean(False), Split.none(), Lengths.none()
         if unit < end_unit:
-            exists, split = p.splits.split(unit, end_unit)
+            exists, split, sequence = p.splits.split(unit, end_unit, division)
         if exists:
-            self.start_loads(p, storage, split)
+            self.start_loads(p, storage, split, sequence)
         return exists, split
 
     @cute.jit
-    def start_loads(self, p: Params, storage: SharedStorage, split: Split):
+    def start_loads(self, p: Params, storage: SharedStorage, split: Split, sequence: Lengths):
         """Append new keys and values of a split, and start to load its queries and its first blocks."""
         thread, _, _ = cute.arch.thread_idx()
-        sequence = p.splits.sequence(split.batch)
         # Load the queries first. Loaded after the blocks, they would arrive after them.
         self.load_q(p, storage, split, sequence, thread)
         if cutlass.const_expr(self.static.appends):
@@ -362,7 +376,7 @@ class Decode(Kernel):
         output.reset()
         if not is_whole:
             num_rows, at_once = self.num_rows(p, split, sequence), self.tile.merged_rows
-            num_shares = cutlass.min((num_rows + at_once - 1) // at_once, ctas.num_final)
+            num_shares = cutlass.min(quotient(num_rows + at_once - 1, at_once), ctas.num_final)
             if p.splits.num_splits > 0:
                 # The grid may have more CTAs than the GPU runs at once, so no CTA waits for another.
                 num_shares = Int32(1)
@@ -377,14 +391,17 @@ class Decode(Kernel):
         """(batch, token, head) in q of a row of the split's query tile, and its token within the sequence."""
         index = split.row_tile * self.tile.tile_m + row
         group = p.splits.group
-        token, head = index // group, split.head_kv * group + index % group
+        token, index_in_group = divmod(index, group)
+        head = split.head_kv * group.divisor + index_in_group
         if p.splits.cu_seqlens_q is None:
             return split.batch, token, head, token
         return Int32(0), p.splits.first_token(split.batch) + token, head, token
 
     def num_rows(self, p: Params, split: Split, sequence: Lengths) -> Int32:
         """The number of rows of the split's query tile that exist."""
-        return cutlass.min(sequence.tokens * p.splits.group - split.row_tile * self.tile.tile_m, self.tile.tile_m)
+        return cutlass.min(
+            sequence.tokens * p.splits.group.divisor - split.row_tile * self.tile.tile_m, self.tile.tile_m
+        )
 
     @cute.jit
     def stage_q(self, p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32):
@@ -432,8 +449,9 @@ class Decode(Kernel):
             row, vector = index // vectors, index % vectors
             batch, token, head, _ = self.coord(p, split, cutlass.min(row, num_rows - 1))
             source = p.mQ[batch, token, head, None].iterator.toint() + vector * (2 * VECTOR)
-            exists = row < num_rows and vector * VECTOR < self.static.head_dim
-            copy_async(memory + index * (2 * VECTOR), source, Int32(2 * VECTOR) if exists else Int32(0))
+            # -1 is not less than `num_rows` as an unsigned number.
+            row = cutlass.select_(vector * VECTOR < self.static.head_dim, row, Int32(-1))
+            copy_if_less(memory + index * (2 * VECTOR), source, row, num_rows)
         cute.arch.cp_async_commit_group()
 
     # ---- new keys and values
@@ -539,16 +557,16 @@ class Decode(Kernel):
             # Clamp, so that an invalid index stays within the cache.
             batch = cutlass.min(cutlass.max(p.batch_idx[batch], 0), p.mK.shape[0] - 1)
         first_row = p.splits.first_row(split.batch) if static.varlen_keys else None
-        common = split.head_kv, batch, first_row, p.page_table, static.page_lookup
+        common = split.head_kv, batch, first_row, p.page_table, p.page_size, static.page_lookup
         widths = (p.mK, static.head_dim), (p.mV, static.width_v)
         return tuple(CacheHead(mX, *common, width, static.cache_bytes) for mX, width in widths)
 
     def loads(self, p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32) -> Loads:
         tile, warp = self.tile, cute.arch.make_warp_uniform(thread // 32)
         keys = sequence.first_key, cutlass.min(sequence.key_len, split.end) - 1
-        load_k, load_v = (WarpLoader(cache, tile, thread % 32, *keys) for cache in self.cache_heads(p, split))
+        loader = WarpLoader(self.cache_heads(p, split), tile, thread % 32, *keys)
         memory = Int32(storage.sKV.iterator.toint()) + warp * (tile.stages * 2 * tile.kv_smem.bytes)
-        return Loads(load_k, load_v, warp * tile.tile_n, memory)
+        return Loads(loader, warp * tile.tile_n, memory)
 
     @cute.jit
     def mainloop(self, p: Params, split: Split, state: WarpState, loads: Loads):
@@ -586,8 +604,7 @@ class Decode(Kernel):
         if first_key < split.end:
             key = first_key + loads.first_key
             memory = loads.memory + stage * (2 * self.tile.kv_smem.bytes)
-            loads.k.load(key, memory, pages)
-            loads.v.load(key, memory + self.tile.kv_smem.bytes, pages)
+            loads.loader.load(key, (memory, memory + self.tile.kv_smem.bytes), pages)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -690,9 +707,9 @@ class Decode(Kernel):
         total, part = Float32(0.0), cute.make_rmem_tensor(FLOATS, Float32)
         sums.fill(0.0)
         for w in cutlass.range_constexpr(self.tile.num_warps):
-            factor = rescale(storage.stats[0, row, w], m)
+            factor = cute.math.exp2(storage.stats[0, row, w] - or_zero(m), fastmath=True)
             total += storage.stats[1, row, w] * factor
-            load_vector(storage.exchange[None, row, w], column, part)
+            cute.autovec_copy(vector_at(storage.exchange[None, row, w], column, FLOATS), part)
             sums.store(sums.load() + part.load() * factor)
         return m, total
 
@@ -707,16 +724,14 @@ class Decode(Kernel):
         (first_row, num_rows), (is_whole, slot) = part, target
         vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
         for index in cutlass.range(thread, num_rows * vectors, self.tile.num_threads, unroll=1):
-            row, column = index // vectors, index % vectors * FLOATS
+            row = quotient(index, vectors)
+            column = (index - row * vectors) * FLOATS
             m, total = self.combined(storage, row, column, sums)
             row += first_row
             if is_whole:
                 self.write_row(p, split, (row, column), sums, m, total)
             else:
-                partial = p.partial_out[slot, row, None]
-                cute.autovec_copy(
-                    sums, cute.make_tensor((partial.iterator + column).align(16), cute.make_layout(FLOATS))
-                )
+                cute.autovec_copy(sums, vector_at(p.partial_out[slot, row, None], column, FLOATS))
                 if column == 0:
                     p.partial_stats[slot, row, 0] = m
                     p.partial_stats[slot, row, 1] = total
@@ -740,10 +755,7 @@ class Decode(Kernel):
         if column < self.static.width_v:
             rounded = cute.make_rmem_tensor(FLOATS, p.mO.element_type)
             rounded.store((sums.load() * inverse).to(p.mO.element_type))
-            gO = p.mO[batch, token, head, None]
-            cute.autovec_copy(
-                rounded, cute.make_tensor((gO.iterator + column).align(2 * FLOATS), cute.make_layout(FLOATS))
-            )
+            cute.autovec_copy(rounded, vector_at(p.mO[batch, token, head, None], column, FLOATS))
         if column == 0:
             p.mLSE[batch, head, token] = lse
 
@@ -815,7 +827,7 @@ class Decode(Kernel):
     @property
     def splits_at_once(self) -> int:
         """Splits of a query tile that a thread loads at once. More than 8 would spill with 32 rows."""
-        return 18 if self.tile.tile_m == 16 else 8
+        return 16 if self.tile.tile_m == 16 else 8
 
     @cute.jit
     def merge(
@@ -828,41 +840,47 @@ class Decode(Kernel):
         stats = [cute.make_rmem_tensor(2, Float32) for _ in range(at_once)]
         threads = self.tile.num_threads
         for index in cutlass.range(share * threads + thread, num_rows * vectors, shares * threads, unroll=1):
-            row, column = index // vectors, index % vectors * FLOATS
+            row = quotient(index, vectors)
+            column = (index - row * vectors) * FLOATS
             m, total = -Float32.inf, Float32(0.0)
             sums.fill(0.0)
             for first in cutlass.range(ctas.first, ctas.last + 1, at_once, unroll=1):
                 # Issue all loads before the first use. Indices past the last split load the last split again.
                 for i in cutlass.range_constexpr(at_once):
                     cta = cutlass.min(first + i, ctas.last)
-                    slot = self.slot(p, cta, cta == ctas.first)
-                    load_vector(p.partial_stats[slot, row, None], Int32(0), stats[i])
-                    load_vector(p.partial_out[slot, row, None], column, parts[i])
+                    slot = self.slot(p, cta, first == ctas.first if i == 0 else cutlass.Boolean(False))
+                    load_from(p.partial_stats, slot, 2 * row, stats[i])
+                    load_from(p.partial_out, slot, self.tile.head_dim * row + column, parts[i])
                 largest = m
                 for i in cutlass.range_constexpr(at_once):
+                    # A statistic of -inf excludes a split that was loaded again.
+                    stats[i][0] = cutlass.select_(first + i <= ctas.last, stats[i][0], -Float32.inf)
                     largest = cute.arch.fmax(largest, stats[i][0])
-                factor = rescale(m, largest)
+                factor = cute.math.exp2(m - or_zero(largest), fastmath=True)
                 total = total * factor
                 sums.store(sums.load() * factor)
                 for i in cutlass.range_constexpr(at_once):
-                    if first + i <= ctas.last:
-                        factor = rescale(stats[i][0], largest)
-                        total += stats[i][1] * factor
-                        sums.store(sums.load() + parts[i].load() * factor)
+                    factor = cute.math.exp2(stats[i][0] - or_zero(largest), fastmath=True)
+                    total += stats[i][1] * factor
+                    sums.store(sums.load() + parts[i].load() * factor)
                 m = largest
             self.write_row(p, split, (row, column), sums, m, total)
 
 
-def load_vector(row: cute.Tensor, column: Int32, target: cute.Tensor):
-    """Load consecutive columns of a row in one instruction."""
-    num = cute.size(target)
-    source = (row.iterator + column).align(num * row.element_type.width // 8)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(num)), target)
+def vector_at(row: cute.Tensor, column: Int32, num: int) -> cute.Tensor:
+    """`num` consecutive columns of a row, which one instruction loads or stores."""
+    pointer = assume_aligned(row.iterator + column, num * row.element_type.width // 8)
+    return cute.make_tensor(pointer, cute.make_layout(num))
 
 
-def rescale(part_max: Float32, m: Float32) -> Float32:
-    """exp2(part_max - m); 0 for a part without keys."""
-    is_empty = part_max == -Float32.inf
-    # -inf - -inf would be NaN.
-    difference = cutlass.select_(is_empty, Float32(0.0), part_max - m)
-    return cutlass.select_(is_empty, Float32(0.0), cute.math.exp2(difference, fastmath=True))
+def load_from(partial: cute.Tensor, slot: Int32, offset: Int32, target: cute.Tensor):
+    """Load consecutive floats of a workspace slot, by one multiplication and one load."""
+    num, slot_bytes = cute.size(target), partial.stride[0] * 4
+    address = partial.iterator.toint() + Int64(offset) * 4 + Int64(slot) * slot_bytes
+    pointer = cute.make_ptr(Float32, address, cutlass.AddressSpace.gmem, assumed_align=4 * num)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(num)), target)
+
+
+def or_zero(m: Float32) -> Float32:
+    """m, or 0 if there are no keys (-inf), because -inf - -inf would be NaN."""
+    return cutlass.select_(m == -Float32.inf, Float32(0.0), m)
