@@ -90,7 +90,7 @@ def accuracy_line(data: Path) -> str:
     element = max(worst_of(kernel, "max_abs") for kernel in ACCURACY)
     return (
         f"On the same inputs, errors against fp64 (relative Frobenius norm) are at most {forward:.2f} × those of "
-        f"FlashAttention-3 for the output and {worst['backward sm90']:.2f} × for dq, dk and dv. Those of the sm80 "
+        f"FlashAttention-3 for the output and {worst['backward sm90']:.2f} × for dq, dk and dv. Errors of the sm80 "
         f"kernels are at most {ampere:.2f} × those of FlashAttention-2. The largest error of a single element is at "
         f"most {element:.2f} × the peer's."
     )

@@ -61,7 +61,7 @@ def result_width(dropout_p: Any, return_attn_probs: Any, return_softmax_lse: Any
     if not as_bool("return_softmax_lse", return_softmax_lse):
         if returns_probs and dropout_p:
             raise UnsupportedError(
-                f"return_attn_probs=True with dropout_p={dropout_p}: the dropped weights are not available; "
+                f"return_attn_probs=True with dropout_p={dropout_p}: the dropout mask is not available; "
                 "use return_softmax_lse=True, which returns (out, softmax_lse)"
             )
         return 3 if returns_probs else 1

@@ -179,7 +179,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, return_debug_
 def _states(q: Tensor, args: AttentionArgs, return_debug_mask: bool) -> tuple[Tensor, Tensor, Tensor]:
     """rng_state, unused and an empty debug mask."""
     if return_debug_mask:
-        raise UnsupportedError("return_debug_mask=True: no kernel returns the dropped weights; use False")
+        raise UnsupportedError("return_debug_mask=True: no kernel returns the dropout mask; use False")
     rng_state = draw_seed(q.device) if args.dropout else q.new_empty(2, dtype=torch.uint64)
     return rng_state, q.new_empty((), dtype=torch.uint64), q.new_empty(0)
 
