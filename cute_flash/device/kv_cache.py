@@ -42,8 +42,6 @@ class CacheHead:
         page = Int32(0) if self.first_row is not None else self.batch
         if cutlass.const_expr(self.page_table is not None):
             page = self.page_table[self.batch, key // self.page_size]
-            # Clamp, so that an invalid page stays within the tensor.
-            page = cutlass.min(cutlass.max(page, 0), self.mX.shape[0] - 1)
         return page
 
     @cute.jit
@@ -54,7 +52,12 @@ class CacheHead:
             row = key % self.page_size
         return row
 
+    @cute.jit
     def address_in(self, page: Int32, row: Int32) -> Int64:
+        """The address of a row of a page."""
+        if cutlass.const_expr(self.page_table is not None):
+            # Clamp, so that an invalid page stays within the tensor.
+            page = cutlass.min(cutlass.max(page, 0), self.mX.shape[0] - 1)
         page_stride, row_stride, head_stride, _ = self.mX.stride
         offset = Int64(page) * page_stride + Int64(row) * row_stride + Int64(self.head_kv) * head_stride
         return self.mX.iterator.toint() + offset * self.element_bytes

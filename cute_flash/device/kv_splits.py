@@ -5,8 +5,8 @@ each, or `num_splits` equal parts if the caller fixes their number. The units of
 consecutively, and each CTA computes an equal interval of them. A CTA's part of one query tile is a *split*. Lengths are
 read on the device, so the host neither synchronizes nor plans again when they change.
 
-A CTA with splits of two query tiles ends later than others, and delays the merges of both. Intervals are therefore up
-to 1/16 longer if each CTA then has a split of one query tile, or whole query tiles (`KvSplits.aligned`).
+A CTA with splits of two query tiles ends later than others, and delays the merges of both. Intervals are therefore
+slightly longer if each CTA then has a split of one query tile, or whole query tiles (`KvSplits.aligned`).
 
 Every warp of a CTA computes the same values, without shared memory: a lane reads the length of one sequence, and a
 prefix sum over the lanes finds the sequence of a unit.
@@ -109,8 +109,7 @@ class KvSplits:
             first = self.first_row(batch)
             length = cutlass.max(cutlass.min(self.cu_seqlens_k[batch + 1], self.capacity) - first, 0)
         if self.cache_seqlens is not None:
-            # `sequence` clamps the length to the capacity.
-            used = cutlass.max(self.cache_seqlens[batch], 0)
+            used = cutlass.min(cutlass.max(self.cache_seqlens[batch], 0), self.capacity)
             length = used if self.cu_seqlens_k is None else cutlass.min(used, length)
         return length
 
@@ -132,7 +131,7 @@ class KvSplits:
         if cutlass.const_expr(self.window_left is not None):
             first_key = cutlass.max(key_len - tokens - self.window_left, 0)
         if cutlass.const_expr(self.leftpad is not None):
-            first_key = cutlass.max(first_key, cutlass.max(self.leftpad[batch], 0))
+            first_key = cutlass.max(first_key, cutlass.min(self.leftpad[batch], self.capacity))
         return Lengths(key_len, tokens, first_key)
 
     def first_unit(self, sequence: Lengths) -> Int32:
