@@ -178,6 +178,9 @@ assert 2 * sum(equal) >= sum(len(x) for x in expected)
 """
 
 
-@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="continuous batching is tested on transformers 5")
+@pytest.mark.skipif(
+    not hasattr(getattr(transformers, "ContinuousBatchingConfig", None), "max_blocks_per_request"),
+    reason="continuous batching of this transformers has no block tables",
+)
 def test_continuous_batching() -> None:
     subprocess.run([sys.executable, "-c", CONTINUOUS_BATCHING], check=True, cwd=ROOT, timeout=300)
