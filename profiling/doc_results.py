@@ -1,4 +1,4 @@
-"""Tables of the documents from single runs: accuracy, fp32, decoding, grouped heads, user mods and host time."""
+"""Tables of the documents from single runs: accuracy, fp32, decoding, training, grouped heads, mods and host time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from profiling import decode, fp32
+from profiling import decode, fp32, training
 from profiling.figures import BACKWARD, BACKWARD_SM80, FORWARD, FORWARD_SM80
 from profiling.record import Run, load
 from profiling.report import NORMS, geometric_mean
@@ -21,6 +21,7 @@ HOST = "results/h200/2026-11-16-host.json"
 FP32 = "results/h200/2026-11-16-fp32.json"
 DECODE = "results/h200/2026-11-16-decode.json"
 START = "results/h200/2026-11-15-host.json"
+TRAINING = "results/h200/2026-11-16-training.json"
 # Kernel -> the result file, the distribution of the inputs, the peer, and the peer's name in the text.
 ACCURACY = {
     "forward sm90": (FORWARD, "normal", "fa3", "FlashAttention-3"),
@@ -191,6 +192,17 @@ def decode_line(data: Path) -> str:
         f"{geometric_mean(every):.2f} × for all cells ({min(every):.2f} or more). The host time of a warm call is "
         f"{host:.1f} µs. Commit `{record['machine']['git_commit'][:7]}` ([data]({DECODE}))."
     )
+
+
+def training_steps(data: Path) -> Table:
+    """Training steps: tokens per second through each integration and through other libraries."""
+    return training.table(json.loads((data / TRAINING).read_text(encoding="utf-8")))
+
+
+def training_line(data: Path) -> str:
+    """Training steps: the integrations over the fastest other library, in two sentences."""
+    record = json.loads((data / TRAINING).read_text(encoding="utf-8"))
+    return f"{training.summary(record)} Commit `{record['machine']['git_commit'][:7]}` ([data]({TRAINING}))."
 
 
 def gqa(data: Path) -> Table:

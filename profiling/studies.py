@@ -1,12 +1,14 @@
-"""The commands `standard` and `numerics` of `python -m profiling`."""
+"""The commands `standard`, `numerics` and `training` of `python -m profiling`."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,14 @@ from profiling import (
     standard_bytes,
     standard_case,
     standard_report,
+    training,
 )
 from profiling.arguments import at_least_one, int_list, name_list, num_cores
 from profiling.ncu_metrics import parse_raw
 from profiling.record import write_json
 from profiling.suites import MASKS
 from profiling.terminal import Table, markdown, print_lines, show
+from profiling.timing import EventTimer
 
 SCHEMA = 1
 OK, FAILED = 0, 1
@@ -41,7 +45,7 @@ Add = Callable[..., argparse.ArgumentParser]
 
 
 def add_commands(add: Add) -> None:
-    """Add the parsers of both commands."""
+    """Add the parsers of the commands."""
     parser = add(
         "standard",
         "measure standard (unfused) attention beside cute_flash: time, memory and HBM bytes",
@@ -58,6 +62,14 @@ def add_commands(add: Add) -> None:
         "--gpu --dry-run  # small shapes on the CPU",
     )
     _add_numerics(parser)
+    parser = add(
+        "training",
+        "measure training steps of a Llama through each integration and other libraries; about "
+        f"{training.EXPECTED_SECONDS} s on an H200",
+        "--out training.json",
+        "--dry-run  # a small model on the CPU",
+    )
+    _add_training(parser)
 
 
 def _add_standard(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +94,16 @@ def _add_numerics(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit-s", type=float, default=50.0, help="seconds of the GPU part (default: %(default)s)")
     parser.add_argument("--jobs", type=at_least_one, default=num_cores(), metavar="N", help="compiling processes")
     _add_output(parser, "numerics")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    add, defaults = parser.add_argument, training.Settings()
+    lengths = ",".join(map(str, defaults.lengths))
+    add("--lengths", type=int_list, default=defaults.lengths, metavar="LIST", help=f"default: {lengths}")
+    add("--rounds", type=at_least_one, default=defaults.rounds, metavar="N", help="default: %(default)s")
+    add("--ms", type=float, default=defaults.ms, help="back-to-back steps in a round, in ms (default: %(default)s)")
+    add("--jobs", type=at_least_one, default=num_cores(), metavar="N", help="compiling processes (default: cores)")
+    _add_output(parser, "training")
 
 
 def _add_output(parser: argparse.ArgumentParser, name: str) -> None:
@@ -260,4 +282,46 @@ def _numerics_gpu(args: argparse.Namespace) -> int:
     return FAILED if record["left_out"] else OK
 
 
-COMMANDS = {"standard": run_standard, "numerics": run_numerics}
+# ---- training
+
+
+class HostTimer(EventTimer):
+    """Wall time, for a dry run."""
+
+    def milliseconds(self, run: Callable[[], None]) -> float:
+        begin = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - begin)
+
+    def synchronize(self) -> None:
+        pass
+
+
+def run_training(args: argparse.Namespace) -> int:
+    facts = machine.facts()
+    if not args.dry_run:
+        _need_gpu()
+    values = {name: getattr(args, name) for name in ("lengths", "rounds", "ms")}
+    settings = training.SMALL if args.dry_run else training.Settings(**values)
+    path = args.out or (None if args.dry_run else default_path("training", facts))
+    others: dict[str, Any] = training.ON_CPU if args.dry_run else {"compile": partial(precompile_keys, jobs=args.jobs)}
+    num_sides = len(others.get("sides", training.SIDES))
+    with steps("training steps", num_sides * len(settings.lengths)) as done:
+        tools = training.Tools(
+            timer=HostTimer() if args.dry_run else EventTimer(),
+            device=torch.device("cpu" if args.dry_run else "cuda"),
+            facts=lambda: facts,
+            card_state=machine.card_state,
+            progress=done,
+            save=partial(write_json, path=path) if path else lambda record: None,
+            **others,
+        )
+        record = training.run_training(settings, tools)
+    tables, notes = [training.table(record)], [training.summary(record), *training.failures(record)]
+    show(tables)
+    print("\n".join(notes))
+    _write(path, record, tables, notes)
+    return FAILED if training.has_failed(record) else OK
+
+
+COMMANDS = {"standard": run_standard, "numerics": run_numerics, "training": run_training}

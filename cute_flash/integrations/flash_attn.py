@@ -175,6 +175,8 @@ def flash_attn_with_kvcache(
     Returns `out`, or (out, softmax_lse) with `return_softmax_lse`. `max_seqlen_q` has no effect. Each call
     copies a cache whose head dim is not a multiple of 8.
     """
+    if others.get("rotary_seqlens") is cache_seqlens:
+        others.pop("rotary_seqlens", None)
     args.check_off("flash_attn_with_kvcache", others)
     table = args.one_of(block_table=block_table, page_table=page_table)
     args.check_qkv(q, k_cache, v_cache, 4 if cu_seqlens_q is None else 3, 4, ("k_cache", "v_cache"))

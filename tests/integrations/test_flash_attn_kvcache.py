@@ -172,7 +172,7 @@ def test_one_length_for_all_sequences() -> None:
         ({"cu_seqlens_k_new": LENGTHS}, "cu_seqlens_k_new"),
         ({"k_descale": torch.ones(2)}, "k_descale with a cache of torch.float32"),
         ({"qv": torch.ones(1)}, "^qv=a tensor in flash_attn_with_kvcache"),
-        ({"rotary_seqlens": LENGTHS}, "^rotary_seqlens="),
+        ({"rotary_seqlens": LENGTHS.clone()}, "^rotary_seqlens="),
         ({"scheduler_metadata": LENGTHS}, "^scheduler_metadata="),
         ({"attention_chunk": 16}, "^attention_chunk=16"),
         ({"sm_margin": 4}, "^sm_margin=4"),
@@ -193,6 +193,12 @@ def test_refusals(keywords: dict[str, Any], message: str) -> None:
     arguments = {"cache_seqlens": LENGTHS, **keywords}
     with pytest.raises(ValueError, match=message):
         flash_attn_with_kvcache(normal(3, 1, 4, 24, seed=0), *caches(), **arguments)
+
+
+def test_rotary_seqlens_may_be_cache_seqlens() -> None:
+    q = normal(3, 1, 4, 24, seed=0)
+    expected = flash_attn_with_kvcache(q, *caches(), cache_seqlens=LENGTHS)
+    assert torch.equal(flash_attn_with_kvcache(q, *caches(), cache_seqlens=LENGTHS, rotary_seqlens=LENGTHS), expected)
 
 
 def test_a_scale_for_each_sequence_is_refused() -> None:
