@@ -5,6 +5,9 @@ each, or `num_splits` equal parts if the caller fixes their number. The units of
 consecutively, and each CTA computes an equal interval of them. A CTA's part of one query tile is a *split*. Lengths are
 read on the device, so the host neither synchronizes nor plans again when they change.
 
+If `heads_at_once` is the number of K/V heads, only the units of one head are numbered, and each interval has one CTA for
+each head.
+
 A CTA with splits of two query tiles ends later than others, and delays the merges of both. Intervals are therefore
 slightly longer if each CTA then has a split of one query tile, or whole query tiles (`KvSplits.aligned`).
 
@@ -47,6 +50,8 @@ class Split:
 class Division:
     """How the numbered units are divided among the CTAs."""
 
+    head: Int32  # of the `heads_at_once` heads
+    interval: Int32  # the index of this CTA's interval
     per_cta: Int32  # units of a CTA
     # A query tile takes a multiple of this many numbers. 1: as many as it has units. `per_cta`: no CTA has units of two
     # query tiles; the last numbers of a query tile have no units.
@@ -91,9 +96,10 @@ class KvSplits:
     window_left: Int32 | None
     capacity: Int32  # keys that fit into the cache of a sequence
     group: cute.FastDivmodDivisorV2  # query heads of a K/V head
-    heads_kv: Int32
+    heads_at_once: Int32  # K/V heads whose CTAs have the same intervals
+    head_groups: Int32  # K/V heads divided by `heads_at_once`
     num_splits: Int32  # 0: units have `UNIT_KEYS` keys
-    num_ctas: cute.FastDivmodDivisorV2
+    num_intervals: cute.FastDivmodDivisorV2  # CTAs divided by `heads_at_once`
     max_query_tiles: Int32  # the number of counters in the workspace
     tile_m: cutlass.Constexpr
     least_units: cutlass.Constexpr  # the fewest units of a CTA, so that all its warps have keys
@@ -155,15 +161,17 @@ class KvSplits:
         tiles, units = Int32(0), Int32(0)
         if batch < self.num_sequences:
             sequence = self.sequence(batch)
-            tiles = self.row_tiles(sequence) * self.heads_kv
+            tiles = self.row_tiles(sequence) * self.head_groups
             units = self.num_splits
             if units == 0:
                 units = self.num_units(sequence)
         return tiles, units
 
     @cute.jit
-    def divide(self) -> Division:
+    def divide(self, cta: Int32) -> Division:
         """Divide the units of all query tiles equally among the CTAs, with at least `least_units` for each."""
+        # CTAs of one head have consecutive indices: `Decode.arrive` relies on it.
+        head, interval = divmod(cta, self.num_intervals)
         lane = cute.arch.lane_idx()
         first_counts = self.tile_counts(lane)
         tiles, largest = first_counts
@@ -176,13 +184,15 @@ class KvSplits:
             if more_tiles > 0:
                 smallest, largest = cutlass.min(smallest, units), cutlass.max(largest, units)
         total = cute.arch.warp_redux_sync(total, "add")
-        per_cta, multiple = (total + self.num_ctas.divisor - 1) // self.num_ctas, Int32(1)
+        per_cta, multiple = (total + self.num_intervals.divisor - 1) // self.num_intervals, Int32(1)
         if self.num_splits == 0:
             per_cta = cutlass.max(per_cta, self.least_units)
             num_splits = quotient(largest, per_cta)
             if cute.arch.vote_any_sync(num_splits * per_cta != largest):
                 per_cta, multiple = self.aligned(per_cta, num_splits, (tiles, smallest, largest))
-        return Division(cutlass.max(per_cta, 1), multiple, first_counts)
+        return Division(
+            head=head, interval=interval, per_cta=cutlass.max(per_cta, 1), multiple=multiple, first_counts=first_counts
+        )
 
     @cute.jit
     def aligned(self, per_cta: Int32, num_splits: Int32, counts: tuple) -> tuple[Int32, Int32]:
@@ -206,16 +216,17 @@ class KvSplits:
             num_splits = cutlass.max(num_splits, 1)
             longest_split = cute.arch.warp_redux_sync(quotient(largest + num_splits - 1, num_splits), "max")
             longest_split = cutlass.max(longest_split, per_cta)
-            num_ctas = tiles * quotient(largest + longest_split - 1, longest_split)
-            if longest_split <= most and cute.arch.warp_redux_sync(num_ctas, "add") <= self.num_ctas.divisor:
+            num_splits = cute.arch.warp_redux_sync(tiles * quotient(largest + longest_split - 1, longest_split), "add")
+            if longest_split <= most and num_splits <= self.num_intervals.divisor:
                 per_cta, multiple = longest_split, longest_split
         return per_cta, multiple
 
-    def ctas(self, split: Split, per_cta: Int32) -> TileCtas:
-        """The CTAs that compute splits of the query tile of a split. `per_cta`: units of a CTA."""
+    def ctas(self, split: Split, division: Division) -> TileCtas:
+        """The CTAs that compute splits of the query tile of a split."""
+        per_cta, base = division.per_cta, division.head * self.num_intervals.divisor
         first, last = quotient(split.tile_unit, per_cta), quotient(split.tile_end - 1, per_cta)
         continues = cutlass.select_(split.tile_end < (last + 1) * per_cta, Int32(1), Int32(0))
-        return TileCtas(first, last, last - first + 1 - continues)
+        return TileCtas(base + first, base + last, last - first + 1 - continues)
 
     @cute.jit
     def split(self, unit: Int32, end_unit: Int32, division: Division) -> tuple[cutlass.Boolean, Split, Lengths]:
@@ -269,9 +280,9 @@ class KvSplits:
         first_unit = self.first_unit(sequence)
         split = Split(
             batch=batch,
-            head_kv=head_kv,
+            head_kv=head_kv + division.head,
             row_tile=row_tile,
-            query_tile=tiles_before + index,
+            query_tile=(tiles_before + index) * self.heads_at_once + division.head,
             begin=(first_unit + begin) * UNIT_KEYS,
             end=(first_unit + end) * UNIT_KEYS,
             next_unit=next_unit,

@@ -184,6 +184,9 @@ class DecodePlan:
     key: CompileKey
     tile: DecodeTile
     num_ctas: int
+    # K/V heads of a sequence that CTAs compute at the same time: all, because rows of the heads are neighbours in
+    # memory, and then HBM is faster; or 1, which leaves no CTA idle.
+    heads_at_once: int
     num_query_tiles: int  # an upper bound of the number of (sequence, K/V head, row tile)
     num_splits: int | None
 
@@ -257,13 +260,23 @@ def plan_decode(
         row_tiles = batch * ceil_div(tokens * group, tile.tile_m)
     num_query_tiles = row_tiles * heads_kv
     num_ctas = arch.num_sms * max(1, min(tile.ctas_per_sm(arch), 4))
+    heads_at_once = 1
+    if num_splits is None and num_ctas % heads_kv <= num_ctas // 16:
+        heads_at_once, num_ctas = heads_kv, num_ctas // heads_kv * heads_kv
     if num_splits is not None:
         if num_splits > MAX_SPLITS:
             raise UnsupportedError(f"num_splits={num_splits} on cuda: at most {MAX_SPLITS}")
         # One unit for each CTA.
         num_ctas = num_query_tiles * num_splits
     key = CompileKey.of("decode", static, tile, arch.name)
-    plan = DecodePlan(key=key, tile=tile, num_ctas=num_ctas, num_query_tiles=num_query_tiles, num_splits=num_splits)
+    plan = DecodePlan(
+        key=key,
+        tile=tile,
+        num_ctas=num_ctas,
+        heads_at_once=heads_at_once,
+        num_query_tiles=num_query_tiles,
+        num_splits=num_splits,
+    )
     units = num_query_tiles * (num_splits or ceil_div(capacity, UNIT_KEYS))
     # The kernel counts keys, units and elements of the workspace in 32 bits.
     elements = plan.num_slots * tile.tile_m * tile.head_dim

@@ -119,7 +119,7 @@ _DECODE = (
     Operand("partial_stats", "partial_stats", ("slots",)),
     Operand("arrivals", "compact i32", ("query tiles",)),
     *_scalars("f32", "scale", "softcap"),
-    *_scalars("i32", "window_left", "window_right", "num_splits", "num_ctas"),
+    *_scalars("i32", "window_left", "window_right", "num_splits", "num_ctas", "heads_at_once"),
 )
 
 KERNELS = {

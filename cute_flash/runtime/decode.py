@@ -184,7 +184,10 @@ def _launch(
 
 def _template(plan: DecodePlan, scalars: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
     """The arguments of the kernel, with numbers filled in and None for tensors, and the position of each operand."""
-    values = [{"num_ctas": plan.num_ctas, **scalars}.get(name) for name in plan.key.operands]
+    values = [
+        {"num_ctas": plan.num_ctas, "heads_at_once": plan.heads_at_once, **scalars}.get(name)
+        for name in plan.key.operands
+    ]
     at = {name: i for i, name in enumerate(plan.key.operands)} | {"alibi": plan.key.operands.index("alibi_slopes")}
     return values, at
 

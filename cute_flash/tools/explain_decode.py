@@ -121,11 +121,16 @@ class DecodeExplanation:
         first = (self.shape.keys - self.visited_keys) // UNIT_KEYS
         return max(ceil_div(self.shape.keys, UNIT_KEYS) - first, 1)
 
+    @property
+    def tiles_at_once(self) -> int:
+        """Query tiles that are numbered: those of all heads, or of one if all heads have the same intervals."""
+        return self.num_tiles // self.plan.heads_at_once
+
     @cached_property
     def division(self) -> tuple[int, int]:
         """Units of a CTA, and the numbers that a query tile takes, as `KvSplits.divide` computes them."""
-        units, num_ctas = self.units, self.plan.num_ctas
-        per_cta = max(ceil_div(self.num_tiles * units, num_ctas), 1)
+        units, num_tiles, num_intervals = self.units, self.tiles_at_once, self.plan.num_ctas // self.plan.heads_at_once
+        per_cta = max(ceil_div(num_tiles * units, num_intervals), 1)
         if self.shape.num_splits is not None:
             return per_cta, units
         per_cta = max(per_cta, self.plan.tile.least_keys // UNIT_KEYS)
@@ -135,7 +140,7 @@ class DecodeExplanation:
             return (whole_tiles if whole_tiles <= most else per_cta), units
         longest_split = ceil_div(units, units // per_cta)
         num_splits = ceil_div(units, longest_split)
-        if longest_split <= most and self.num_tiles * num_splits <= num_ctas:
+        if longest_split <= most and num_tiles * num_splits <= num_intervals:
             return longest_split, num_splits * longest_split
         return per_cta, units
 
@@ -148,18 +153,18 @@ class DecodeExplanation:
         """The most keys of a CTA."""
         if self.shape.num_splits is not None:
             return self.units_per_cta * ceil_div(ceil_div(self.visited_keys, UNIT_KEYS), self.units) * UNIT_KEYS
-        return min(self.units_per_cta, self.num_tiles * self.units) * UNIT_KEYS
+        return min(self.units_per_cta, self.tiles_at_once * self.units) * UNIT_KEYS
 
     @property
     def busy_ctas(self) -> int:
         """CTAs that have keys."""
-        return ceil_div(self.num_tiles * self.division[1], self.units_per_cta)
+        return ceil_div(self.tiles_at_once * self.division[1], self.units_per_cta) * self.plan.heads_at_once
 
     @cached_property
     def splits(self) -> tuple[int, int]:
         """The fewest and the most CTAs that share the keys of a query tile."""
         per_cta, numbers = self.division
-        firsts = (tile * numbers for tile in range(self.num_tiles))
+        firsts = (tile * numbers for tile in range(self.tiles_at_once))
         counts = {(first + numbers - 1) // per_cta - first // per_cta + 1 for first in firsts}
         return min(counts), max(counts)
 

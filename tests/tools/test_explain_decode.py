@@ -25,15 +25,17 @@ def pieces_of(one: DecodeExplanation) -> list[list[tuple[int, int]]]:
     per_tile = one.shape.num_splits or num_units
     per_cta, numbers = one.division
     tiles: list[list[tuple[int, int]]] = [[] for _ in range(one.num_tiles)]
+    num_heads = one.plan.heads_at_once
     for cta in range(one.plan.num_ctas):
-        unit, end = cta * per_cta, (cta + 1) * per_cta
-        while unit < min(end, one.num_tiles * numbers):
+        head, interval = divmod(cta, one.plan.num_ctas // num_heads)
+        unit, end = interval * per_cta, (interval + 1) * per_cta
+        while unit < min(end, one.num_tiles // num_heads * numbers):
             tile = unit // numbers
             stop = min(end, (tile + 1) * numbers)
             begin, last = unit - tile * numbers, min(stop - tile * numbers, per_tile)
             if one.shape.num_splits:
                 begin, last = begin * num_units // per_tile, last * num_units // per_tile
-            tiles[tile].append((cta, (last - begin) * UNIT_KEYS))
+            tiles[tile * num_heads + head].append((cta, (last - begin) * UNIT_KEYS))
             unit = stop
     return tiles
 

@@ -199,9 +199,10 @@ class Decode(Kernel):
             window_left=args.window_left,
             capacity=capacity,
             group=cute.fast_divmod_create_divisor_v2(heads // heads_kv),
-            heads_kv=heads_kv,
+            heads_at_once=args.heads_at_once,
+            head_groups=heads_kv // args.heads_at_once,
             num_splits=args.num_splits,
-            num_ctas=cute.fast_divmod_create_divisor_v2(args.num_ctas),
+            num_intervals=cute.fast_divmod_create_divisor_v2(args.num_ctas // args.heads_at_once),
             max_query_tiles=args.arrivals.shape[0],
             tile_m=tile.tile_m,
             least_units=tile.least_keys // UNIT_KEYS,
@@ -261,9 +262,9 @@ class Decode(Kernel):
             self.read_params(p, storage)
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        division = p.splits.divide()
-        per_cta = division.per_cta
-        unit, end_unit = cta * per_cta, (cta + 1) * per_cta
+        division = p.splits.divide(cta)
+        unit = division.interval * division.per_cta
+        end_unit = unit + division.per_cta
         # If the exchange has its own memory, `finish` runs while the next split loads. `is_open`: the previous split is
         # not finished.
         is_open, is_first = cutlass.Boolean(False), cutlass.Boolean(True)
@@ -273,7 +274,7 @@ class Decode(Kernel):
                 if is_open:
                     self.finish(p, storage, *storage.recall(), output, cta)
             if exists:
-                self.attend(p, storage, split, per_cta, output)
+                self.attend(p, storage, split, division, output)
                 unit = storage.next_unit()
                 if cutlass.const_expr(not self.tile.own_exchange):
                     self.finish(p, storage, *storage.recall(), output, cta)
@@ -298,10 +299,11 @@ class Decode(Kernel):
         thread, _, _ = cute.arch.thread_idx()
         _, num_tokens, heads, _ = p.mO.shape
         first = p.splits.first_token(p.splits.num_sequences)
+        num_ctas, _, _ = cute.arch.grid_dim()
         zeros = cute.make_rmem_tensor(VECTOR, p.mO.element_type)
         zeros.fill(0.0)
         vectors = self.static.width_v // VECTOR
-        for token in cutlass.range(first + cta, num_tokens, p.splits.num_ctas.divisor, unroll=1):
+        for token in cutlass.range(first + cta, num_tokens, num_ctas, unroll=1):
             for index in cutlass.range(thread, heads * vectors, self.tile.num_threads, unroll=1):
                 head, vector = index // vectors, index % vectors
                 row = p.mO[0, token, head, None]
@@ -346,12 +348,12 @@ class Decode(Kernel):
             self.load_block(loads, split, blocks[i], Int32(i), pages[i])
 
     @cute.jit
-    def attend(self, p: Params, storage: SharedStorage, split: Split, per_cta: Int32, output: "Output"):
+    def attend(self, p: Params, storage: SharedStorage, split: Split, division: Division, output: "Output"):
         """Compute the output of each warp over its keys of the split."""
         thread, _, _ = cute.arch.thread_idx()
         sequence = p.splits.sequence(split.batch)
         if thread == 0:
-            storage.remember(split, p.splits.ctas(split, per_cta))
+            storage.remember(split, p.splits.ctas(split, division))
         self.stage_q(p, storage, split, sequence, thread)
         state = self.warp_state(p, storage, split, sequence, output, thread)
         self.mainloop(p, split, state, self.loads(p, storage, split, sequence, thread))
