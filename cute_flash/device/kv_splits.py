@@ -5,8 +5,8 @@ each, or `num_splits` equal parts if the caller fixes their number. The units of
 consecutively, and each CTA computes an equal interval of them. A CTA's part of one query tile is a *split*. Lengths are
 read on the device, so the host neither synchronizes nor plans again when they change.
 
-If `heads_at_once` is the number of K/V heads, only the units of one head are numbered, and each interval has one CTA for
-each head.
+If `heads_at_once` is the number of K/V heads, only the units of one head are numbered, and each interval has one CTA
+for each head.
 
 A CTA with splits of two query tiles ends later than others, and delays the merges of both. Intervals are therefore
 slightly longer if each CTA then has a split of one query tile, or whole query tiles (`KvSplits.aligned`).
