@@ -21,7 +21,8 @@ complete at equal intervals, so that the additions to global memory keep up.
 | warpgroup | warps | role                                                           |
 |-----------|-------|----------------------------------------------------------------|
 | 0         | 0     | load K, V, Q, dO, LSE and D by TMA                             |
-| 0         | 1, 2  | add one warpgroup's dQ to global memory by bulk reductions     |
+| 0         | 1, 2  | add one warpgroup's dQ to global memory by bulk reductions, if |
+|           |       | deterministic in the order of a semaphore                      |
 | 1, 2      | all   | MMA: half of the keys, half of the columns of the gradients    |
 
 | shared memory | elements                    | lifetime                                    |
@@ -31,8 +32,12 @@ complete at equal intervals, so that the additions to global memory keep up.
 | sdO           | tile_m x tile_d             | dV0 to dV1                                  |
 | sP            | tile_n x tile_m             | exponentials to dV1                         |
 | sdS           | tile_n x tile_m             | dS to dQ1                                   |
-| sdQ           | 7/8 of half of dQ, fp32     | a half at a time; see `stage_dq`            |
+| sdQ           | half of dQ or 7/8 of it     | a half at a time; see `stage_dq`            |
 | sLSE, sD      | stages x tile_m, fp32       | one m_block                                 |
+
+There are two tiles (`planning.tiles.bwd_sm90`). Plain calls have as many keys as registers and shared memory allow.
+Fewer keys leave registers for score features and for the lengths of varlen sequences, and shared memory for all of dQ,
+so that adder warps do all additions and a semaphore can order them.
 """
 
 from dataclasses import dataclass, replace
