@@ -150,4 +150,4 @@ def test_count_of_kernels_stays_small():
     from tests.gpu import families
 
     wanted = set(made.keys(detect(0), families.runnable(), 300))
-    assert len([key for key in wanted if "process" not in key.kernel]) <= 220
+    assert len([key for key in wanted if "process" not in key.kernel]) <= 320
