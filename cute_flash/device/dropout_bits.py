@@ -1,4 +1,7 @@
-"""Dropout in the backward: one keep bit per score of a block of keys by queries, used for dV and for dP.
+"""Dropout in the backward: one keep bit per score of a block, used for dV and for dP.
+
+`DropoutBits` is for blocks of keys by queries, `RowDropoutBits` for blocks of queries by keys, whose threads hold whole
+words of a call.
 
 One Philox call serves the scores {i, i + 8, i + 16, i + 24} x {j, j + 1, j + 8, j + 9}, queries by keys
 (`spec.dropout`). In the backward rows are keys. A thread holds queries i and i + 1, and the queries 8, 16 and 24 after
@@ -34,8 +37,30 @@ OF_EVEN_KEY, OF_ODD_KEY = 0x5410, 0x3276
 OF_LOW_BYTES, OF_HIGH_BYTES = 0xAA88, 0xBB99
 
 
+class KeepBits:
+    """Words of keep bits. In each word, the low half is for even columns and the high half for odd ones."""
+
+    words: cute.Tensor  # Int32
+
+    def bit_position(self, r: int, c: int) -> tuple[int, int]:
+        """(word, bit) of an element. `bit` is the position in the half of the word that the parity of c selects."""
+        raise NotImplementedError
+
+    def select(self, x: Float32, r: int, c: int) -> Float32:
+        """x, or 0 if dropout drops it."""
+        word, bit = self.bit_position(r, c)
+        is_set = (Uint32(self.words[word]) & Uint32(1 << bit + 16 * (c % 2))) != 0
+        return cutlass.select_(is_set, x, Float32(0.0))
+
+    def pair_mask(self, r: int, c: int) -> Int32:
+        """An AND mask for the packed 16-bit elements c and c + 1, c even: 0 where dropout drops the element."""
+        word, bit = self.bit_position(r, c)
+        # Shift both bits to the sign positions of their bytes.
+        return spread_signs(self.words[word] << 7 - bit % 8, OF_LOW_BYTES if bit < 8 else OF_HIGH_BYTES)
+
+
 @dataclass(frozen=True)
-class DropoutBits:
+class DropoutBits(KeepBits):
     """The keep bits of this thread's accumulator elements.
 
     In each word, the low half is for even queries and the high half for odd ones.
@@ -111,19 +136,34 @@ class DropoutBits:
         return cute.arch.shuffle_sync_bfly(own, offset=NEIGHBOUR)
 
     def bit_position(self, r: int, c: int) -> tuple[int, int]:
-        """(word, bit) of an element. `bit` is the position in the half of the word that the parity of c selects."""
         queries = 2 * self.halves  # of the same parity in a step
         step = r // 2 * self.steps_of_row + c // 2 // queries
         return step // self.steps, self.step_bits * (step % self.steps) + 2 * (c // 2 % queries) + r % 2
 
-    def select(self, x: Float32, r: int, c: int) -> Float32:
-        """x, or 0 if dropout drops it."""
-        word, bit = self.bit_position(r, c)
-        is_set = (Uint32(self.words[word]) & Uint32(1 << bit + 16 * (c % 2))) != 0
-        return cutlass.select_(is_set, x, Float32(0.0))
 
-    def pair_mask(self, r: int, c: int) -> Int32:
-        """An AND mask for the packed 16-bit elements c and c + 1, c even: 0 where dropout drops the element."""
-        word, bit = self.bit_position(r, c)
-        # Shift both bits to the sign positions of their bytes.
-        return spread_signs(self.words[word] << 7 - bit % 8, OF_LOW_BYTES if bit < 8 else OF_HIGH_BYTES)
+@dataclass(frozen=True)
+class RowDropoutBits(KeepBits):
+    """The keep bits of this thread's accumulator elements, if rows are queries.
+
+    A call serves two rows of the thread, 8 apart, and two pairs of keys. The tile begins at a multiple of 16 keys.
+    """
+
+    words: cute.Tensor  # Int32: 4 bits of each half for every 16 keys
+
+    @staticmethod
+    def compute(dropout: Dropout, position: TilePosition) -> "RowDropoutBits":
+        rows, columns = (cute.size(as_mn(position.tScS), mode=[i]) for i in range(2))
+        assert rows == 2 and columns in (HALF_COLUMNS, 2 * HALF_COLUMNS)
+        query, factor = query_index(position.row(0)), half_factor(position.row(0))
+        first, word = key_index(position.column(0)), Int32(0)
+        for k in range(columns // HALF_COLUMNS):
+            call = dropout.words(position.batch_head, query, first + Uint32(CALL_STRIDE // 2 * k))
+            for i, mask in enumerate(dropout.masks(call, factor)):
+                # Among the words of a call the pair of keys changes fastest, among bits the row.
+                word = word | (mask & (LOW_BITS << HALF_COLUMNS * k + 2 * (i % 2) + i // 2))
+        words = cute.make_rmem_tensor(1, Int32)
+        words[0] = word
+        return RowDropoutBits(words)
+
+    def bit_position(self, r: int, c: int) -> tuple[int, int]:
+        return 0, c // 2 * 2 + r

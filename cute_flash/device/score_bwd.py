@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_flash.device.dropout_bits import DropoutBits
+from cute_flash.device.dropout_bits import DropoutBits, KeepBits, RowDropoutBits
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.philox import Dropout
 from cute_flash.device.position import TilePosition
@@ -56,7 +56,10 @@ class BwdScoreParams:
         if self.rng is not None:
             dropout = Dropout.read(self.rng, self.dropout_threshold)
             position = TilePosition(batch * self.heads + head, mask.first_row, first_col, mask.tScS)
-            bits = DropoutBits.compute(dropout, position, score.rate is None and score.slope_log2 is None)
+            if is_transposed:
+                bits = DropoutBits.compute(dropout, position, score.rate is None and score.slope_log2 is None)
+            else:
+                bits = RowDropoutBits.compute(dropout, position)
         scores = BlockScores(score, distance, self.heads, bits, self.dropout_scale, is_transposed, row_step)
         return scores if self.mods is None else self.mods.block(scores, mask, head, batch, first_col)
 
@@ -88,7 +91,7 @@ class BlockScores:
     score: Score  # of the block's head
     first_distance: Float32 | None  # of this thread's first element
     heads: Int32
-    dropout_bits: DropoutBits | None
+    dropout_bits: KeepBits | None
     dropout_scale: Float32 | None  # 1 / (1 - dropout)
     is_transposed: cutlass.Constexpr  # rows are keys: LSE and D belong to columns
     row_step: cutlass.Constexpr
@@ -162,10 +165,10 @@ class BlockScores:
         distance = self.first_distance
         if distance is None:
             return self
-        if self.dropout_bits is not None:
+        if self.dropout_bits is not None and self.is_transposed:
             return replace(self, first_distance=rederived(distance))
-        # Without dropout ptxas optimizes `rederived` away. `heads >> 24` is 0, because there are less than 2^24 heads,
-        # but ptxas cannot prove it.
+        # In other kernels ptxas optimizes `rederived` away. `heads >> 24` is 0, because there are less than 2^24 heads, but
+        # ptxas cannot prove it.
         zero = self.heads >> 24
         return replace(self, first_distance=distance + Float32(bits_and(dP_mn[0, 0], zero)))
 

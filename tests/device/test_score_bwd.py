@@ -25,6 +25,7 @@ from cute_flash.device.views import as_mn
 from cute_flash.device.wgmma import make_mma
 from cute_flash.kernels.sm80.bwd import BwdSm80
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD_SCORE, BwdTileSm80
+from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD_WIDE_SCORE
 from cute_flash.reference import dropout as philox
 from cute_flash.spec.dropout import threshold as dropout_threshold
 from cute_flash.spec.problem import Static
@@ -49,6 +50,16 @@ def wgmma(queries: int) -> tuple[int, int, int, int, Callable[[], Any]]:
 
 SHAPES = {f"d{tile.head_dim} sm_80": mma_sync(tile) for tile in SM80_BWD_SCORE["sm_80"]}
 SHAPES |= {"d256 sm_86": mma_sync(SM80_BWD_SCORE["sm_86"][-1]), "wgmma 64": wgmma(64)}
+
+
+def wide() -> tuple[int, int, int, int, Callable[[], Any]]:
+    """The same of S in the kernel for wide heads, in which rows are queries: a warpgroup's keys."""
+    keys, K = SM90_BWD_WIDE_SCORE.tile_n // 2, OperandMajorMode.K
+    return keys, 64, 128, 16, lambda: make_mma(cutlass.BFloat16, keys, False, K, K)
+
+
+# Shapes whose rows are queries.
+BY_QUERIES = {"wide": wide()}
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +99,10 @@ def block(
 ) -> tuple[torch.Tensor, torch.Tensor, float]:  # fmt: skip
     """P in 16 bits, dS and the gradient of the slope for the block of keys x queries that starts at `first`."""
     keys, queries, threads, row_step, mma_of = shape
+    by_keys = shape not in BY_QUERIES.values()
+    extent, lengths = ((keys, queries), (SK, SQ)) if by_keys else ((queries, keys), (SQ, SK))
+    if not by_keys:
+        first, products, dP = first[::-1], products.T.contiguous(), dP.T.contiguous()
 
     @cute.jit
     def program(P, dS, dalibi, products, dP, statistics, numbers, slopes, rng, threshold):  # type: ignore[no-untyped-def]
@@ -95,24 +110,25 @@ def block(
         score = Score.of(numbers[0], numbers[1] if "softcap" in names else None, True)
         dropout = (threshold, numbers[2], rng) if "dropout" in names else (None, None, None)
         params = BwdScoreParams(score, Int32(HEADS), slopes if "alibi" in names else None, None, *dropout)
-        band = Band(Int32(100), Int32(50))
+        # Of queries over keys: 50 keys before, 100 after.
+        band = Band(Int32(100), Int32(50)) if by_keys else Band(Int32(50), Int32(100))
         for thread in range(threads):
             thr_mma = mma.get_slice(Int32(thread))
-            tScS = thr_mma.partition_C(cute.make_identity_tensor((keys, queries)))
-            acc_S, acc_dP = (
-                cute.make_rmem_tensor(thr_mma.partition_shape_C((keys, queries)), Float32) for _ in range(2)
-            )
+            tScS = thr_mma.partition_C(cute.make_identity_tensor(extent))
+            acc_S, acc_dP = (cute.make_rmem_tensor(thr_mma.partition_shape_C(extent), Float32) for _ in range(2))
             for i in cutlass.range_constexpr(cute.size(acc_S)):
                 acc_S[i], acc_dP[i] = products[tScS[i]], dP[tScS[i]]
             coords = as_mn(tScS)
-            lse, d = (cute.make_rmem_tensor(cute.size(coords, mode=[1]), Float32) for _ in range(2))
-            for c in cutlass.range_constexpr(cute.size(lse)):
-                lse[c], d[c] = statistics[0, coords[0, c][1]] * LOG2_E, statistics[1, coords[0, c][1]]
-            mask = Mask(band, Int32(SK), Int32(SQ), Int32(first[0]), tScS)
-            scores = params.block(mask, Int32(HEAD), Int32(BATCH), Int32(first[1]), True, row_step)
+            lse, d = (cute.make_rmem_tensor(cute.size(coords, mode=[int(by_keys)]), Float32) for _ in range(2))
+            for n in cutlass.range_constexpr(cute.size(lse)):
+                query = coords[0, n][1] if cutlass.const_expr(by_keys) else coords[n, 0][0]
+                lse[n], d[n] = statistics[0, query] * LOG2_E, statistics[1, query]
+            mask = Mask(band, Int32(lengths[0]), Int32(lengths[1]), Int32(first[0]), tScS)
+            scores = params.block(mask, Int32(HEAD), Int32(BATCH), Int32(first[1]), by_keys, row_step)
             scores.apply_softcap(acc_S)
             mask.apply(as_mn(acc_S), Int32(first[1]))
-            mask.apply_to_tail_rows(as_mn(acc_S))
+            if cutlass.const_expr(by_keys):
+                mask.apply_to_tail_rows(as_mn(acc_S))
             rP = cute.make_rmem_tensor(acc_S.layout, cutlass.BFloat16)
             scores.exponentiate(acc_S, rP, lse)
             total = cute.make_rmem_tensor(1, Float32)
@@ -122,25 +138,27 @@ def block(
             for i in cutlass.range_constexpr(cute.size(acc_S)):
                 P[tScS[i]], dS[tScS[i]] = rP[i].to(Float32), acc_S[i]
 
-    outs = [torch.full((keys, queries), torch.nan) for _ in range(2)] + [torch.zeros(threads)]
+    outs = [torch.full(extent, torch.nan) for _ in range(2)] + [torch.zeros(threads)]
     numbers = torch.tensor([SCALE, 2.0, 1 / 0.7])
     slopes = torch.zeros(BATCH + 1, HEADS)
     slopes[BATCH, HEAD] = 0.02
     given = (*outs, products, dP, statistics, numbers, slopes, torch.tensor(RNG))
     arguments = (*map(from_dlpack, given), Int32(dropout_threshold(0.3) * 0x10001))
     cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
-    return outs[0], outs[1], outs[2].double().sum().item()
+    P, dS = outs[:2] if by_keys else (x.T for x in outs[:2])
+    return P, dS, outs[2].double().sum().item()
 
 
 # Every shape with all features, and two shapes with all combinations of features.
 BLOCKS = [(name, FEATURES[-1]) for name in SHAPES]
 BLOCKS += [(name, features) for name in ("wgmma 64", "d96 sm_80") for features in FEATURES[:-1]]
+BLOCKS += [("wide", features) for features in FEATURES]
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(("name", "features"), BLOCKS)
 def test_a_block(name: str, features: str) -> None:
-    shape, names = SHAPES[name], features.split()
+    shape, names = (SHAPES | BY_QUERIES)[name], features.split()
     keys, queries, *_ = shape
     generator = torch.Generator().manual_seed(1)
     products, dP = (torch.randn(keys, queries, generator=generator) * 4 for _ in range(2))

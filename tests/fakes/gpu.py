@@ -55,6 +55,11 @@ class FakeGpu(RecordingGpu):
         """The default kernel family."""
         return self.name.replace("_", "")
 
+    @property
+    def wide_kernel(self) -> str:
+        """The backward kernel of head dims above 128."""
+        return "bwd_sm90_wide" if self.family == "sm90" else "bwd_sm80"
+
     def current_device(self) -> int | None:  # type: ignore[override]
         return self.device
 

@@ -26,7 +26,7 @@ SAME = ("git_commit", "source_digest", "gpu")
 FEATURES = ("softcap", "alibi", "sinks", "dropout")
 
 
-def record_of(case: AnyCombination, kind: Kind, family: str, has_gradients: bool) -> dict[str, Any]:
+def record_of(case: AnyCombination, kind: Kind, family: str) -> dict[str, Any]:
     """A call that passed."""
     one = case.one if isinstance(case, VarlenCombination) else case
     is_varlen = isinstance(case, VarlenCombination)
@@ -50,7 +50,7 @@ def record_of(case: AnyCombination, kind: Kind, family: str, has_gradients: bool
     return {
         "family": family,
         "dtype": dtype,
-        "directions": ["forward", "backward"] if has_gradients else ["forward"],
+        "directions": ["forward", "backward"],
         "rows": [name for name, is_so in rows.items() if is_so],
     }
 

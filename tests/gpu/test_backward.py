@@ -126,7 +126,7 @@ def test_captured_training_step():
 
 
 @pytest.mark.parametrize("case", cases.DETERMINISTIC, ids=lambda case: case.id)
-def test_deterministic_gradients_have_the_same_bits(case, family):
+def test_deterministic_gradients_have_the_same_bits(case):
     inputs = cases.make_inputs(case, torch.bfloat16, "cuda")
     loss = weighted(torch.randn_like(inputs[0]))
     options = {"window": case.band.bounds, "return_lse": True}
@@ -134,15 +134,11 @@ def test_deterministic_gradients_have_the_same_bits(case, family):
     def attend(*x):
         return cute_flash.attn(*x, deterministic=True, **options)
 
-    if family == "sm90" and case.head_dim > 128:
-        with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
-            gradients(attend, inputs, loss)
-    else:
-        first = gradients(attend, inputs, loss)
-        for _ in range(50):
-            again = gradients(attend, inputs, loss)
-            assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
-        assert_gradients(attend, inputs, case.band, loss)
+    first = gradients(attend, inputs, loss)
+    for _ in range(50):
+        again = gradients(attend, inputs, loss)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+    assert_gradients(attend, inputs, case.band, loss)
     # By default the order of additions is not fixed.
     assert_gradients(lambda *x: cute_flash.attn(*x, **options), inputs, case.band, loss)
 
@@ -159,9 +155,7 @@ def test_deterministic_gradients_by_torchs_own_switch():
 
 
 @pytest.mark.parametrize("widths", ((128, 64), (192, 128)), ids=str)
-def test_deterministic_gradients_with_dv_other_than_d(widths, family):
-    if family == "sm90" and max(widths) > 128:
-        pytest.skip("deterministic gradients of wide heads are computed by mma.sync")
+def test_deterministic_gradients_with_dv_other_than_d(widths):
     inputs = cases.other_width_inputs(widths, "cuda")
     loss = weighted(torch.randn(2, 8, 200, widths[1], device="cuda"))
 
@@ -173,17 +167,3 @@ def test_deterministic_gradients_with_dv_other_than_d(widths, family):
         again = gradients(attend, inputs, loss)
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
     assert_gradients(attend, inputs, CAUSAL, loss)
-
-
-def test_the_default_family_has_deterministic_gradients_of_wide_heads():
-    """The mma.sync kernels compute them."""
-    inputs = cases.make_inputs(cases.Case(1, 4, 2, 500, 500, 256, CAUSAL), torch.bfloat16, "cuda")
-    loss = weighted(torch.randn_like(inputs[0]))
-
-    def attend(*x):
-        return cute_flash.attn(*x, causal=True, return_lse=True, deterministic=True)
-
-    with cute_flash.use_kernels(""):
-        first, again = (gradients(attend, inputs, loss) for _ in range(2))
-        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
-        assert_gradients(attend, inputs, CAUSAL, loss)

@@ -10,10 +10,10 @@ from cute_flash.jit.compile import cache_info
 from cute_flash.spec.band import Band
 from tests import cases, combinations
 from tests.combinations import VarlenCombination
-from tests.feature_gradients import assert_feature_gradients, assert_outputs, weights
+from tests.feature_gradients import assert_feature_gradients, weights
 from tests.gpu import varlen_cases
 from tests.gpu.captured import Captured
-from tests.gpu.feature_combinations import VARLEN_CASES, has_gradients
+from tests.gpu.feature_combinations import VARLEN_CASES
 from tests.gpu.varlen_cases import CASES, CAUSAL, DETERMINISTIC_DIMS, IN_FP16, OTHER_WIDTHS, VarlenCase
 from tests.gradients import gradients, largest, weighted
 from tests.lengths import Lengths
@@ -65,23 +65,14 @@ def check(case: VarlenCase, with_lse: bool = False, attend=None, dtype=torch.bfl
         cases.assert_error_within(f"d{name}", value, oracle, low)
 
 
-def check_or_refusal(case: VarlenCase, family: str, **more) -> None:
-    """Varlen gradients of wide heads are computed by mma.sync only."""
-    if family == "sm90" and max(case.head_dim, case.head_dim_v or 0) > 128:
-        with pytest.raises(cute_flash.UnsupportedError, match="the gradient of attn_varlen"):
-            grads_of(case.attend(), case.inputs(), *douts_of(case))
-    else:
-        check(case, **more)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_against_the_oracle(case, family):
-    check_or_refusal(case, family)
+def test_against_the_oracle(case):
+    check(case)
 
 
 @pytest.mark.parametrize("case", OTHER_WIDTHS, ids=lambda case: f"{case.head_dim}.{case.head_dim_v}")
-def test_dv_other_than_d(case, family):
-    check_or_refusal(case, family, with_lse=True)
+def test_dv_other_than_d(case):
+    check(case, with_lse=True)
 
 
 @pytest.mark.parametrize("case", IN_FP16, ids=lambda case: case.id)
@@ -107,9 +98,7 @@ def test_keys_without_queries_have_no_gradient():
 
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("band", (Band(), CAUSAL), ids=str)
-def test_a_sequence_does_not_depend_on_its_batch(head_dim, band, family):
-    if family == "sm90" and head_dim > 128:
-        pytest.skip("varlen gradients of wide heads are computed by mma.sync only")
+def test_a_sequence_does_not_depend_on_its_batch(head_dim, band):
     case = VarlenCase(Lengths([70, 200, 33], [90, 150, 40]), 4, 2, head_dim, band)
     inputs, attend = case.inputs(), case.attend()
     dout = torch.randn(303, 4, head_dim, device="cuda").bfloat16()
@@ -179,7 +168,7 @@ def test_a_graph_of_a_training_step_with_lengths_written_in_place():
 
 @pytest.mark.parametrize("head_dim", DETERMINISTIC_DIMS)
 @pytest.mark.parametrize("band", (Band(), CAUSAL, Band(200, 100)), ids=str)
-def test_deterministic_gradients_have_the_same_bits(head_dim, band, family):
+def test_deterministic_gradients_have_the_same_bits(head_dim, band):
     case = VarlenCase(Lengths([1000, 3, 0, 700, 333], [1000, 3, 50, 900, 333]), 8, 2, head_dim, band)
     cu, window = (case.lengths.cu_q.cuda(), case.lengths.cu_k.cuda()), (band.left, band.right)
 
@@ -187,10 +176,6 @@ def test_deterministic_gradients_have_the_same_bits(head_dim, band, family):
         return cute_flash.attn_varlen(*x, *cu, window=window, return_lse=True, deterministic=True)
 
     inputs, loss = case.inputs(), weighted(douts_of(case)[0])
-    if family == "sm90" and head_dim > 128:
-        with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
-            gradients(attend, inputs, loss)
-        return
     first = gradients(attend, inputs, loss)
     for _ in range(20):
         again = gradients(attend, inputs, loss)
@@ -208,13 +193,8 @@ def on_gpu(case):
 @pytest.mark.usefixtures("known_rng")
 @pytest.mark.parametrize("with_lse", (False, True), ids=("out", "out+lse"))
 @pytest.mark.parametrize("case", VARLEN_CASES, ids=str)
-def test_features_against_the_oracle(case, with_lse, family):
+def test_features_against_the_oracle(case, with_lse):
     tensors, douts = on_gpu(case), weights(case, "cuda", with_lse)
-    if not has_gradients(case, family):
-        assert_outputs(case.attend, case, tensors)
-        with pytest.raises(cute_flash.UnsupportedError, match=r"gradient of attn_varlen with .*head_dim="):
-            combinations.gradients(case.attend, tensors, douts)
-        return
     found = assert_feature_gradients(case.attend, case, tensors, douts)
     real, unused = sum(case.lengths.queries), case.lengths.unused_keys().cuda()
     assert not found["q"][real:].any(), "dq of padding"

@@ -44,7 +44,7 @@ def test_halves_of_accumulators_have_the_order_of_the_whole() -> None:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize("width", [32, 40, 64, 80])
 def test_accumulators_are_stored_transposed(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """Every element of every n8 tile is stored at its place in the swizzled tile, without bank conflicts."""
     now: dict[str, Any] = {}

@@ -57,6 +57,8 @@ BACKWARD = {
     "sm90": (
         "bwd/sm90/sm_90/d128/bf16/window/plain/main",
         "bwd/sm90/sm_90/d256/bf16/window/plain/main",
+        "bwd/sm90/sm_90/d256/bf16/window/softcap+alibi+dropout/main",
+        "bwd/sm90/sm_90/d192/bf16/window/varlen+deterministic/main",
         "bwd/sm90/sm_90/d128/bf16/window/deterministic/main",
         "bwd/sm90/sm_90/d64/bf16/window/softcap+alibi+dropout/main",
         "bwd/sm90/sm_90/d128/bf16/causal/varlen+softcap+alibi/main",
@@ -78,9 +80,9 @@ def more_smem(plan: Plan) -> int:
     """Shared memory in addition to the tile's.
 
     A Hopper producer publishes tiles of a varlen batch or of a block mask in two longer slots. The forward with a block
-    mask also publishes the indices of K/V blocks.
+    mask also publishes the indices of K/V blocks. The CTAs of wide heads have one tile each, which is not published.
     """
-    if plan.family == "sm80":
+    if plan.family == "sm80" or plan.main.kernel == "bwd_sm90_wide":
         return 0
     static = plan.main.static
     block_sparse = static.block_sparse and plan.main.kernel == "fwd_sm90"

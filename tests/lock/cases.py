@@ -161,10 +161,10 @@ def plain() -> Iterator[Case]:
 
 
 def deterministic() -> Iterator[Case]:
-    """Every row of the backward once, with alternating masks; the widest heads have no Hopper kernel."""
+    """Every row of the backward once, with alternating masks."""
     masks = ("causal", "window", "full", "left")
     for place in PLACES:
-        for i, head_dim in enumerate((64, 128) if place == HOPPER else HEAD_DIMS):
+        for i, head_dim in enumerate(HOPPER_BWD_DIMS if place == HOPPER else HEAD_DIMS):
             yield bwd(place, head_dim, mask=masks[i % 4], deterministic=True)
 
 
@@ -268,6 +268,15 @@ def bwd_features() -> Iterator[Case]:
         yield bwd(place, 128, "varlen", mask="window", deterministic=True)
         yield bwd(place, 128, "varlen", "out_dtype", deterministic=True, role="preprocess", has_dlse=True)
         yield bwd(place, 64, "varlen", "softcap", deterministic=True)
+    # Wide heads.
+    for name in (*score, "varlen"):
+        yield bwd(HOPPER, 256, name)
+        yield bwd(HOPPER, 192, name, head_dim_v=128, mask="full", dtype="fp16")
+    yield bwd(HOPPER, 256, *score, mask="window")
+    yield bwd(HOPPER, 256, "alibi", "dropout", mask="window")
+    yield bwd(HOPPER, 256, "varlen", *score, mask="window")
+    yield bwd(HOPPER, 256, "varlen", *score, deterministic=True)
+    yield bwd(HOPPER, 192, "varlen", mask="window", deterministic=True)
     yield bwd(AMPERE, 256, "softcap", "alibi", "dropout", mask="window")
     yield bwd(AMPERE_86, 192, "softcap")
     yield bwd(AMPERE_ON_90, 256, "softcap", "alibi", "dropout", mask="window")

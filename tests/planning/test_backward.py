@@ -81,15 +81,30 @@ def test_wide_heads_have_a_cta_for_each_tile(head_dim: int, is_persistent: bool,
     assert found.is_dynamic == (is_persistent and band != Band())
 
 
-def test_wide_heads_with_features_are_computed_by_mma_sync() -> None:
-    problem = Problem(1, 2, 2, 100, 300, 256, features=("softcap", "sinks"))
-    found = plan_backward(problem, ARCHS["sm_90"])
-    assert (found.family, found.main.kernel, found.main.target) == ("sm80", "bwd_sm80", "sm_90")
-    message = r"attn with softcap and head_dim=256 .*'sm90': .*up to head_dim=128\); ask for 'sm80'"
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(136, None), (192, None), (192, 128), (256, None), (64, 256)])
+def test_wide_heads_with_features_have_a_smaller_tile(head_dim: int, head_dim_v: int | None) -> None:
+    """Fewer keys leave registers for features, varlen lengths and the additions in order."""
+    plain = Problem(1, 2, 2, 100, 300, head_dim, head_dim_v=head_dim_v)
+    calls = [(dataclasses.replace(plain, features=(name,)), False) for name in ("softcap", "alibi", "dropout")]
+    calls += [(dataclasses.replace(plain, features=ALL, varlen=True), True), (plain, True)]
+    calls += [(dataclasses.replace(plain, varlen=True), False)]
+    for problem, deterministic in calls:
+        found = plan_backward(problem, ARCHS["sm_90"], deterministic)
+        assert (found.main.kernel, found.tile.tile_m, found.tile.tile_n) == ("bwd_sm90_wide", 64, 64)
+        assert plan_backward(problem, ARCHS["sm_90"], deterministic, family="sm90") == found
+        assert not found.is_dynamic and found.sizes["num_ctas"] == found.sizes["num_tiles"]
+    for features in ((), ("sinks",)):
+        found = plan_backward(dataclasses.replace(plain, features=features), ARCHS["sm_90"])
+        assert (found.main.kernel, found.tile.tile_n) == ("bwd_sm90_wide", 80)
+
+
+def test_wide_heads_with_mods_are_computed_by_mma_sync() -> None:
+    kind = Kind(256, score="alibi")
+    case = Case(kind, Sizes(1, 2, 2, 300, 300), device="cpu")
+    assert main_key(mod_gradients.keys_of(case, ARCHS["sm_90"])).kernel == "bwd_sm80"  # type: ignore[union-attr]
+    message = r"attn with score_mod and head_dim=256 .*'sm90': .*up to head_dim=128\); ask for 'sm80'"
     with pytest.raises(UnsupportedError, match=message):
-        plan_backward(problem, ARCHS["sm_90"], family="sm90")
-    only_sinks = dataclasses.replace(problem, features=("sinks",))
-    assert plan_backward(only_sinks, ARCHS["sm_90"]).main.kernel == "bwd_sm90_wide"
+        mod_gradients.keys_of(case, ARCHS["sm_90"], "sm90")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -173,19 +188,14 @@ def test_deterministic_gradients() -> None:
     window = Problem(1, 2, 2, 1000, 1000, 128, "bfloat16", Band(100, 100))
     main = plan_backward(window, sm_90, deterministic=True).main
     assert main.kernel == "bwd_sm90" and main.static.deterministic
-    # mma.sync computes wide heads on Hopper, and all head dims on other GPUs.
     wide, both = dataclasses.replace(long, head_dim=136), dataclasses.replace(long, head_dim_v=256)
     for problem, found_arch in ((wide, sm_90), (both, sm_90), (window, ARCHS["sm_80"]), (wide, ARCHS["sm_86"])):
         found = plan_backward(problem, found_arch, deterministic=True)
-        assert (found.main.kernel, found.family, found.main.static.deterministic) == ("bwd_sm80", "sm80", True)
+        kernel = "bwd_sm90_wide" if found_arch is sm_90 else "bwd_sm80"
+        assert found.main.kernel == kernel and found.main.static.deterministic
         assert found.launch("bwd_preprocess").static.deterministic
         assert len(shape_of(found, "dq_semaphore")) == 3
         assert found.launches[-1] == plan_backward(problem, found_arch).launches[-1] or found_arch is sm_90
-    capped = dataclasses.replace(wide, features=("softcap",))
-    assert plan_backward(capped, sm_90, deterministic=True).main.kernel == "bwd_sm80"
-    message = r"deterministic gradients of attn with head_dim=136 on sm_90 by kernel family 'sm90': .*=128\)"
-    with pytest.raises(UnsupportedError, match=message):
-        plan_backward(wide, sm_90, deterministic=True, family="sm90")
 
 
 @pytest.mark.parametrize("change", [{"batch": 70_000}, {"heads": 70_000, "heads_kv": 70_000}])

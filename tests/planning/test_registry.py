@@ -40,10 +40,9 @@ def test_an_operand_has_one_type_in_all_kernels() -> None:
 
 
 # Modules in which a kernel reads its operands: those of its class and base classes, and of score features.
-ATTENTION = ("fwd_sm80", "fwd_sm80_fp32", "fwd_sm90", "bwd_sm80", "bwd_sm80_fp32", "bwd_sm90")
+ATTENTION = ("fwd_sm80", "fwd_sm80_fp32", "fwd_sm90", "bwd_sm80", "bwd_sm80_fp32", "bwd_sm90", "bwd_sm90_wide")
 READERS = {
     **dict.fromkeys(ATTENTION, ("common.kernel", "common.params")),
-    "bwd_sm90_wide": ("common.kernel",),
     "bwd_preprocess": ("common.kernel",),
     "bwd_preprocess_fp32": ("common.kernel",),
     "bwd_postprocess_sm80": ("common.kernel", "common.postprocess"),
@@ -52,8 +51,8 @@ READERS = {
     "varlen_scheduler_fwd": (),
     "varlen_scheduler_bwd": (),
 }
-# A CTA of the wide backward has one tile, and the order of additions to dQ is not fixed.
-UNUSED = {"bwd_sm90_wide": {"dq_semaphore", "tile_counter"}}
+# A CTA of the wide backward has one tile.
+UNUSED = {"bwd_sm90_wide": {"tile_counter"}}
 
 
 def operands_read(module: str, *objects: str) -> set[str]:

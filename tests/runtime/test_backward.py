@@ -332,11 +332,8 @@ def test_features_are_in_the_signature_and_their_values_in_no_kernel(gpu: FakeGp
 def test_deterministic_gradients_with_features(gpu: FakeGpu) -> None:
     run_backward(inputs(), plain(**ALL, deterministic=True), atol=0.03)
     assert is_deterministic(gpu.main) and gpu.main.kernel == f"bwd_{gpu.family}"
-    tensors = [normal(1, 4, 7, 136, seed=i) for i in range(3)]
-    message = r"deterministic gradients of attn with softcap and alibi and dropout and head_dim=136 on .*'sm90'"
-    if gpu.name == "sm_90":
-        with pytest.raises(UnsupportedError, match=message):
-            run_backward(tensors, plain(**ALL, deterministic=True, kernel_family="sm90"))
+    run_backward([normal(1, 4, 7, 136, seed=i) for i in range(3)], plain(**ALL, deterministic=True), atol=0.03)
+    assert is_deterministic(gpu.main) and gpu.main.kernel == gpu.wide_kernel
 
 
 # ---- fp32 outputs

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import UnsupportedError
 from cute_flash.planning.plan import MAX_SEQLEN
 from cute_flash.planning.varlen import ASCENDING, BY_LENGTH, DESCENDING
 from cute_flash.reference import cpu
@@ -173,13 +172,10 @@ def test_deterministic_gradients(gpu: FakeGpu) -> None:
     assert gpu.last("varlen_scheduler")["tile_order"] == DESCENDING
 
 
-def test_gradients_of_wide_heads_are_computed_by_mma_sync(gpu: FakeGpu) -> None:
-    inputs = tensors(SMALL, width=136, width_v=136)
-    run_backward(inputs, varlen(SMALL))
-    assert gpu.kernels[-3:] == ["bwd_preprocess", "bwd_sm80", "bwd_postprocess_sm80"]
-    if gpu.name == "sm_90":
-        with pytest.raises(UnsupportedError, match="attn_varlen with head_dim=136"):
-            run_backward(inputs, varlen(SMALL, kernel_family="sm90"))
+def test_gradients_of_wide_heads(gpu: FakeGpu) -> None:
+    for deterministic in (False, True):
+        run_backward(tensors(SMALL, width=136, width_v=136), varlen(SMALL, deterministic=deterministic))
+        assert gpu.kernels[-3:] == ["bwd_preprocess", gpu.wide_kernel, f"bwd_postprocess_{gpu.family}"]
 
 
 @pytest.mark.parametrize("name", ["strides of 0", "heads first", "columns not contiguous"])
@@ -240,11 +236,7 @@ def test_wide_heads_with_features(gpu: FakeGpu) -> None:
     lengths = Lengths([5, 0, 40], [7, 3, 30], None, (2, 1))
     args = varlen(lengths, **with_slopes(lengths, ALL))
     run(lengths, args, width=136)
-    assert gpu.main.kernel == "bwd_sm80"
-    if gpu.name == "sm_90":
-        message = "attn_varlen with softcap and alibi and dropout and head_dim=136"
-        with pytest.raises(UnsupportedError, match=message):
-            run(lengths, args._replace(kernel_family="sm90"), width=136)
+    assert gpu.main.kernel == gpu.wide_kernel
 
 
 def test_softcap_with_slopes_is_compiled_with_dropout_where_it_would_spill(gpu: FakeGpu) -> None:

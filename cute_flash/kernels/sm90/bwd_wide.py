@@ -21,7 +21,8 @@ complete at equal intervals, so that the additions to global memory keep up.
 | warpgroup | warps | role                                                           |
 |-----------|-------|----------------------------------------------------------------|
 | 0         | 0     | load K, V, Q, dO, LSE and D by TMA                             |
-| 0         | 1, 2  | add one warpgroup's dQ to global memory by bulk reductions     |
+| 0         | 1, 2  | add one warpgroup's dQ to global memory by bulk reductions, if |
+|           |       | deterministic in the order of a semaphore                      |
 | 1, 2      | all   | MMA: half of the keys, half of the columns of the gradients    |
 
 | shared memory | elements                    | lifetime                                    |
@@ -31,11 +32,15 @@ complete at equal intervals, so that the additions to global memory keep up.
 | sdO           | tile_m x tile_d             | dV0 to dV1                                  |
 | sP            | tile_n x tile_m             | exponentials to dV1                         |
 | sdS           | tile_n x tile_m             | dS to dQ1                                   |
-| sdQ           | 7/8 of half of dQ, fp32     | a half at a time; see `stage_dq`            |
+| sdQ           | half of dQ or 7/8 of it     | a half at a time; see `stage_dq`            |
 | sLSE, sD      | stages x tile_m, fp32       | one m_block                                 |
+
+There are two tiles (`planning.tiles.bwd_sm90`). Plain calls have as many keys as registers and shared memory allow.
+Fewer keys leave registers for score features and for the lengths of varlen sequences, and shared memory for all of dQ,
+so that adder warps do all additions and a semaphore can order them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -47,13 +52,16 @@ from cute_flash.device.band import Band
 from cute_flash.device.mask import Mask
 from cute_flash.device.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.ptx import rederived
+from cute_flash.device.score_bwd import BlockScores
+from cute_flash.device.semaphore import DQSemaphore
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.stmatrix import store_transposed
-from cute_flash.device.tile_scheduler import StaticTileScheduler
-from cute_flash.device.tma import TmaTiles
+from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
+from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.views import as_mn, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm90.bwd_producer import load_block, load_kv
 from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile
 from cute_flash.kernels.sm90.bwd_wide_storage import Params, SharedStorage
@@ -64,8 +72,9 @@ from cute_flash.spec.band import FAR
 from cute_flash.spec.problem import Static
 
 # Named barriers; 0 is the CTA barrier.
-FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED = 1, 3, 4, 6
+FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED, DQ_ADDED = 1, 3, 4, 6, 7
 HALVES = 2
+ALL_PIECES = 8  # of half of a warpgroup's dQ: four registers of each thread
 # The least number of k-steps of S and dP; with fewer, ptxas would serialise the products.
 MIN_STEPS = 8
 
@@ -91,9 +100,10 @@ class MmaState:
     acc_dV: tuple
     acc_S: cute.Tensor
     acc_dP: cute.Tensor
-    acc_dQ: cute.Tensor  # a half at a time, in the registers of dP
+    acc_dQ: cute.Tensor  # a half at a time; see `_temporaries`
     tScS: cute.Tensor  # (query, key) of every element of S
     p_free: WarpgroupOrder  # `wait` returns when the other warpgroup has read sP
+    dalibi: cute.Tensor | None  # (1), of the current head
 
 
 class BwdSm90Wide(Kernel):
@@ -103,44 +113,54 @@ class BwdSm90Wide(Kernel):
         super().__init__(static, tile)
         self.config = Config(static, tile)
         self.keys = tile.tile_n // NUM_WARPGROUPS  # of a warpgroup
+        self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
         # k-steps of S and dP, whose widths may differ.
         self.steps = tuple(None if x is None else range(max(len(x), MIN_STEPS)) for x in static.k_steps)
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
-        """The operands are those of `BwdSm90`.
-
-        `tile_counter` and `dq_semaphore` are not used: a CTA has one tile, and the order of additions to dQ is not
-        fixed.
-        """
+        """The operands are those of `BwdSm90`. `tile_counter` is not used: a CTA has one tile."""
         tile, static, config, args = self.tile, self.static, self.config, self.read_operands(operands)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tma, tile_list = VarlenTmaTiles if static.varlen else TmaTiles, None
+        if cutlass.const_expr(static.varlen):
+            tile_list = VarlenTileList(args.kv_tile_list, args.k.shape[1], args.heads_per_l2_group)
         batch, heads_kv, seqlen_k, _ = args.k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
         # A missing right bound is replaced by one that masks nothing: a kernel without a bound needs too many
         # registers, and ptxas serialises its products.
         band = self.band(args)
+        band = Band(band.left, Int32(FAR) if band.right is None else band.right)
+        # With a left bound the last tiles are the longest, and come first. With a semaphore the last tiles come first,
+        # because a tile that others wait for must have started.
+        descends, semaphore = static.has_left or static.deterministic, None
+        if cutlass.const_expr(static.deterministic):
+            lengths = args.q.shape[2], seqlen_k
+            semaphore = DQSemaphore(args.dq_semaphore, band, *lengths, tile.tile_m, tile.tile_n)
         MN, K = OperandMajorMode.MN, OperandMajorMode.K
         params = Params(
             config=config,
-            q=TmaTiles.of(load, args.q, config.q),
-            do=TmaTiles.of(load, args.dout_cast, config.q),
-            k=TmaTiles.of(load, args.k, config.k),
-            v=TmaTiles.of(load, args.v, config.k),
-            dk=TmaTiles.of(store, args.dk, config.out),
-            dv=TmaTiles.of(store, args.dv, config.out),
+            q=tma.of(load, args.q, config.q),
+            do=tma.of(load, args.dout_cast, config.q),
+            k=tma.of(load, args.k, config.k),
+            v=tma.of(load, args.v, config.k),
+            dk=tma.of(store, args.dk, config.out),
+            dv=tma.of(store, args.dv, config.out),
             mLSE=args.lse_log2,
             mD=args.delta,
             mdQ_accum=args.dq_accum,
+            dq_semaphore=semaphore,
             seqlen_q=args.q.shape[2],
             seqlen_k=seqlen_k,
             heads_per_kv=args.q.shape[1] // heads_kv,
             scale=args.scale,
-            band=Band(band.left, Int32(FAR) if band.right is None else band.right),
-            scheduler=StaticTileScheduler(num_n_blocks, heads_kv, batch, args.heads_per_l2_group, static.has_left),
+            band=band,
+            scheduler=StaticTileScheduler(num_n_blocks, heads_kv, batch, args.heads_per_l2_group, descends),
+            tile_list=tile_list,
             mma_s=make_mma(self.dtype, self.keys, False, K, K),
             mma_dkv=make_mma(self.dtype, tile.tile_n, False, MN, K),
             mma_dq=make_mma(self.dtype, WARPGROUP_ROWS, False, MN, MN),
+            score_params=bwd_score_params(static, tile, args),
         )
         options = {"min_blocks_per_mp": 1, "use_pdl": True}
         self.launch(self.symbol("bwd_sm90_wide"), params, (args.num_ctas, 1, 1), tile.num_threads, stream, **options)
@@ -158,6 +178,14 @@ class BwdSm90Wide(Kernel):
         # Wait for the end of the preprocess kernel. Allow the postprocess kernel to be launched; it waits for this one.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.static.varlen):
+            if p.tile_exists():
+                self.run_role(p, storage, warp_index, thread)
+        else:
+            self.run_role(p, storage, warp_index, thread)
+
+    @cute.jit
+    def run_role(self, p: Params, storage: SharedStorage, warp_index: Int32, thread: Int32):
         producer_registers, mma_registers = self.tile.registers
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
@@ -186,14 +214,17 @@ class BwdSm90Wide(Kernel):
     def add_dq(self, p: Params, storage: SharedStorage, wg: Int32):
         """Add the dQ of one warpgroup to global memory.
 
-        Each MMA warpgroup has its own adder warp, so that neither waits for the part of the other.
+        Each MMA warpgroup has its own adder warp, so that neither waits for the part of the other. With a semaphore,
+        both add a block after all K/V tiles of lower rank have added theirs.
         """
         tile, accum_block, iteration = p.tile(), Int32(0), Int32(0)
         accum_block = p.first_accum_block(tile)
         elements = self.tile.tile_m * self.tile.head_dim
         source = storage.sdQ[None, None, None, wg].iterator
-        for _ in cutlass.range(p.heads_per_kv, unroll=1):
+        for g in cutlass.range(p.heads_per_kv, unroll=1):
             for i in cutlass.range(tile.block_iter.num, unroll=1):
+                if cutlass.const_expr(p.dq_semaphore is not None):
+                    self.wait_semaphore(p, tile, g, i)
                 first = p.mdQ_accum.iterator + Int64(accum_block + i) * elements
                 for half in cutlass.range_constexpr(HALVES):
                     staged = (HALVES * (iteration + i) + half) * NUM_WARPGROUPS + wg
@@ -204,10 +235,53 @@ class BwdSm90Wide(Kernel):
                         cute.arch.cp_async_bulk_commit_group()
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                     storage.dq.release(staged)
+                if cutlass.const_expr(p.dq_semaphore is not None):
+                    self.arrive_semaphore(p, tile, g, i, wg)
             iteration += tile.block_iter.num
             accum_block += p.mdQ_accum.shape[2]
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
+
+    def semaphore_rank(self, p: Params, tile: KVTile, g: Int32, i: Int32) -> tuple:
+        """The coordinate of the semaphore of the i-th m_block of the g-th head, and the rank of this tile.
+
+        They are computed again for the wait and for the arrival, for lack of registers.
+        """
+        seqlen, m_block = replace(tile.seqlen, batch=rederived(tile.batch)), tile.block_iter.block(rederived(i))
+        block = seqlen.padded_q_block(m_block, self.tile.tile_m)
+        coord = (tile.head_kv * p.heads_per_kv + g, 0 if seqlen.is_varlen else seqlen.batch, block)
+        return coord, p.dq_semaphore.rank(tile.n_block, m_block, seqlen if seqlen.is_varlen else None)
+
+    @cute.jit
+    def wait_semaphore(self, p: Params, tile: KVTile, g: Int32, i: Int32):
+        """Wait until all K/V tiles of lower rank have added to a block. Called by both adder warps."""
+        coord, rank = self.semaphore_rank(p, tile, g, i)
+        with cute.arch.elect_one():
+            p.dq_semaphore.wait(coord, rank)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def arrive_semaphore(self, p: Params, tile: KVTile, g: Int32, i: Int32, wg: Int32):
+        """Let the next K/V tile add to a block, after both adder warps have added to it."""
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0)
+            # Orders the additions before the release by the other warp's thread.
+            cute.arch.inline_ptx("fence.proxy.async.global;")
+        cute.arch.barrier(barrier_id=DQ_ADDED, number_of_threads=32 * NUM_WARPGROUPS)
+        if wg == 0:
+            coord, rank = self.semaphore_rank(p, tile, g, i)
+            with cute.arch.elect_one():
+                p.dq_semaphore.arrive(coord, rank)
+        cute.arch.sync_warp()
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether the scores of a block depend on its head."""
+        return self.has_alibi or self.has_dropout or self.static.has_mods
+
+    def dv_scale(self, p: Params) -> Float32:
+        """The factor of dV. It includes the scale of dropout, by which P is not multiplied."""
+        return p.score_params.dropout_scale if self.has_dropout else Float32(1.0)
 
     def _state(self, p: Params, storage: SharedStorage, wg: Int32, thread: Int32) -> MmaState:
         tile, columns = self.tile, WARPGROUP_ROWS
@@ -255,10 +329,11 @@ class BwdSm90Wide(Kernel):
             acc_dQ=acc_dQ,
             tScS=self._coords(p, thread),
             p_free=WarpgroupOrder(FIRST_P_FREE, NUM_WARPGROUPS, wg),
+            dalibi=cute.make_rmem_tensor(1, Float32) if self.has_alibi else None,
         )
 
     def _temporaries(self, p: Params) -> tuple:
-        """Accumulators of S, dP and dQ; dP and dQ share registers.
+        """Accumulators of S, dP and dQ. With the larger tile, dP and dQ share registers.
 
         The compiler does not share them by itself: it keeps both over the loop, although every block overwrites them,
         and spills.
@@ -267,6 +342,8 @@ class BwdSm90Wide(Kernel):
         scores = cute.make_layout(s.partition_shape_C((self.tile.tile_m, self.keys)))
         half = cute.make_layout(dq.partition_shape_C((self.tile.tile_m, WARPGROUP_ROWS)))
         acc_S, acc_dQ = cute.make_rmem_tensor(scores, Float32), cute.make_rmem_tensor(half, Float32)
+        if self.tile.separates_dp:
+            return acc_S, cute.make_rmem_tensor(scores, Float32), acc_dQ
         return acc_S, cute.make_tensor(acc_dQ.iterator, scores), acc_dQ
 
     @cute.jit
@@ -276,31 +353,40 @@ class BwdSm90Wide(Kernel):
         for half in cutlass.range_constexpr(HALVES):
             state.acc_dK[half].fill(0.0)
             state.acc_dV[half].fill(0.0)
+        if cutlass.const_expr(state.dalibi is not None):
+            state.dalibi.fill(0.0)
         total = tile.block_iter.num * p.heads_per_kv
         storage.k.wait_full(0)
         storage.v.wait_full(0)
         if total > 0:
             self.first_scores(p, state, tile)
-            position = (p.first_accum_block(tile), Int32(0))
+            position = (p.first_accum_block(tile), *self.first_block(p, tile))
             for iteration in cutlass.range(total - 1, unroll=1):
                 position = self.process_block(p, state, tile, iteration, position)
             self.last_block(p, state, total - 1, position)
         self.store_gradients(p, state, tile)
 
+    def first_block(self, p: Params, tile: KVTile) -> tuple:
+        """The number of a tile's first block within its head and, if scores depend on the head, the head."""
+        return (Int32(0), tile.head_kv * p.heads_per_kv) if self.needs_head else (Int32(0),)
+
     @cute.jit
     def first_scores(self, p: Params, state: MmaState, tile: KVTile):
         """Compute P and dS of the first block, and start its dV."""
+        where = self.first_block(p, tile)
+        scores = self.block_scores(p, state, tile, where)
         self.start_s(p, state, Int32(0))
         self.start_dp(p, state, Int32(0))
         warpgroup.wait_group(1)
-        self.make_p(p, state, tile, self.load_row_statistic(state, state.storage.sLSE[None, 0]), Int32(0))
-        self.stage_transposed(state, state.storage.sP)
+        rLSE = self.load_row_statistic(state, state.storage.sLSE[None, 0])
+        probs = self.make_p(p, state, tile, scores, rLSE, Int32(0))
+        self.stage_transposed(state, probs, state.storage.sP)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.start_early_dv(p, state, Int32(0))
         # wait for dP
         rD = self.load_row_statistic(state, state.storage.sD[None, 0])
         warpgroup.wait_group(HALVES)
-        self.make_ds(state, rD)
+        self.make_ds(p, state, tile, scores, rD, Int32(0), where)
 
     @cute.jit
     def start_early_dv(self, p: Params, state: MmaState, iteration: Int32):
@@ -322,8 +408,8 @@ class BwdSm90Wide(Kernel):
         Both warpgroups arrive at `p_free` after dV, so sP is free after a wait for it. Both arrive at the barrier
         P_STAGED after dQ1, the last reader of sdS, so the single stage of sdS is free after that barrier.
 
-        `position`: (index of the block in mdQ_accum, its number within its head). The position of the next block is
-        returned.
+        `position`: (index of the block in mdQ_accum, its number within its head), and with features that depend on the
+        head, its head. The position of the next block is returned.
         """
         storage = state.storage
         self.start_dq(p, state, iteration, 0)
@@ -332,6 +418,10 @@ class BwdSm90Wide(Kernel):
         warpgroup.wait_group(2)
         storage.do.release_per_thread(iteration)
         state.p_free.arrive()
+        if cutlass.const_expr(p.score_params is not None):
+            # Dropout bits are computed while products run, and before S takes registers.
+            following = self.next_position(p, tile, position)
+            scores = self.block_scores(p, state, tile, following[1:])
         # wait for dQ0, and move it to shared memory while dK0 runs
         warpgroup.wait_group(1)
         rest = self.stage_dq(state, iteration, 0)
@@ -341,16 +431,14 @@ class BwdSm90Wide(Kernel):
         cute.arch.fence_proxy("async.shared", space="cta")
         self.add_rest(p, state, rest, position, 0)
         self.publish_dq(state, iteration, 0)
-        accum_block, i = position
-        accum_block, i = accum_block + 1, i + 1
-        if i == tile.block_iter.num:
-            accum_block, i = accum_block + (p.mdQ_accum.shape[2] - tile.block_iter.num), Int32(0)
+        if cutlass.const_expr(p.score_params is None):
+            following, scores = self.next_position(p, tile, position), None
         # wait for S; compute its exponentials while dK1 and dQ1 run
         rLSE = self.load_row_statistic(state, storage.sLSE[None, storage.q.stage(iteration + 1)])
         warpgroup.wait_group(2)
-        self.make_p(p, state, tile, rLSE, i)
+        probs = self.make_p(p, state, tile, scores, rLSE, following[1])
         state.p_free.wait()
-        self.stage_transposed(state, storage.sP)
+        self.stage_transposed(state, probs, storage.sP)
         cute.arch.fence_proxy("async.shared", space="cta")
         # wait for dK1 and dQ1, whose registers dP reuses; move dQ1 to shared memory while dV0 runs
         warpgroup.wait_group(0)
@@ -368,8 +456,24 @@ class BwdSm90Wide(Kernel):
         # wait for dP, and load D while it runs
         rD = self.load_row_statistic(state, storage.sD[None, storage.do.stage(iteration + 1)])
         warpgroup.wait_group(1)
-        self.make_ds(state, rD)
-        return accum_block, i
+        self.make_ds(p, state, tile, scores, rD, iteration + 1, following[1:])
+        return following
+
+    @cute.jit
+    def next_position(self, p: Params, tile: KVTile, position: tuple):
+        """The position of the next block; see `process_block`."""
+        accum_block, i = position[0] + 1, position[1] + 1
+        if cutlass.const_expr(self.needs_head):
+            head = position[2]
+            if i == tile.block_iter.num:
+                accum_block, i = accum_block + (p.mdQ_accum.shape[2] - tile.block_iter.num), Int32(0)
+                head = head + 1
+            following = (accum_block, i, head)
+        else:
+            if i == tile.block_iter.num:
+                accum_block, i = accum_block + (p.mdQ_accum.shape[2] - tile.block_iter.num), Int32(0)
+            following = (accum_block, i)
+        return following
 
     @cute.jit
     def last_block(self, p: Params, state: MmaState, iteration: Int32, position: tuple):
@@ -430,48 +534,77 @@ class BwdSm90Wide(Kernel):
     def stage_dq(self, state: MmaState, iteration: Int32, half: cutlass.Constexpr):
         """Write a half of dQ to shared memory in register order, for the adder warp.
 
-        There is no room for the last four registers. They are returned, for `add_rest`. After a fence, `publish_dq`
+        If there is no room for the last four registers, they are returned, for `add_rest`. After a fence, `publish_dq`
         publishes the others.
         """
         state.storage.dq.wait_empty(self.dq_iteration(state, iteration, half))
         sdQ, pieces = state.storage.sdQ[None, state.thread, None, state.wg], self.tile.dq_pieces
         cute.autovec_copy(cute.make_tensor(state.acc_dQ.iterator, cute.make_layout((4, pieces))), sdQ)
-        rest = cute.make_rmem_tensor(4, Float32)
-        for j in cutlass.range_constexpr(4):
-            rest[j] = cute.arch.inline_ptx(
-                "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[state.acc_dQ[4 * pieces + j]]
-            )
+        rest = None
+        if cutlass.const_expr(pieces < ALL_PIECES):
+            rest = cute.make_rmem_tensor(4, Float32)
+            for j in cutlass.range_constexpr(4):
+                rest[j] = cute.arch.inline_ptx(
+                    "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[state.acc_dQ[4 * pieces + j]]
+                )
         return rest
 
     @cute.jit
-    def add_rest(self, p: Params, state: MmaState, rest: cute.Tensor, position: tuple, half: cutlass.Constexpr):
+    def add_rest(self, p: Params, state: MmaState, rest: cute.Tensor | None, position: tuple, half: cutlass.Constexpr):
         """Add the last four registers to global memory, after the fence, because a fence waits for prior additions."""
-        elements = self.tile.tile_m * self.tile.head_dim
-        first = p.mdQ_accum.iterator + Int64(position[0]) * elements
-        add_four(first, rest, HALVES * state.wg + half, self.tile.dq_pieces, state.thread)
+        if cutlass.const_expr(rest is not None):
+            elements = self.tile.tile_m * self.tile.head_dim
+            first = p.mdQ_accum.iterator + Int64(position[0]) * elements
+            add_four(first, rest, HALVES * state.wg + half, self.tile.dq_pieces, state.thread)
 
     @cute.jit
     def publish_dq(self, state: MmaState, iteration: Int32, half: cutlass.Constexpr):
         """Signal the adder warp that a half of dQ is in shared memory. Called after a fence."""
         cute.arch.mbarrier_arrive(state.storage.dq.full_barrier(self.dq_iteration(state, iteration, half)))
 
+    def block_scores(self, p: Params, state: MmaState, tile: KVTile, where: tuple) -> BlockScores | None:
+        """The score features of a block; None: there are none. `where`: as in `first_block`."""
+        if p.score_params is None:
+            return None
+        head = where[1] if self.needs_head else Int32(0)
+        mask, first_key = self.mask(p, state, tile, where[0])
+        return p.score_params.block(mask, head, tile.batch, first_key, is_transposed=False)
+
+    def mask(self, p: Params, state: MmaState, tile: KVTile, i: Int32) -> tuple[Mask, Int32]:
+        """The mask of the i-th m_block of a head, and the first key of this warpgroup."""
+        first_query = tile.block_iter.block(i) * self.tile.tile_m
+        first_key = tile.n_block * self.tile.tile_n + state.wg * self.keys
+        coords = self._coords(p, rederived(state.thread))
+        return Mask(p.band, tile.seqlen.q_len, tile.seqlen.k_len, first_query, coords), first_key
+
     @cute.jit
-    def make_p(self, p: Params, state: MmaState, tile: KVTile, rLSE: cute.Tensor, i: Int32):
-        """S -> P = exp(scale S - LSE), in place. `i`: number of the m_block within its head."""
+    def make_p(
+        self, p: Params, state: MmaState, tile: KVTile, scores: BlockScores | None, rLSE: cute.Tensor, i: Int32
+    ) -> cute.Tensor:
+        """S -> P = exp(scale S - LSE). `i`: number of the m_block within its head.
+
+        P replaces S, and is returned. With score features, P in 16 bits is returned, and the registers of S keep the
+        values for `make_ds`.
+        """
+        probs = state.acc_S
+        if cutlass.const_expr(scores is not None):
+            scores.apply_softcap(state.acc_S)
         self.apply_band(p, state, tile, i)
-        S_mn, scale_log2 = as_mn(state.acc_S), p.scale * LOG2_E
-        for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-            for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
-                S_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - rLSE[r], fastmath=True)
+        if cutlass.const_expr(scores is not None):
+            probs = cute.make_fragment_like(state.acc_S, self.dtype)
+            scores.exponentiate(state.acc_S, probs, rLSE)
+        else:
+            S_mn, scale_log2 = as_mn(state.acc_S), p.scale * LOG2_E
+            for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
+                for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
+                    S_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - rLSE[r], fastmath=True)
+        return probs
 
     @cute.jit
     def apply_band(self, p: Params, state: MmaState, tile: KVTile, i: Int32):
         """Set scores outside the band to -inf. Queries past the end need no mask: their LSE is +inf."""
         if i < tile.block_iter.full_begin or i >= tile.block_iter.full_end:
-            first_query = tile.block_iter.block(i) * self.tile.tile_m
-            first_key = tile.n_block * self.tile.tile_n + state.wg * self.keys
-            coords = self._coords(p, rederived(state.thread))
-            mask = Mask(p.band, p.seqlen_q, p.seqlen_k, first_query, coords)
+            mask, first_key = self.mask(p, state, tile, i)
             mask.apply(as_mn(state.acc_S), first_key)
 
     def _coords(self, p: Params, thread: Int32) -> cute.Tensor:
@@ -480,16 +613,45 @@ class BwdSm90Wide(Kernel):
         return p.mma_s.get_slice(thread).partition_C(coords)
 
     @cute.jit
-    def make_ds(self, state: MmaState, rD: cute.Tensor):
+    def make_ds(
+        self,
+        p: Params,
+        state: MmaState,
+        tile: KVTile,
+        scores: BlockScores | None,
+        rD: cute.Tensor,
+        iteration: Int32,
+        where: tuple,
+    ):
         """Compute dS = P (dP - D) and write it to shared memory. Both warpgroups wait until both have written."""
         storage = state.storage
-        P_mn, dP_mn = as_mn(state.acc_S), as_mn(state.acc_dP)
-        for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
-            for c in cutlass.range_constexpr(cute.size(P_mn, mode=[1])):
-                P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rD[r])
-        self.stage_transposed(state, storage.sdS)
+        if cutlass.const_expr(scores is not None):
+            sLSE = self.row_statistic(state, storage.sLSE[None, storage.q.stage(iteration)])
+            scores.differentiate(state.acc_S, state.acc_dP, sLSE, rD, state.dalibi)
+        else:
+            P_mn, dP_mn = as_mn(state.acc_S), as_mn(state.acc_dP)
+            for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
+                for c in cutlass.range_constexpr(cute.size(P_mn, mode=[1])):
+                    P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rD[r])
+        self.stage_transposed(state, state.acc_S, storage.sdS)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=DS_STAGED, number_of_threads=MMA_THREADS)
+        if cutlass.const_expr(state.dalibi is not None):
+            if where[0] + 1 == tile.block_iter.num:
+                self.store_dalibi(p, state, tile, where[1])
+
+    @cute.jit
+    def store_dalibi(self, p: Params, state: MmaState, tile: KVTile, head: Int32):
+        """Store this warp's part of the gradient of a head's ALiBi slope."""
+        block = tile.seqlen.padded_k_block(tile.n_block, self.tile.tile_n)
+        part = (block * NUM_WARPGROUPS + state.wg) * 4 + state.thread // 32
+        p.score_params.store_dalibi(state.dalibi, head, tile.seqlen, part)
+
+    def row_statistic(self, state: MmaState, sX: cute.Tensor) -> cute.Tensor:
+        """LSE or D of this thread's rows: a view of shared memory. Rows are 8 apart."""
+        coords = as_mn(state.tScS)
+        layout = cute.make_layout(cute.size(coords, mode=[0]), stride=8)
+        return cute.make_tensor(sX.iterator + coords[0, 0][0], layout)
 
     @cute.jit
     def load_row_statistic(self, state: MmaState, sX: cute.Tensor) -> cute.Tensor:
@@ -501,10 +663,15 @@ class BwdSm90Wide(Kernel):
         return rX
 
     @cute.jit
-    def stage_transposed(self, state: MmaState, sX: cute.Tensor):
-        """Write P or dS, transposed, to the rows of this warpgroup's keys in sX (tile_n, tile_m)."""
-        rX = cute.make_fragment_like(state.acc_S, self.dtype)
-        convert(state.acc_S, rX)
+    def stage_transposed(self, state: MmaState, source: cute.Tensor, sX: cute.Tensor):
+        """Write P or dS, transposed, to the rows of this warpgroup's keys in sX (tile_n, tile_m).
+
+        `source`: fp32, or already in 16 bits.
+        """
+        rX = source
+        if cutlass.const_expr(source.element_type is Float32):
+            rX = cute.make_fragment_like(source, self.dtype)
+            convert(source, rX)
         first = sX.iterator + state.wg * (self.keys * self.tile.tile_m)
         store_transposed(rX, first, state.thread)
 
@@ -515,12 +682,15 @@ class BwdSm90Wide(Kernel):
         This is safe: after P and dS of the last block, no warpgroup reads V, and each reads only its own columns of K.
         """
         storage = state.storage
-        self.stage_output(state, state.acc_dV, storage.sV, Float32(1.0))
+        if cutlass.const_expr(self.static.varlen):
+            # Read again, which saves registers in the main loop.
+            tile = p.tile()
+        self.stage_output(state, state.acc_dV, storage.sV, self.dv_scale(p))
         self.stage_output(state, state.acc_dK, storage.sK, p.scale)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=FIRST_OUTPUT + state.wg, number_of_threads=WARPGROUP_THREADS)
         if cute.arch.make_warp_uniform(state.thread // 32) == 0:
-            coord = (tile.n_block, tile.head_kv, tile.batch, state.wg)
+            coord = (tile.n_block, tile.head_kv, tile.seqlen.k_tma_coord, state.wg)
             with cute.arch.elect_one():
                 self.store_columns(p.dv, storage.sV, self.static.width_v, coord)
                 self.store_columns(p.dk, storage.sK, self.static.head_dim, coord)

@@ -11,10 +11,12 @@ from cutlass.memory import SmemAllocator
 from cute_flash.device.band import Band
 from cute_flash.device.block_iterator import BlockIterator
 from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
+from cute_flash.device.score_bwd import BwdScoreParams
+from cute_flash.device.semaphore import DQSemaphore
 from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.smem import allocate_stages
-from cute_flash.device.tile_scheduler import StaticTileScheduler
-from cute_flash.device.tma import TmaTiles
+from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
+from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile
 
 
@@ -23,43 +25,61 @@ class Params:
     """The argument of the kernel."""
 
     config: cutlass.Constexpr  # Config
-    q: TmaTiles  # (tile_m, tile_d)
-    do: TmaTiles
-    k: TmaTiles  # (tile_n, tile_d)
-    v: TmaTiles
-    dk: TmaTiles  # (tile_n, tile_d / 2)
-    dv: TmaTiles
+    q: TmaTiles | VarlenTmaTiles  # (tile_m, tile_d)
+    do: TmaTiles | VarlenTmaTiles
+    k: TmaTiles | VarlenTmaTiles  # (tile_n, tile_d)
+    v: TmaTiles | VarlenTmaTiles
+    dk: TmaTiles | VarlenTmaTiles  # (tile_n, tile_d / 2)
+    dv: TmaTiles | VarlenTmaTiles
     mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
     mD: cute.Tensor  # (B, H, Sq padded)
     mdQ_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32, in register order
+    dq_semaphore: DQSemaphore | None  # for deterministic gradients
     seqlen_q: Int32
     seqlen_k: Int32
     heads_per_kv: Int32
     scale: Float32
     band: Band  # rows are queries, columns are keys
     scheduler: StaticTileScheduler
+    tile_list: VarlenTileList | None  # of a varlen batch
     mma_s: cute.TiledMma  # Q K^T and dO V^T, for a warpgroup's keys
     mma_dkv: cute.TiledMma  # dO^T P and Q^T dS
     mma_dq: cute.TiledMma  # dS K, half of a warpgroup's part
+    score_params: BwdScoreParams | None  # None: no score features
+
+    def tile_exists(self) -> cutlass.Boolean:
+        """Whether a varlen batch has a tile for this CTA. The grid has the size of the longest possible tile list."""
+        return cute.arch.block_idx()[0] < self.tile_list.num_tiles()
+
+    def tile_coord(self) -> tuple:
+        """n_block, head and sequence of this CTA's tile."""
+        index = cute.arch.block_idx()[0]
+        if self.tile_list is None:
+            n_block, head_kv, batch = self.scheduler.tile_coord(index)
+            return n_block, head_kv, SeqlenInfo(batch, self.seqlen_q, self.seqlen_k)
+        n_block, head_kv, seqlen_values = self.tile_list.read(index)
+        return n_block, head_kv, SeqlenInfo.of_values(seqlen_values)
 
     @cute.jit
     def tile(self):
         """The K/V tile of this CTA."""
         tile_n, tile_m = self.config.tile.tile_n, self.config.tile.tile_m
-        coord = self.scheduler.tile_coord(cute.arch.block_idx()[0])
+        n_block, head_kv, seqlen = self.tile_coord()
         of_keys = Band(self.band.right, self.band.left)
-        blocks = of_keys.blocks(coord[0], tile_n, tile_m, self.seqlen_k, self.seqlen_q)
+        blocks = of_keys.blocks(n_block, tile_n, tile_m, seqlen.k_len, seqlen.q_len)
         block_iter = BlockIterator.of(blocks, ascends=True)
         # Keys past the end must not contribute to dQ, so all blocks of the last tile are masked.
-        is_tail = (coord[0] + 1) * tile_n > self.seqlen_k
+        is_tail = (n_block + 1) * tile_n > seqlen.k_len
         block_iter = replace(block_iter, full_end=Int32(0) if is_tail else block_iter.full_end)
-        seqlen = SeqlenInfo(coord[2], self.seqlen_q, self.seqlen_k)
-        return KVTile(Int32(0), Int32(0), coord[0], coord[1], seqlen, blocks, block_iter, None)
+        return KVTile(Int32(0), Int32(0), n_block, head_kv, seqlen, blocks, block_iter, None)
 
     def first_accum_block(self, tile: KVTile) -> Int32:
         """The index of the first block that a tile adds to, among all blocks of mdQ_accum."""
         _, heads, blocks, _ = self.mdQ_accum.shape
-        return (tile.batch * heads + tile.head_kv * self.heads_per_kv) * blocks + tile.block_iter.first
+        first_head, first = tile.head_kv * self.heads_per_kv, tile.block_iter.first
+        if tile.seqlen.is_varlen:
+            return first_head * blocks + tile.seqlen.padded_q_block(first, self.config.tile.tile_m)
+        return (tile.batch * heads + first_head) * blocks + first
 
 
 @dataclass(frozen=True)

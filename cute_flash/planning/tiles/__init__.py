@@ -10,6 +10,7 @@ from cute_flash.planning.tiles.bwd_sm90 import (
     SM90_BWD,
     SM90_BWD_CHEAP_MOD,
     SM90_BWD_SCORE,
+    SM90_BWD_WIDE_SCORE,
     BwdTileSm90,
     BwdTileSm90Wide,
 )
@@ -56,8 +57,7 @@ def bwd_tile(family: str, arch: ArchSpec, static: Static, deterministic: bool = 
     """The first row of a family's backward that supports the problem and fits the architecture; None if none does."""
     cost = feature_cost(backward_features(static.features), static.block_sparse)
     for row in _bwd_rows(family, arch, static, cost, deterministic):
-        is_complete = not (isinstance(row, BwdTileSm90Wide) and (static.varlen or deterministic))
-        if is_complete and row.max_cost >= cost and row.head_dim >= static.widest and row.fits(arch):
+        if row.max_cost >= cost and row.head_dim >= static.widest and row.fits(arch):
             return row
     return None
 
@@ -75,11 +75,14 @@ def _bwd_rows(family: str, arch: ArchSpec, static: Static, cost: int, determinis
         # Storing each score's term of a captured tensor's gradient takes too many registers.
         return ()
     candidates: tuple[AnyBwdTile, ...] = SM90_BWD_SCORE if cost else SM90_BWD
+    if not cost and (static.varlen or deterministic):
+        candidates = (*SM90_BWD[:-1], SM90_BWD_WIDE_SCORE)
     if cost and static.has_mods:
         # The first two rows have no registers for user mods.
         candidates = SM90_BWD_SCORE[2:]
         if _has_cheap_mod(static):
             candidates = (SM90_BWD_CHEAP_MOD, *candidates)
+        candidates = tuple(row for row in candidates if not isinstance(row, BwdTileSm90Wide))
     return tuple(row for row in candidates if mod_ops <= MAX_MOD_OPS[row.head_dim > 64])
 
 

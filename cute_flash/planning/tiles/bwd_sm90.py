@@ -64,6 +64,11 @@ class BwdTileSm90Wide(Tile):
     registers: ClassVar[tuple[int, int]] = 24, 240  # per thread of the producer, and of the consumer warpgroups
 
     @property
+    def separates_dp(self) -> bool:
+        """Whether dP and dQ have registers of their own, because few keys leave enough of them."""
+        return self.tile_n <= 64
+
+    @property
     def dq_part(self) -> tuple[int, int]:
         """(rows, columns) of dQ that each warpgroup computes."""
         return self.tile_m, self.head_dim // 2
@@ -90,12 +95,16 @@ SM90_BWD = (
     # 80 is the largest number of keys that leaves registers for dQ, and shared memory for two stages of Q.
     BwdTileSm90Wide(256, 64, 80, measured=_GRADIENTS_256),
 )
-# With score features. Above head dim 128 there are no registers for them, and the mma.sync kernel is used.
+# Above head dim 128 with score features, in a varlen batch, or deterministic: fewer keys leave registers for features,
+# and shared memory for all of dQ, which adder warps then add in order.
+SM90_BWD_WIDE_SCORE = BwdTileSm90Wide(256, 64, 64, dq_pieces=8)
+# With score features.
 SM90_BWD_SCORE = (
     BwdTileSm90( 64, 128, 128, early_lse=True, max_cost=COST_SOFTCAP),
     BwdTileSm90( 64, 128, 128, early_lse=True, early_dropout=True, max_cost=COST_DROPOUT),
     BwdTileSm90( 64,  64, 128),
     SM90_BWD[1],
+    SM90_BWD_WIDE_SCORE,
 )
 # With a cheap score_mod, or a block mask, whose mask_mod is evaluated in few blocks.
 SM90_BWD_CHEAP_MOD = BwdTileSm90(64, 128, 128, early_lse=True, max_cost=COST_USER_MOD, measured=_CHEAP_MOD)
