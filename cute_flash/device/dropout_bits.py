@@ -4,7 +4,7 @@
 words of a call.
 
 One Philox call serves the scores {i, i + 8, i + 16, i + 24} x {j, j + 1, j + 8, j + 9}, queries by keys
-(`spec.dropout`). In the backward rows are keys. A thread holds queries i and i + 1, and the queries 8, 16 and 24 after
+(`spec.dropout`). In blocks of keys by queries, a thread holds queries i and i + 1, and the queries 8, 16 and 24 after
 each. It holds only one of the keys j and j + 1, and the key 8 after it. So the threads of keys j and j + 1, which are 4
 lanes apart, need the results of the same calls. Each makes half of the calls: the first thread for query i, the second
 for query i + 1, each for both keys. Then a shuffle exchanges the bits of 32 scores.

@@ -425,7 +425,9 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, fa
     blocks = ("block_mask",) if problem.block_sparse else ()
     names = "".join(f"{name} and " for name in (*backward_features(problem.features), *blocks))
     what = "deterministic gradients" if deterministic else "the gradient"
-    least = "only on sm_90" + (", up to head_dim=128" if problem.static.has_mods else "")
+    least = "only on sm_90"
+    if problem.static.has_mods and problem.static.widest > 128:
+        least += ", up to head_dim=128"
     if deterministic and problem.mods is not None and problem.mods.captures_needing_grad:
         least += ", and without gradients of captured tensors"
     return (

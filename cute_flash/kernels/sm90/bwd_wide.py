@@ -111,6 +111,9 @@ class BwdSm90Wide(Kernel):
 
     def __init__(self, static: Static, tile: BwdTileSm90Wide):
         super().__init__(static, tile)
+        assert not static.has_mods
+        # Additions outside the shared memory have no fixed order.
+        assert not static.deterministic or tile.dq_pieces == ALL_PIECES
         self.config = Config(static, tile)
         self.keys = tile.tile_n // NUM_WARPGROUPS  # of a warpgroup
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
@@ -267,6 +270,7 @@ class BwdSm90Wide(Kernel):
             cute.arch.cp_async_bulk_wait_group(0)
             # Orders the additions before the release by the other warp's thread.
             cute.arch.inline_ptx("fence.proxy.async.global;")
+        cute.arch.sync_warp()
         cute.arch.barrier(barrier_id=DQ_ADDED, number_of_threads=32 * NUM_WARPGROUPS)
         if wg == 0:
             coord, rank = self.semaphore_rank(p, tile, g, i)
@@ -277,7 +281,7 @@ class BwdSm90Wide(Kernel):
     @property
     def needs_head(self) -> bool:
         """Whether the scores of a block depend on its head."""
-        return self.has_alibi or self.has_dropout or self.static.has_mods
+        return self.has_alibi or self.has_dropout
 
     def dv_scale(self, p: Params) -> Float32:
         """The factor of dV. It includes the scale of dropout, by which P is not multiplied."""
