@@ -167,8 +167,8 @@ class BlockScores:
             return self
         if self.dropout_bits is not None and self.is_transposed:
             return replace(self, first_distance=rederived(distance))
-        # In other kernels ptxas optimizes `rederived` away. `heads >> 24` is 0, because there are less than 2^24 heads, but
-        # ptxas cannot prove it.
+        # In other kernels ptxas optimizes `rederived` away. `heads >> 24` is 0, because there are less than 2^24 heads,
+        # but ptxas cannot prove it.
         zero = self.heads >> 24
         return replace(self, first_distance=distance + Float32(bits_and(dP_mn[0, 0], zero)))
 
