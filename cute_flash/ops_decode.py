@@ -67,8 +67,7 @@ def is_direct(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> 
         return False
     # Only these tensors can have the negative bit (torch's lazy negation): tensors with it have an element stride of 2,
     # and the others are integers or have contiguous rows.
-    floats = args.rotary_cos, args.rotary_sin, args.alibi, args.sinks, args.k_scale, args.v_scale
-    return floats.count(None) == len(floats) or is_plain(*floats)
+    return is_plain(args.rotary_cos, args.rotary_sin, args.alibi, args.sinks, args.k_scale, args.v_scale)
 
 
 def refuse_grad(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None:
