@@ -37,17 +37,22 @@ class Saved:
 class Scores:
     """The arguments that all calls of a rank share.
 
-    `args` has neither mask nor tensors. Positions are those of the rank's queries; only ALiBi needs them.
+    `args` has neither mask nor tensors. Positions are those of the rank's queries; only ALiBi needs them. `heads` is
+    (first head, number of heads of the full call); only dropout needs it.
     """
 
     args: AttentionArgs
     alibi: Tensor | None = None
     alibi_needs_grad: bool = False
     positions: Tensor | None = None
+    rng: Tensor | None = None
+    heads: tuple[int, int] = (0, 0)
 
     def of_call(self, call: BandCall, key_positions: Tensor | None) -> AttentionArgs:
         """The arguments of one call. If its alignment is not that of the sequence, ALiBi is a score_mod."""
         args = self.args._replace(window_left=call.band.left, window_right=call.band.right)
+        if args.dropout:
+            args = args._replace(rng=self.rng, dropout_origin=(*call.first, *self.heads))
         if self.alibi is None:
             return args
         if call.is_aligned:

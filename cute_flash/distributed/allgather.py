@@ -25,11 +25,12 @@ class AllGather:
     axis: Axis
     sharding: Sharding
     band: Band
+    by_segment: bool = False  # see `band_calls`
 
     @property
     def calls(self) -> tuple[BandCall, ...]:
         keys = (Segment(0, 0, self.sharding.seqlen),)
-        return band_calls(self.sharding.segments(self.axis.index), keys, self.band)
+        return band_calls(self.sharding.segments(self.axis.index), keys, self.band, self.by_segment)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         k, v = self._gather(k), self._gather(v)

@@ -59,10 +59,14 @@ class Shapes:
         return self.batch * self.heads * self.length * (self.head_dim + self.head_dim_v)
 
 
-def choose(method: str, axes: Axes, shapes: Shapes, sharding: Sharding, band: Band) -> Choice:
-    """Check the method, or choose one for "auto"."""
+def check_method(method: str) -> None:
     if method not in ("auto", *METHODS):
         raise ValueError(f"method={method!r}: use one of auto, {', '.join(METHODS)}")
+
+
+def choose(method: str, axes: Axes, shapes: Shapes, sharding: Sharding, band: Band) -> Choice:
+    """Check the method, or choose one for "auto"."""
+    check_method(method)
     n, inner = axes.size, axes.inner.size
     is_2d = axes.inner.group is not None
     if is_2d:

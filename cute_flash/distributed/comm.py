@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -47,7 +48,7 @@ class Axes:
     inner: Axis
 
     @staticmethod
-    def of(group: Group) -> Axes:
+    def of(group: Group | None) -> Axes:
         """The axes of a group: a ProcessGroup or 1-D DeviceMesh is the outer axis, a 2-D DeviceMesh has both."""
         if isinstance(group, DeviceMesh):
             axes = [Axis.of(group.get_group(dim)) for dim in range(group.ndim)]
@@ -154,6 +155,15 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 def all_gather_shards(x: Tensor, axes: Axes) -> Tensor:
     """The tensors of all ranks, stacked in the order of shards: gather each row of ranks, then the rows."""
     return all_gather(all_gather(x, axes.inner), axes.outer).flatten(0, 1)
+
+
+def broadcast(x: Tensor, axes: Axes) -> Tensor:
+    """The tensor of the first rank, in place: along the first row of ranks, then along the columns."""
+    for axis in (axes.outer, axes.inner):
+        if axis.group is not None:
+            send = partial(dist.broadcast, x, group=axis.group, group_src=0)
+            _checked(send, f"broadcast of the dropout seed, rank {axis.index} of {axis.size}")
+    return x
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:

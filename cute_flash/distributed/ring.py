@@ -32,9 +32,10 @@ class Schedule:
 
     sharding: Sharding
     band: Band
+    by_segment: bool = False  # see `band_calls`
 
     def calls(self, rank: int, shard: int) -> tuple[BandCall, ...]:
-        return band_calls(self.sharding.segments(rank), self.sharding.segments(shard), self.band)
+        return band_calls(self.sharding.segments(rank), self.sharding.segments(shard), self.band, self.by_segment)
 
     def holder(self, shard: int, step: int) -> int:
         return (shard + step) % self.sharding.num_shards

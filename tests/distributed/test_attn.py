@@ -31,6 +31,11 @@ def cases(size: int) -> Iterator[Case]:
         yield Case("allgather", sharding, alibi=2, batch=2, sinks=True, causal=False)
         yield Case("auto", sharding, head_dim_v=4, layout="bshd")
         yield Case("ring", sharding, dtype=torch.float64, head_dim_v=16, causal=False, window=(30, 5), seqlen=59)
+        for method, seqlen, mask in (
+            ("ring", 61, {}), ("ring", 64, window), ("allgather", 61, full), ("ulysses", 64, {}), ("usp", 61, {}),
+        ):  # fmt: skip
+            yield Case(method, sharding, heads=8, heads_kv=8, batch=2, seqlen=seqlen, dropout=0.4, **mask)
+        yield Case("ring", sharding, dropout=0.3, alibi=1, sinks=True, softcap=2.0, seqlen=61)
     yield Case("ulysses", heads=8, heads_kv=1, alibi=2, batch=2, sinks=True, seqlen=61, layout="bshd")
     yield Case("usp", heads=8, heads_kv=8, alibi=1, sinks=True, window=(20, None), dtype=torch.float64)
     yield Case("ring", dtype=torch.bfloat16, heads_kv=1)

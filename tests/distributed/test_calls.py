@@ -54,6 +54,11 @@ def test_calls_cover_each_visible_score_once(
             mask = by_position(sharding, rank, shard, band)
             assert torch.equal(covered(calls, sharding.shard_length), mask.long())
             assert bool(calls) == bool(mask.any())
+            calls = band_calls(sharding.segments(rank), sharding.segments(shard), band, by_segment=True)
+            assert torch.equal(covered(calls, sharding.shard_length), mask.long())
+            for call in calls:
+                for (begin, end), first, index in zip((call.rows, call.keys), call.first, (rank, shard)):
+                    assert torch.equal(sharding.positions(index)[begin:end], torch.arange(first, first + end - begin))
 
 
 @pytest.mark.parametrize("kind", SHARDINGS)
