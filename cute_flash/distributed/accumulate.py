@@ -21,6 +21,9 @@ from cute_flash.score_mod.bound import mod_arguments
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.shapes import lse_dtype
 
+# The keys of a call, and its shares of their dk and dv.
+KeyShare = tuple[Range, Tensor, Tensor]
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -125,10 +128,14 @@ class Output:
 
 
 def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Merge an output over other keys into `out` and `lse`, in place."""
-    total = torch.logaddexp(lse, more_lse)
-    out.mul_(_factor(lse, total)).add_(more_out * _factor(more_lse, total))
-    lse.copy_(total)
+    """Merge an output over other keys into `out` and `lse`, in place.
+
+    The weight of `more_out` is exp(more_lse) / (exp(lse) + exp(more_lse)), and that of `out` is the rest. One kernel
+    reads and writes the outputs; four read and write LSEs. Rows that have seen no key keep the output 0.
+    """
+    weight = torch.sub(more_lse, lse).sigmoid_().nan_to_num_(nan=0.0)
+    out.lerp_(more_out, weight[..., None])
+    torch.logaddexp(lse, more_lse, out=lse)
 
 
 def _factor(lse: Tensor, total: Tensor) -> Tensor:
@@ -140,28 +147,38 @@ class Gradients:
     """Gradients of a rank, summed call by call in fp32."""
 
     def __init__(self, saved: Saved, scores: Scores) -> None:
-        self.saved, self.scores = saved, scores
-        self.dq = torch.zeros_like(saved.q, dtype=saved.lse.dtype)
+        self.saved, self.scores, self.dtype = saved, scores, saved.lse.dtype
+        self._dq: Tensor | None = None
         self.dalibi: Tensor | None = None
 
-    def add(self, kv: Pair, calls: tuple[BandCall, ...], key_positions: Tensor | None) -> Pair | None:
-        """Add the share of some calls over the same k and v to dq; return their share of dk and dv, if there is one."""
-        if not calls:
-            return None
-        saved, (k, v) = self.saved, kv
-        dk, dv = (x.new_zeros(x.shape, dtype=saved.lse.dtype) for x in (k, v))  # contiguous, to be sent
+    @property
+    def dq(self) -> Tensor:
+        return torch.zeros_like(self.saved.q, dtype=self.dtype) if self._dq is None else self._dq
+
+    def add(self, kv: Pair, calls: tuple[BandCall, ...], key_positions: Tensor | None) -> list[KeyShare]:
+        """Add the shares of some calls over the same k and v to dq, and return their shares of dk and dv."""
+        saved, (k, v), shares = self.saved, kv, []
         for call in calls:
             args = self.scores.of_call(call, key_positions)
             dout, q, out = (rows_of(x, call.rows) for x in (saved.dout, saved.q, saved.out))
             lse = rows_of(saved.lse, call.rows).contiguous()
             dlse = None if saved.dlse is None else rows_of(saved.dlse, call.rows).contiguous()
             keys, values = rows_of(k, call.keys), rows_of(v, call.keys)
-            *shares, grads = ops.gradients(dout, dlse, q, keys, values, out, lse, args)
-            for total, share, at in zip((self.dq, dk, dv), shares, (call.rows, call.keys, call.keys)):
-                rows_of(total, at).add_(share)
+            dq, dk, dv, grads = ops.gradients(dout, dlse, q, keys, values, out, lse, args)
+            self._dq = _added(self._dq, dq, call.rows, saved.q, self.dtype)
+            shares.append((call.keys, dk, dv))
             dalibi = self.scores.alibi_gradient(args, grads)
             if dalibi is not None:
                 self.dalibi = dalibi if self.dalibi is None else self.dalibi + dalibi
+        return shares
+
+    def sum_keys(self, kv: Pair, total: Pair | None, shares: list[KeyShare]) -> Pair:
+        """Add shares of dk and dv to their sums, in place. None: there are no sums yet."""
+        dk, dv = (None, None) if total is None else total
+        for keys, dk_share, dv_share in shares:
+            dk, dv = _added(dk, dk_share, keys, kv[0], self.dtype), _added(dv, dv_share, keys, kv[1], self.dtype)
+        if dk is None or dv is None:
+            return tuple(x.new_zeros(x.shape, dtype=self.dtype) for x in kv)  # type: ignore[return-value]
         return dk, dv
 
     def dsinks(self, sinks: Tensor) -> Tensor:
@@ -173,3 +190,12 @@ class Gradients:
         lse = saved.lse.masked_fill(saved.lse == -torch.inf, torch.inf)
         probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
         return -(probability * delta).sum(dim=(0, 2)).to(sinks.dtype)
+
+
+def _added(total: Tensor | None, share: Tensor, at: Range, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add the share of the rows `at` of x to the sum of all rows, which is contiguous."""
+    if total is None and at == (0, x.shape[2]):
+        return share.to(dtype).contiguous()
+    total = x.new_zeros(x.shape, dtype=dtype) if total is None else total
+    rows_of(total, at).add_(share)
+    return total

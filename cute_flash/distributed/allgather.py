@@ -46,10 +46,9 @@ class AllGather:
         gradients = Gradients(saved, scores)
         keys, values = self._gather(k), self._gather(v)
         shares = gradients.add((keys, values), self.calls, self._positions(scores))
-        if shares is None:
-            shares = torch.zeros_like(keys), torch.zeros_like(values)
+        totals = gradients.sum_keys((keys, values), None, shares)
         # In the dtype of k, as the backward kernels return them.
-        dk, dv = (self._scatter(share.to(k.dtype), saved.lse.dtype) for share in shares)
+        dk, dv = (self._scatter(share.to(k.dtype), saved.lse.dtype) for share in totals)
         dsinks = None if sinks is None else gradients.dsinks(sinks)
         return gradients.dq, dk, dv, gradients.dalibi, dsinks
 

@@ -98,12 +98,10 @@ class Ring:
         for step in range(schedule.num_steps):
             incoming = self._pass_on_keys(step, held, k, v)
             shard = schedule.shard(rank, step)
-            share = None
+            shares = []
             if held is not None:
-                share = gradients.add(held, schedule.calls(rank, shard), self._positions(shard, scores))
-            total = _sum(sums.wait(), share)
-            if total is None:
-                total = k.new_zeros(k.shape, dtype=saved.lse.dtype), v.new_zeros(v.shape, dtype=saved.lse.dtype)
+                shares = gradients.add(held, schedule.calls(rank, shard), self._positions(shard, scores))
+            total = gradients.sum_keys((k, v), sums.wait(), shares)
             sums = self._pass_on_sums(step, total)
             returns.append(self._return_sums(step, total))
             if step == schedule.num_hops(rank) == 0:
@@ -151,12 +149,3 @@ class Ring:
         if step == schedule.num_hops(rank) > 0:
             receive = Receive((torch.empty_like(total[0]), torch.empty_like(total[1])), schedule.holder(rank, step))
         return exchange(self.axis, send, receive, f"step {step} of the ring, return of dK/dV")
-
-
-def _sum(total: Pair | None, share: Pair | None) -> Pair | None:
-    """Add two optional tuples of tensors, in place."""
-    if total is None or share is None:
-        return share if total is None else total
-    for x, y in zip(total, share):
-        x.add_(y)
-    return total

@@ -53,10 +53,9 @@ def test_shares_sum_to_the_results_of_one_call(gpu: FakeGpu, band: Band, feature
         out, lse = output.result(None, qs[rank].shape[2])
         gradients = Gradients(Saved(douts[rank], None, qs[rank], out, lse), scores)
         for shard in range(N):
-            share = gradients.add((ks[shard], vs[shard]), schedule.calls(rank, shard), positions[shard])
-            if share is not None:
-                dks[shard] += share[0]
-                dvs[shard] += share[1]
+            kv, sums = (ks[shard], vs[shard]), (dks[shard], dvs[shard])
+            shares = gradients.add(kv, schedule.calls(rank, shard), positions[shard])
+            dks[shard], dvs[shard] = gradients.sum_keys(kv, sums, shares)
         outs.append(out)
         dqs.append(gradients.dq)
     calls = sum(schedule.num_calls(rank) for rank in range(N))
