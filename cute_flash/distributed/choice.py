@@ -83,6 +83,11 @@ def choose(method: str, axes: Axes, shapes: Shapes, sharding: Sharding, band: Ba
     sent = sent_bytes(n, shapes, Schedule(sharding, band))
     if method != "auto":
         return Choice(method, "requested", sent)
+    return choice_by_bytes(sent)
+
+
+def choice_by_bytes(sent: dict[str, int]) -> Choice:
+    """The method of "auto"."""
     best = min(sent, key=lambda name: sent[name])
     sizes = ", ".join(f"{name} {size:,}" for name, size in sent.items())
     return Choice(best, f"the fewest bytes sent by a rank in a forward and a backward pass ({sizes})", sent)

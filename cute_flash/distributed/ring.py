@@ -60,7 +60,7 @@ class Schedule:
 def _num_hops(schedule: Schedule) -> tuple[int, ...]:
     shards = range(schedule.sharding.num_shards)
     return tuple(
-        max((step for step in shards if schedule.calls(schedule.holder(shard, step), shard)), default=0)
+        next((step for step in reversed(shards) if schedule.calls(schedule.holder(shard, step), shard)), 0)
         for shard in shards
     )
 
