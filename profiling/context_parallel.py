@@ -1,0 +1,188 @@
+"""Context parallelism on one card: the kernels of every rank's loop beside the unsharded call.
+
+One card plays all ranks. A rank's loop has the launches of its hops on real shards, and the merges and sums between
+them; messages are left out. Times are device times, of CUDA graphs. The sum over ranks divided by the unsharded time is
+the cost of sharding; its goal is `GOAL`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash import ops
+from cute_flash.distributed.accumulate import Gradients, Output, Saved, Scores, rows_of
+from cute_flash.distributed.calls import BandCall
+from cute_flash.distributed.ring import Schedule
+from cute_flash.distributed.sharding import Sharding, join, split
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Problem
+from cute_flash.tools.cp_cost import LINKS, Model
+from profiling.terminal import Table
+from profiling.timing import Contender, Timer, measure
+
+GOAL = 1.08
+DIRECTIONS = ("forward", "backward")
+CAUSAL = Band(None, 0)
+# Of the whole command with its defaults, on an H200: 8 kernels are compiled, then about 20 s of measurement.
+EXPECTED_SECONDS = 90
+
+
+@dataclass(frozen=True)
+class Settings:
+    seqlen: int = 65536
+    ranks: int = 8
+    heads: int = 16
+    heads_kv: int = 16
+    head_dim: int = 128
+    sharding: str = "zigzag"
+    rounds: int = 5
+    ms: float = 30.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise `ValueError` for a length that does not divide."""
+        chunks = self.ranks * (2 if self.sharding == "zigzag" else 1)
+        if self.seqlen % chunks:
+            raise ValueError(f"--seqlen {self.seqlen} with {self.ranks} ranks: use a multiple of {chunks}")
+
+    @property
+    def problem(self) -> Problem:
+        sizes = self.heads, self.heads_kv, self.seqlen, self.seqlen, self.head_dim
+        return Problem(1, *sizes, "bfloat16", CAUSAL)
+
+
+DRY_SETTINGS = Settings(seqlen=256, ranks=4, heads=2, heads_kv=2, head_dim=16, rounds=1, ms=1.0)
+
+
+class Loop:
+    """The calls of all ranks, on the shards of one sequence."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        s = settings
+        generator = torch.Generator(device).manual_seed(s.seed)
+        shapes = [(1, heads, s.seqlen, s.head_dim) for heads in (s.heads, s.heads_kv, s.heads_kv, s.heads)]
+        self.full = [torch.randn(x, device=device, generator=generator).bfloat16() for x in shapes]
+        self.shards = [split(x, s.ranks, 2, s.sharding).unbind(0) for x in self.full]
+        self.schedule = Schedule(Sharding.of(s.sharding, s.ranks, s.seqlen), CAUSAL)
+        self.args = AttentionArgs(scale=s.head_dim**-0.5)
+        self.scores, self.kind = Scores(self.args), s.sharding
+        self.ranks = range(s.ranks)
+        # The results that the backward of each rank takes, and buffers of the sums that travel.
+        self.saved: list[tuple[Tensor, Tensor]] = []
+        self.sums = [torch.zeros_like(x[0], dtype=torch.float32) for x in self.shards[1:3]]
+
+    def unsharded(self, direction: str) -> Callable[[], Any]:
+        q, k, v, dout = self.full
+        args = self.args._replace(window_right=0)
+        if direction == "forward":
+            return lambda: ops.attention(q, k, v, args)
+        out, lse, _ = ops.attention(q, k, v, args)
+        return lambda: ops.gradients(dout, None, q, k, v, out, lse, args)
+
+    def calls(self, rank: int) -> Iterator[tuple[int, BandCall]]:
+        """(shard, call) of a rank, in the order of its steps."""
+        for step in range(self.schedule.num_steps):
+            shard = self.schedule.shard(rank, step)
+            yield from ((shard, call) for call in self.schedule.calls(rank, shard))
+
+    def forward(self, rank: int) -> tuple[Tensor, Tensor]:
+        q, k, v, _ = self.shards
+        output = Output(q[rank], v[rank], self.schedule.num_calls(rank))
+        for shard, call in self.calls(rank):
+            output.add((k[shard], v[shard]), call, self.scores, None)
+        return output.result(None, q[rank].shape[2])
+
+    def without_merges(self, rank: int) -> None:
+        """The attention kernels of a rank's forward."""
+        q, k, v, _ = self.shards
+        for shard, call in self.calls(rank):
+            args = self.scores.of_call(call, None)._replace(out_fp32=True)
+            keys, values = rows_of(k[shard], call.keys), rows_of(v[shard], call.keys)
+            ops.attention(rows_of(q[rank], call.rows), keys, values, args)
+
+    def backward(self, rank: int) -> tuple[Tensor, list[Any]]:
+        q, k, v, dout = self.shards
+        out, lse = self.saved[rank]
+        schedule, gradients = self.schedule, Gradients(Saved(dout[rank], None, q[rank], out, lse), self.scores)
+        shares = []
+        for step in range(schedule.num_steps):
+            shard = schedule.shard(rank, step)
+            kv = k[shard], v[shard]
+            share = gradients.add(kv, schedule.calls(rank, shard), None)
+            # At the first step a rank starts the sums of its shard; at others it adds to sums that arrived.
+            total = gradients.sum_keys(kv, None if step == 0 else (self.sums[0], self.sums[1]), share)
+            shares.append((shard, total))
+        return gradients.dq, shares
+
+    def call(self, direction: str, rank: int) -> Callable[[], Any]:
+        return (lambda: self.forward(rank)) if direction == "forward" else (lambda: self.backward(rank))
+
+
+def errors(loop: Loop) -> dict[str, float]:
+    """The largest difference of out and dq from the unsharded call, relative to its largest element."""
+    out = loop.unsharded("forward")()[0].float()
+    dq = loop.unsharded("backward")()[0].float()
+    found = {"out": [loop.saved[rank][0] for rank in loop.ranks], "dq": [loop.backward(rank)[0] for rank in loop.ranks]}
+    pairs = {"out": out, "dq": dq}
+    joined = {name: join(torch.stack([x.float() for x in shards]), 2, loop.kind) for name, shards in found.items()}
+    return {name: float((joined[name] - y).abs().max() / y.abs().max()) for name, y in pairs.items()}
+
+
+Save = Callable[[dict[str, Any]], None]
+
+
+def run(settings: Settings, device: torch.device, timer: Timer, save: Save) -> dict[str, Any]:
+    """Measure both directions. `save` gets the record after each."""
+    settings.check()
+    loop = Loop(settings, device)
+    loop.saved = [loop.forward(rank) for rank in loop.ranks]
+    record: dict[str, Any] = {"settings": asdict(settings), "goal": GOAL, "errors": errors(loop), "directions": {}}
+    model = Model(settings.problem, settings.ranks, LINKS["nvlink"]).ring()
+    for direction in DIRECTIONS:
+        contenders = {"unsharded": Contender(loop.unsharded(direction))}
+        contenders |= {f"rank {rank}": Contender(loop.call(direction, rank)) for rank in loop.ranks}
+        if direction == "forward":
+            contenders["rank 0, without merges"] = Contender(lambda: loop.without_merges(0))
+        measured = measure(contenders, timer, settings.rounds, settings.ms)
+        times = {name: samples.median_ms for name, samples in measured.samples.items()}
+        ranks = [times.get(f"rank {rank}") for rank in loop.ranks]
+        predicted = getattr(model, direction)
+        found: dict[str, Any] = {
+            "ms": times,
+            "errors": measured.errors,
+            "calls_of_a_rank": loop.schedule.num_calls(0),
+            "predicted_ratio": 1 + predicted.passes / predicted.compute,
+            "ratio": None,
+            "slowest_rank": None,
+        }
+        if "unsharded" in times and None not in ranks:
+            whole = times["unsharded"]
+            found["ratio"] = sum(x for x in ranks if x is not None) / whole
+            found["slowest_rank"] = max(x for x in ranks if x is not None) * settings.ranks / whole
+        record["directions"][direction] = found
+        save(record)
+    return record
+
+
+def table(record: dict[str, Any]) -> Table:
+    rows = []
+    for direction, found in record["directions"].items():
+        times, num = found["ms"], record["settings"]["ranks"]
+        ranks = [times[f"rank {i}"] for i in range(num) if f"rank {i}" in times]
+        ratio = "-" if found["ratio"] is None else f"{found['ratio']:.3f}"
+        spread = f"{min(ranks):.3f} to {max(ranks):.3f}" if ranks else "-"
+        unsharded, predicted = f"{times.get('unsharded', 0):.3f}", f"{found['predicted_ratio']:.3f}"
+        rows.append((direction, unsharded, spread, f"{sum(ranks):.3f}", ratio, predicted))
+    columns = ("", "unsharded, ms", "a rank, ms", "sum over ranks, ms", "sum / unsharded", "predicted")
+    return Table(f"Context parallelism on one card, goal {record['goal']}", columns, tuple(rows))
+
+
+def meets_goal(record: dict[str, Any]) -> bool:
+    ratios = [found["ratio"] for found in record["directions"].values()]
+    return len(ratios) == len(DIRECTIONS) and all(ratio is not None and ratio <= record["goal"] for ratio in ratios)
