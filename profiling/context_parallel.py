@@ -7,7 +7,7 @@ the cost of sharding; its goal is `GOAL`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cute_flash import ops
 from cute_flash.distributed.accumulate import Gradients, Output, Saved, Scores, rows_of
-from cute_flash.distributed.calls import BandCall
-from cute_flash.distributed.ring import Schedule
+from cute_flash.distributed.comm import Pair
+from cute_flash.distributed.ring import Group, Schedule, heads_first, keys_first
 from cute_flash.distributed.sharding import Sharding, join, split
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
@@ -74,9 +74,9 @@ class Loop:
         self.args = AttentionArgs(scale=s.head_dim**-0.5)
         self.scores, self.kind = Scores(self.args), s.sharding
         self.ranks = range(s.ranks)
-        # The results that the backward of each rank takes, and buffers of the sums that travel.
+        self.arrived = [self.groups(rank) for rank in self.ranks]
+        # The results that the backward of each rank takes.
         self.saved: list[tuple[Tensor, Tensor]] = []
-        self.sums = [torch.zeros_like(x[0], dtype=torch.float32) for x in self.shards[1:3]]
 
     def unsharded(self, direction: str) -> Callable[[], Any]:
         q, k, v, dout = self.full
@@ -86,40 +86,50 @@ class Loop:
         out, lse, _ = ops.attention(q, k, v, args)
         return lambda: ops.gradients(dout, None, q, k, v, out, lse, args)
 
-    def calls(self, rank: int) -> Iterator[tuple[int, BandCall]]:
-        """(shard, call) of a rank, in the order of its steps."""
-        for step in range(self.schedule.num_steps):
-            shard = self.schedule.shard(rank, step)
-            yield from ((shard, call) for call in self.schedule.calls(rank, shard))
+    def groups(self, rank: int) -> list[tuple[Pair, Group]]:
+        """K and V as they arrive at a rank, and the calls over them: its own shard, then groups of others."""
+        _, k, v, _ = self.shards
+        found = [((k[rank], v[rank]), Group((), self.schedule.calls(rank, rank)))]
+        for steps in self.schedule.groups[1:]:
+            group = self.schedule.group(rank, steps)
+            parts = [[rows_of(x[part.shard], part.keys) for part in group.parts] for x in (k, v)]
+            keys, values = (heads_first(keys_first(torch.cat(x, dim=2))) for x in parts)
+            found.append(((keys, values), group))
+        return found
 
     def forward(self, rank: int) -> tuple[Tensor, Tensor]:
-        q, k, v, _ = self.shards
+        q, _, v, _ = self.shards
         output = Output(q[rank], v[rank], self.schedule.num_calls(rank))
-        for shard, call in self.calls(rank):
-            output.add((k[shard], v[shard]), call, self.scores, None)
+        for kv, group in self.arrived[rank]:
+            for call in group.calls:
+                output.add(kv, call, self.scores, None)
         return output.result(None, q[rank].shape[2])
 
     def without_merges(self, rank: int) -> None:
         """The attention kernels of a rank's forward."""
-        q, k, v, _ = self.shards
-        for shard, call in self.calls(rank):
-            args = self.scores.of_call(call, None)._replace(out_fp32=True)
-            keys, values = rows_of(k[shard], call.keys), rows_of(v[shard], call.keys)
-            ops.attention(rows_of(q[rank], call.rows), keys, values, args)
+        q = self.shards[0][rank]
+        for kv, group in self.arrived[rank]:
+            for call in group.calls:
+                args = self.scores.of_call(call, None)._replace(out_fp32=True)
+                ops.attention(rows_of(q, call.rows), rows_of(kv[0], call.keys), rows_of(kv[1], call.keys), args)
 
-    def backward(self, rank: int) -> tuple[Tensor, list[Any]]:
+    def backward(self, rank: int) -> tuple[Tensor, Pair | None]:
         q, k, v, dout = self.shards
         out, lse = self.saved[rank]
-        schedule, gradients = self.schedule, Gradients(Saved(dout[rank], None, q[rank], out, lse), self.scores)
-        shares = []
-        for step in range(schedule.num_steps):
-            shard = schedule.shard(rank, step)
-            kv = k[shard], v[shard]
-            share = gradients.add(kv, schedule.calls(rank, shard), None)
-            # At the first step a rank starts the sums of its shard; at others it adds to sums that arrived.
-            total = gradients.sum_keys(kv, None if step == 0 else (self.sums[0], self.sums[1]), share)
-            shares.append((shard, total))
-        return gradients.dq, shares
+        gradients = Gradients(Saved(dout[rank], None, q[rank], out, lse), self.scores)
+        own, total = (k[rank], v[rank]), None
+        for kv, group in self.arrived[rank]:
+            shares = gradients.add(kv, group.calls, None)
+            if not group.parts:
+                total = gradients.sum_keys(own, None, shares)
+        # Other ranks send shares of the own keys; tensors of the same shapes stand in for them.
+        for steps in self.schedule.groups[1:]:
+            for step in steps:
+                keys = self.schedule.keys(self.schedule.holder(rank, step), rank)
+                if keys is not None:
+                    share = keys, rows_of(own[0], keys), rows_of(own[1], keys)
+                    total = gradients.sum_keys(own, total, [share])
+        return gradients.dq, total
 
     def call(self, direction: str, rank: int) -> Callable[[], Any]:
         return (lambda: self.forward(rank)) if direction == "forward" else (lambda: self.backward(rank))

@@ -181,6 +181,23 @@ class Gradients:
             return tuple(x.new_zeros(x.shape, dtype=self.dtype) for x in kv)  # type: ignore[return-value]
         return dk, dv
 
+    def shares_of(self, kv: Pair, shares: list[KeyShare], keys: Range, dtype: torch.dtype) -> Pair:
+        """The sum of shares of dk and dv for some keys, in `dtype`."""
+        parts = tuple(rows_of(x, keys) for x in kv)
+        total: Pair | None = None
+        for (begin, end), dk, dv in shares:
+            low, high = max(begin, keys[0]), min(end, keys[1])
+            if low >= high:
+                continue
+            share = rows_of(dk, (low - begin, high - begin)), rows_of(dv, (low - begin, high - begin))
+            at = low - keys[0], high - keys[0]
+            if dtype != self.dtype and at == (0, keys[1] - keys[0]):
+                return share  # of one call, as the kernel rounded it
+            total = self.sum_keys((parts[0], parts[1]), total, [(at, *share)])
+        if total is None:
+            total = self.sum_keys((parts[0], parts[1]), None, [])
+        return total[0].to(dtype), total[1].to(dtype)
+
     def dsinks(self, sinks: Tensor) -> Tensor:
         """-Σ exp(sink - LSE) Δ over batch and rows."""
         saved = self.saved

@@ -67,12 +67,36 @@ def band_calls(
     return tuple(_joined(calls, by_rows=True))
 
 
-def _call(queries: Segment, keys: Segment, band: Band) -> BandCall | None:
-    sq, sk, (left, right) = queries.length, keys.length, band.bounds
+def key_range(rows: tuple[Segment, ...], keys: tuple[Segment, ...], band: Band) -> Range | None:
+    """The keys from the first to the last key of `band_calls`, in less time."""
+    begins = [x.begin for x in keys if any(_sees(queries, x, band) for queries in rows)]
+    if not begins:
+        return None
+    ends = [x.begin + _num_keys(queries, x, band) for queries in rows for x in keys if _sees(queries, x, band)]
+    return min(begins), max(ends)
+
+
+def _sees(queries: Segment, keys: Segment, band: Band) -> bool:
+    if queries.length == 0 or keys.length == 0:
+        return False
     # The smallest and the largest difference of a key's and a query's position.
     nearest, farthest = keys.start - (queries.stop - 1), keys.stop - 1 - queries.start
-    if sq == 0 or sk == 0 or (right is not None and nearest > right) or (left is not None and farthest < -left):
+    return (band.right is None or nearest <= band.right) and (band.left is None or farthest >= -band.left)
+
+
+def _num_keys(queries: Segment, keys: Segment, band: Band) -> int:
+    """The keys of a segment without those at its end that no query sees."""
+    if band.right is None:
+        return keys.length
+    # The last query that sees a key of the segment.
+    last = queries.stop - 1 if band.left is None else min(queries.stop - 1, keys.stop - 1 + band.left)
+    return min(keys.length, last + band.right + 1 - keys.start)
+
+
+def _call(queries: Segment, keys: Segment, band: Band) -> BandCall | None:
+    if not _sees(queries, keys, band):
         return None
+    sq, sk, (left, right) = queries.length, keys.length, band.bounds
     offset = queries.start - keys.start
     if left is not None:
         left += sk - sq - offset
@@ -96,6 +120,11 @@ def _call(queries: Segment, keys: Segment, band: Band) -> BandCall | None:
         is_aligned=offset == sk - sq,
         first=(queries.start, keys.start),
     )
+
+
+def join_keys(calls: list[BandCall]) -> list[BandCall]:
+    """Join calls without a mask whose keys are adjacent."""
+    return _joined(calls, by_rows=False)
 
 
 def _joined(calls: list[BandCall], by_rows: bool) -> list[BandCall]:

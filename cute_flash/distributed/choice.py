@@ -87,10 +87,17 @@ def choose(method: str, axes: Axes, shapes: Shapes, sharding: Sharding, band: Ba
 
 
 def choice_by_bytes(sent: dict[str, int]) -> Choice:
-    """The method of "auto"."""
-    best = min(sent, key=lambda name: sent[name])
+    """The method of "auto": the fewest bytes; a ring counts only if it sends less than half of all-gather's bytes.
+
+    A ring merges partial results, which all-gather does not.
+    """
+    few = "allgather" in sent and sent["ring"] > 0 and 2 * sent["ring"] >= sent["allgather"]
+    best = min((name for name in sent if name != "ring" or not few), key=lambda name: sent[name])
     sizes = ", ".join(f"{name} {size:,}" for name, size in sent.items())
-    return Choice(best, f"the fewest bytes sent by a rank in a forward and a backward pass ({sizes})", sent)
+    reason = f"the fewest bytes sent by a rank in a forward and a backward pass ({sizes})"
+    if few and best == "allgather":
+        reason += "; a ring saves less than half of them, and merges partial results"
+    return Choice(best, reason, sent)
 
 
 def sent_bytes(n: int, shapes: Shapes, schedule: Schedule) -> dict[str, int]:
@@ -100,10 +107,9 @@ def sent_bytes(n: int, shapes: Shapes, schedule: Schedule) -> dict[str, int]:
     """
     size = shapes.element_bytes
     kv, qo = shapes.kv_elements, shapes.q_out_elements
-    # K and V travel in both passes; sums of dK and dV, in fp32 or fp64, travel on and return.
-    hops = [schedule.num_hops(shard) for shard in range(n)]
-    sums = max(size, 4) * kv
-    sent = {"ring": sum(2 * h * size * kv + (h + 1) * sums if h else 0 for h in hops) // n}
+    # K and V are sent in both passes, and dK and dV in the backward.
+    per_key = kv // max(shapes.length, 1)
+    sent = {"ring": 3 * size * per_key * schedule.num_sent_keys // n}
     if n * kv <= qo + kv:
         sent["allgather"] = 3 * (n - 1) * size * kv
     try:

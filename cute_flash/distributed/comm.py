@@ -77,35 +77,30 @@ class Axes:
 
 
 @dataclass(frozen=True)
+class Message:
+    """A contiguous tensor to send to a rank of an axis, or a buffer to receive one from it."""
+
+    tensor: Tensor
+    peer: int
+
+
+@dataclass(frozen=True)
 class Pending:
-    """Tensors on their way. `wait` returns the received ones; None if nothing is received."""
+    """Tensors on their way. `wait` returns the buffers; None if nothing is received."""
 
     requests: Sequence[Any]
-    received: Pair | None
+    buffers: tuple[Tensor, ...] | None
     # Sent tensors must live until they have left.
     sent: tuple[Tensor, ...]
     description: str
 
-    def wait(self) -> Pair | None:
+    def wait(self) -> tuple[Tensor, ...] | None:
         for request in self.requests:
             _checked(request.wait, self.description)
-        return self.received
+        return self.buffers
 
 
 NOTHING = Pending((), None, (), "")
-
-
-@dataclass(frozen=True)
-class Send:
-    tensors: Pair
-    to: int
-
-
-@dataclass(frozen=True)
-class Receive:
-    buffers: Pair
-    source: int
-
 
 _connected: WeakSet[dist.ProcessGroup] = WeakSet()
 
@@ -117,22 +112,25 @@ def connect(axis: Axis, device: torch.device) -> None:
         _connected.add(axis.group)
 
 
-def exchange(axis: Axis, send: Send | None, receive: Receive | None, name: str) -> Pending:
-    """Start to send tensors to one rank of the axis and to receive tensors from another, in one batch."""
-    if send is None and receive is None:
-        return NOTHING
-    messages, parts = [], []
-    if send is not None:
-        messages += [dist.P2POp(dist.isend, x, group=axis.group, group_peer=send.to) for x in send.tensors]
-        parts.append(f"sends to rank {send.to}")
-    if receive is not None:
-        messages += [dist.P2POp(dist.irecv, x, group=axis.group, group_peer=receive.source) for x in receive.buffers]
-        parts.append(f"receives from rank {receive.source}")
+def exchange(
+    axis: Axis, sends: list[Message], receives: list[Message], buffers: tuple[Tensor, ...], name: str
+) -> Pending:
+    """Start to send tensors to ranks of the axis and to receive tensors from others, in one batch.
+
+    `buffers`: the tensors that `Pending.wait` returns, of which `receives` has slices.
+    """
+    messages = [dist.P2POp(dist.isend, x.tensor, group=axis.group, group_peer=x.peer) for x in sends]
+    messages += [dist.P2POp(dist.irecv, x.tensor, group=axis.group, group_peer=x.peer) for x in receives]
+    if not messages:
+        return Pending((), buffers if receives else None, (), "")
+    parts = [
+        f"{verb} {', '.join(str(peer) for peer in dict.fromkeys(x.peer for x in group))}"
+        for verb, group in (("sends to rank", sends), ("receives from rank", receives))
+        if group
+    ]
     description = f"{name}: rank {axis.index} of {axis.size} {' and '.join(parts)}"
     requests = _checked(lambda: dist.batch_isend_irecv(messages), description)
-    return Pending(
-        requests, None if receive is None else receive.buffers, () if send is None else send.tensors, description
-    )
+    return Pending(requests, buffers if receives else None, tuple(x.tensor for x in sends), description)
 
 
 # ---- collectives

@@ -13,7 +13,7 @@ from typing import Any
 
 from cute_flash.distributed.calls import BandCall
 from cute_flash.distributed.choice import Shapes, sent_bytes
-from cute_flash.distributed.ring import Schedule
+from cute_flash.distributed.ring import Group, Schedule
 from cute_flash.distributed.sharding import Sharding
 from cute_flash.distributed.ulysses import check_divides
 from cute_flash.errors import UnsupportedError
@@ -77,7 +77,7 @@ class Cost:
 
     method: str
     ranks: int
-    hops: int  # steps of a ring after the first, or collectives of a forward pass
+    hops: int  # groups of shards that a ring receives, or collectives of a forward pass
     sent: int  # bytes of a rank, forward and backward
     forward: Pass
     backward: Pass
@@ -208,30 +208,30 @@ class Model:
 
     def _ring(self, n: int, link: Link, shapes: Shapes) -> Cost:
         schedule = Schedule(Sharding.of(self.kind, n, self.problem.seqlen_q), self.problem.band)
-        rank, has_output = n // 2, False  # with zigzag, all ranks have equal work under a causal mask
-        size, kv = shapes.element_bytes, shapes.kv_elements
-        messages = link.ms(kv * size, 2), link.ms(kv * (size + FP32_BYTES), 4)
-        totals = [[0.0] * 4, [0.0] * 4]
-        for step in range(schedule.num_steps):
+        rank = n // 2  # with zigzag, all ranks have equal work under a causal mask
+        groups = [Group((), schedule.calls(rank, rank))]
+        groups += [schedule.group(rank, steps) for steps in schedule.groups[1:]]
+        key_bytes = shapes.kv_elements // shapes.length * shapes.element_bytes
+        totals, has_output = [[0.0] * 4, [0.0] * 4], False
+        for group, following in zip(groups, [*groups[1:], Group((), ())]):
+            # During the calls of a group, the next one arrives; in the backward, dK and dV of this one also leave.
+            moved, messages = following.length * key_bytes, 2 * len(following.parts)
+            sums, more = group.length * key_bytes, 2 * len(group.parts)
+            communication = link.ms(moved, messages), link.ms(moved + sums, messages + more)
             times = [0.0, 0.0]
-            for call in schedule.calls(rank, schedule.shard(rank, step)):
+            for call in group.calls:
                 compute, passes = self._call(call, shapes, merges=has_output)
                 has_output = True
                 for i in range(2):
                     totals[i][0] += compute[i]
                     totals[i][1] += passes[i]
                     times[i] += compute[i] + passes[i]
-            if step + 1 < schedule.num_steps:
-                for i in range(2):
-                    totals[i][2] += messages[i]
-                    totals[i][3] += max(0.0, messages[i] - times[i])
-        # The sums of dK and dV return to their rank at the end.
-        back = link.ms(kv * FP32_BYTES, 2) if schedule.num_steps > 1 else 0.0
-        totals[1][2] += back
-        totals[1][3] += back
+            for i in range(2):
+                totals[i][2] += communication[i]
+                totals[i][3] += max(0.0, communication[i] - times[i])
         sent = sent_bytes(n, shapes, schedule)["ring"]
-        passes_of_ring = Pass(*totals[0]), Pass(*totals[1])
-        return Cost("ring", self.ranks, schedule.num_steps - 1, sent, *passes_of_ring, self.single_ms)
+        forward, backward = (Pass(*x) for x in totals)
+        return Cost("ring", self.ranks, len(groups) - 1, sent, forward, backward, self.single_ms)
 
     def _call(self, call: BandCall, shapes: Shapes, merges: bool) -> tuple[list[float], tuple[float, float]]:
         """Times of the kernels of one call, and of its passes over memory; forward and backward."""

@@ -120,5 +120,5 @@ def late_on_rank_1() -> None:
 def test_a_failing_rank_is_an_error_on_the_others(task: Callable[[], None], tmp_path: Path) -> None:
     (ranks,) = processes.run(2, [task], tmp_path, seconds=20, timeout=2.0)
     error, _ = ranks[0]
-    assert error is not None and "step 0 of the ring, K/V: rank 0 of 2" in error
+    assert error is not None and "step 1 of the ring, K/V: rank 0 of 2" in error
     assert "Another rank failed" in error

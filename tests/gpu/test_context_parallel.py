@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from cute_flash import ops
-from cute_flash.distributed.accumulate import Gradients, Output, Saved, Scores
+from cute_flash.distributed.accumulate import Scores
 from cute_flash.distributed.ring import Schedule
-from cute_flash.distributed.sharding import Sharding, join, split
+from cute_flash.distributed.sharding import Sharding
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from tests.combinations import RNG
+from tests.distributed.one_process import ring
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 N, LENGTH = 4, 1024
@@ -29,23 +30,7 @@ def test_shards_have_the_results_of_the_unsharded_call(head_dim, band, dropout):
     expected = (expected_out, *ops.gradients(dout, None, q, k, v, expected_out, expected_lse, full)[:3])
 
     schedule = Schedule(Sharding.of("zigzag", N, LENGTH), band, by_segment=bool(dropout))
-    qs, ks, vs, douts = (split(x, N, 2, "zigzag").unbind(0) for x in (q, k, v, dout))
-    scores = Scores(args, rng=rng, heads=heads)
-    outs, dqs, sums = [], [], [None] * N
-    for rank in range(N):
-        output = Output(qs[rank], vs[rank], schedule.num_calls(rank))
-        for shard in range(N):
-            for call in schedule.calls(rank, shard):
-                output.add((ks[shard], vs[shard]), call, scores, None)
-        out, lse = output.result(None, qs[rank].shape[2])
-        gradients = Gradients(Saved(douts[rank], None, qs[rank], out, lse), scores)
-        for shard in range(N):
-            kv = ks[shard], vs[shard]
-            shares = gradients.add(kv, schedule.calls(rank, shard), None)
-            sums[shard] = gradients.sum_keys(kv, sums[shard], shares)
-        outs.append(out)
-        dqs.append(gradients.dq)
-    found = outs, dqs, [x[0] for x in sums], [x[1] for x in sums]
-    for shards, y in zip(found, expected, strict=True):
-        x, y = join(torch.stack(list(shards)), 2, "zigzag").float(), y.float()
+    found = ring(schedule, [q, k, v, dout], Scores(args, rng=rng, heads=heads))
+    for x, y in zip(found, expected, strict=True):
+        x, y = x.float(), y.float()
         assert (x - y).abs().max() <= 2e-2 * y.abs().max()

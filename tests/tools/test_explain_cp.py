@@ -58,7 +58,7 @@ def test_a_ring_hides_messages_behind_computation() -> None:
 
 def test_windows_need_fewer_hops() -> None:
     narrow = Model(replace(PROBLEM, band=Band(4096, 0)), 8, LINKS["nvlink"], kind="contiguous").ring()
-    assert narrow.hops == 1 and costs(8)["ring"].hops == 7
+    assert narrow.hops == 1 and costs(8)["ring"].hops == 4
 
 
 def test_methods_that_do_not_fit_are_left_out() -> None:
