@@ -451,6 +451,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "loop_orders": (concept_tables.loop_orders, ()),
     "tile_rules": (concept_tables.tile_rules, ()),
     "context_parallel": (lambda: _markdown(plot_cp.table()), ()),
+    "context_parallel_ratio": (plot_cp.ratios, ()),
     "context_parallel_figure": (lambda: "![Predicted efficiency by GPUs](plots/context-parallel.svg)", ()),
     "hbm": (lambda: "![HBM bytes, predicted and measured](plots/hbm.svg)", (COUNTERS,)),
 }

@@ -8,6 +8,7 @@ from functools import cache
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 from cute_flash.tools.cp_cost import LINKS, Cost, Model
+from profiling.context_parallel import GOAL, Settings
 from profiling.terminal import Table
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -35,6 +36,18 @@ def table() -> Table:
             rows.append((label, str(ranks), f"{PROBLEM.seqlen_q // ranks:,}", *cells, best.method))
     columns = ("link", "GPUs", "tokens of a GPU", *(f"{name}, ms" for name in METHODS), "fastest")
     return Table("", columns, tuple(rows))
+
+
+def ratios() -> str:
+    """The prediction of what `python -m profiling context-parallel` measures with its defaults."""
+    s = Settings()
+    ring = Model(s.problem, s.ranks, LINKS["nvlink"]).ring()
+    forward, backward = (1 + x.passes / x.compute for x in (ring.forward, ring.backward))
+    shape = f"S = {s.seqlen}, {s.ranks} ranks, H = {s.heads}, Hkv = {s.heads_kv}, D = {s.head_dim}"
+    return (
+        f"For {shape}, the model predicts a sum over ranks of {forward:.2f} (forward) and {backward:.2f} (backward) "
+        f"times the unsharded call; the goal is {GOAL}."
+    )
 
 
 def efficiency():  # type: ignore[no-untyped-def]

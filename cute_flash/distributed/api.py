@@ -94,7 +94,7 @@ def attn(
         v: The rank's values, (B, Hkv, S / n, Dv).
         group: The ranks that share the sequence: a ProcessGroup, a 1-D DeviceMesh, or a 2-D DeviceMesh (ring, ulysses)
             for "usp". Shards are numbered by rank in the group, or row by row in a 2-D mesh. Not for DTensors.
-        method: "ring" passes K/V shards from rank to rank during the computation. "allgather" gathers K and V first.
+        method: "ring" receives K/V shards of other ranks during the computation. "allgather" gathers K and V first.
             "ulysses" exchanges the sequence for heads: it needs H to be a multiple of n, and one of Hkv and n to be a
             multiple of the other. "usp" is Ulysses along the second dimension of a 2-D mesh and a ring along the first.
             "auto" chooses by the bytes sent; `choose_method` says why.
