@@ -98,7 +98,8 @@ class Loop:
         return found
 
     def forward(self, rank: int) -> tuple[Tensor, Tensor]:
-        q, _, v, _ = self.shards
+        q, k, v, _ = self.shards
+        keys_first(k[rank]), keys_first(v[rank])  # to be sent
         output = Output(q[rank], v[rank], self.schedule.num_calls(rank))
         for kv, group in self.arrived[rank]:
             for call in group.calls:
@@ -118,6 +119,7 @@ class Loop:
         out, lse = self.saved[rank]
         gradients = Gradients(Saved(dout[rank], None, q[rank], out, lse), self.scores)
         own, total = (k[rank], v[rank]), None
+        keys_first(k[rank]), keys_first(v[rank])  # to be sent
         for kv, group in self.arrived[rank]:
             shares = gradients.add(kv, group.calls, None)
             if not group.parts:
