@@ -15,7 +15,7 @@ from cute_flash.smem.tile import VARIANTS
 from cute_flash.spec import arch
 from layouts.backward import bwd_sm80_uses
 from layouts.kernels import predict
-from profiling import concept_tables, doc_results, ncu_source, numerics_report, standard_report
+from profiling import concept_tables, doc_results, ncu_source, numerics_report, plot_cp, standard_report
 from profiling.expect import work_of
 from profiling.feature_tables import FEATURES, features
 from profiling.figures import (
@@ -452,6 +452,9 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "shapes": (lambda: _markdown(concept_tables.shapes()), ()),
     "loop_orders": (concept_tables.loop_orders, ()),
     "tile_rules": (concept_tables.tile_rules, ()),
+    "context_parallel": (lambda: _markdown(plot_cp.table()), ()),
+    "context_parallel_ratio": (plot_cp.ratios, ()),
+    "context_parallel_figure": (lambda: "![Predicted efficiency by GPUs](plots/context-parallel.svg)", ()),
     "hbm": (lambda: "![HBM bytes, predicted and measured](plots/hbm.svg)", (COUNTERS,)),
 }
 
@@ -478,7 +481,7 @@ DOCUMENTS = {
     README: "profiling/",
     **{
         DOCS / f"{name}.md": "../profiling/"
-        for name in ("how-it-works", "numerics", "numerics-study", "performance", "support")
+        for name in ("distributed", "how-it-works", "numerics", "numerics-study", "performance", "support")
     },
 }
 

@@ -57,6 +57,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "overlap.svg": (),
     "banks.svg": (),
     "recompute.svg": (),
+    "context-parallel.svg": (),
 }
 
 
@@ -66,12 +67,12 @@ def missing(name: str) -> list[str]:
 
 
 def _drawing(name: str) -> Figure:
-    from profiling import plot_concepts, plot_counters, plot_numerics, plot_speed, plot_standard
+    from profiling import plot_concepts, plot_counters, plot_cp, plot_numerics, plot_speed, plot_standard
     from profiling.plot_speed import Kernel
     from profiling.plot_style import BLUE, GREEN, ORANGE
 
     if not FIGURES[name]:
-        return plot_concepts.DRAWINGS[name]()
+        return {**plot_concepts.DRAWINGS, **plot_cp.DRAWINGS}[name]()
     if name == "summary.svg":
         return plot_speed.summary({"Forward, H200": _run(FORWARD), "Backward (dq, dk, dv), H200": _run(BACKWARD)})
     if name == "forward.svg":

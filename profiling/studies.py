@@ -1,4 +1,4 @@
-"""The commands `standard`, `numerics` and `training` of `python -m profiling`."""
+"""The commands `standard`, `numerics`, `training` and `context-parallel` of `python -m profiling`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from cute_flash.distributed.sharding import SHARDINGS
 from cute_flash.spec import arch
 from cute_flash.tools.precompile import precompile_keys
 from cute_flash.tools.progress import steps
 from profiling import (
+    context_parallel,
     machine,
     ncu,
     numerics,
@@ -34,7 +36,7 @@ from profiling.ncu_metrics import parse_raw
 from profiling.record import write_json
 from profiling.suites import MASKS
 from profiling.terminal import Table, markdown, print_lines, show
-from profiling.timing import EventTimer
+from profiling.timing import EventTimer, GraphTimer
 
 SCHEMA = 1
 OK, FAILED = 0, 1
@@ -70,6 +72,24 @@ def add_commands(add: Add) -> None:
         "--dry-run  # a small model on the CPU",
     )
     _add_training(parser)
+    seconds = context_parallel.EXPECTED_SECONDS
+    parser = add(
+        "context-parallel",
+        f"measure the kernels of all ranks on one card beside the unsharded call; about {seconds} s on an H200",
+        "--seqlen 65536 --ranks 8 --out context-parallel.json",
+        "--dry-run  # small shapes on the CPU",
+    )
+    _add_context_parallel(parser)
+
+
+def _add_context_parallel(parser: argparse.ArgumentParser) -> None:
+    add, defaults = parser.add_argument, context_parallel.Settings()
+    for name in ("seqlen", "ranks", "heads", "heads_kv", "head_dim", "rounds"):
+        text = f"default: {getattr(defaults, name)}"
+        add(f"--{name.replace('_', '-')}", type=at_least_one, metavar="N", help=text)
+    add("--sharding", choices=SHARDINGS, help=f"default: {defaults.sharding}")
+    add("--ms", type=float, help=f"back-to-back calls in a round, in ms (default: {defaults.ms})")
+    _add_output(parser, "context-parallel")
 
 
 def _add_standard(parser: argparse.ArgumentParser) -> None:
@@ -325,3 +345,37 @@ def run_training(args: argparse.Namespace) -> int:
 
 
 COMMANDS = {"standard": run_standard, "numerics": run_numerics, "training": run_training}
+
+
+# ---- context parallelism
+
+
+def run_context_parallel(args: argparse.Namespace) -> int:
+    facts, base = machine.facts(), context_parallel.DRY_SETTINGS if args.dry_run else context_parallel.Settings()
+    names = {f.name for f in fields(context_parallel.Settings)} & set(vars(args))
+    settings = replace(base, **{name: getattr(args, name) for name in names if getattr(args, name) is not None})
+    settings.check()
+    if not args.dry_run:
+        _need_gpu()
+    device, timer = (
+        (torch.device("cpu"), standard.HostTimer()) if args.dry_run else (torch.device("cuda"), GraphTimer())
+    )
+    path = args.out or (None if args.dry_run else default_path("context-parallel", facts))
+    record: dict[str, Any] = {"schema": SCHEMA, "machine": facts, "is_dry_run": args.dry_run}
+
+    def save(found: dict[str, Any]) -> None:
+        record.update(found, after=machine.card_state())
+        if path is not None:
+            write_json(record, path)
+
+    with torch.no_grad():
+        context_parallel.run(settings, device, timer, save)
+    tables = [context_parallel.table(record)]
+    failures = [f"{name}: {text}" for x in record["directions"].values() for name, text in x["errors"].items()]
+    show(tables)
+    print_lines("Failures", failures)
+    _write(path, record, tables, failures)
+    return OK if args.dry_run or (context_parallel.meets_goal(record) and not failures) else FAILED
+
+
+COMMANDS = {"standard": run_standard, "numerics": run_numerics, "context-parallel": run_context_parallel}

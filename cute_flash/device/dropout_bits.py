@@ -120,8 +120,8 @@ class DropoutBits(KeepBits):
     def step_word(self, dropout: Dropout, position: TilePosition, step: Int32, parity: Int32) -> Int32:
         """The bits of one step, at the low end of both halves: bit 2 q + k is for the q-th query and the k-th key."""
         tile, k = step // self.steps_of_row, step % self.steps_of_row
-        query = query_index(position.column(0)) + Uint32(parity + CALL_STRIDE * k)
-        words = dropout.words(position.batch_head, query, key_index(position.row(2 * tile)))
+        query = dropout.first_query(query_index(position.column(0))) + Uint32(parity + CALL_STRIDE * k)
+        words = dropout.words(position.batch_head, query, dropout.first_key(key_index(position.row(2 * tile))))
         if self.halves == 2:
             masks = dropout.masks(words) + dropout.masks(words, Uint32(ROW_16_FACTOR))
         else:

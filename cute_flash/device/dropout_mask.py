@@ -59,8 +59,8 @@ class DropoutMaskPipeline:
         """
         stage, warpgroup, warp, lane = where
         part, share = warp // WARPS_PER_RECTANGLE, warp % WARPS_PER_RECTANGLE
-        query = Uint32((rectangle + part) * CALL_STRIDE + lane // 4)
-        key = Uint32((first_key // RECT_KEYS + share) * 4 + lane % 4)
+        query = dropout.first_query(Uint32((rectangle + part) * CALL_STRIDE + lane // 4))
+        key = dropout.first_key(Uint32((first_key // RECT_KEYS + share) * 4 + lane % 4))
         calls = cute.size(self.words, mode=[2]) // WARPS_PER_RECTANGLE
         at_once = CALLS_AT_ONCE if calls % CALLS_AT_ONCE == 0 else 1
         for i in cutlass.range(0, calls, at_once, unroll=1):

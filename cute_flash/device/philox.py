@@ -45,20 +45,49 @@ def half_factor(i: Int32) -> Uint32:
 
 
 @dataclass(frozen=True)
+class DropoutOrigin:
+    """The place of a shard in the full call, whose dropout mask it has.
+
+    Shards begin with a Philox rectangle, so an offset of rows or keys is an offset of a word of the counter.
+    """
+
+    query: Uint32 | Int32  # `query_index` of the first row
+    key: Uint32 | Int32  # `key_index` of the first key
+    head: Int32
+    heads: Int32  # of the full call
+
+
+def batch_head_index(origin: DropoutOrigin | None, batch: Int32, head: Int32, heads: Int32) -> Int32:
+    """b H + h, of the full call for a shard."""
+    if origin is None:
+        return batch * heads + head
+    return batch * origin.heads + origin.head + head
+
+
+@dataclass(frozen=True)
 class Dropout:
     """Seed, offset and threshold of a call: random numbers below the threshold drop their score."""
 
     seed: tuple[Uint32, Uint32]
     offset: Uint32
     threshold: Uint32  # the 15-bit threshold, in both 16-bit halves
+    origin: DropoutOrigin | None = None  # of a shard
 
     @staticmethod
-    def read(mRng: cute.Tensor, threshold: Int32) -> "Dropout":
+    def read(mRng: cute.Tensor, threshold: Int32, origin: DropoutOrigin | None = None) -> "Dropout":
         """Read `mRng`, which is (seed, offset), int64, in global memory."""
         # The values are the same in all threads; `make_warp_uniform` puts the round keys into uniform registers.
         words = cute.recast_tensor(mRng, Int32)
         low, high, offset = (Uint32(cute.arch.make_warp_uniform(words[i])) for i in range(3))
-        return Dropout((low, high), offset, Uint32(threshold))
+        return Dropout((low, high), offset, Uint32(threshold), origin)
+
+    def first_query(self, index: Uint32) -> Uint32:
+        """A `query_index`, in the full call for a shard."""
+        return index if self.origin is None else index + Uint32(self.origin.query)
+
+    def first_key(self, index: Uint32) -> Uint32:
+        """A `key_index`, in the full call for a shard."""
+        return index if self.origin is None else index + Uint32(self.origin.key)
 
     def words(self, batch_head: Int32, query: Uint32, key: Uint32) -> tuple:
         """The four words of one call. Word 2 r + c is for query i + 8 r and keys j + 8 c and j + 8 c + 1."""
@@ -76,9 +105,9 @@ class Dropout:
     def masks_of(self, rP: cute.Tensor, position: TilePosition) -> cute.Tensor:
         """An AND mask for each register of 16-bit P, viewed as operand A."""
         masks = cute.make_rmem_tensor(cute.size(rP) // 2, Int32)
-        first_key = key_index(position.column(0))
+        first_key = self.first_key(key_index(position.column(0)))
         for m in cutlass.range_constexpr(cute.size(rP, mode=[1])):
-            query, factor = query_index(position.row(2 * m)), half_factor(position.row(2 * m))
+            query, factor = self.first_query(query_index(position.row(2 * m))), half_factor(position.row(2 * m))
             for k in cutlass.range_constexpr(cute.size(rP, mode=[2])):
                 key = first_key + Uint32(CALL_STRIDE // 2 * k)
                 words = self.masks(self.words(position.batch_head, query, key), factor)

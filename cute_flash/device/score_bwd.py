@@ -21,7 +21,7 @@ from cutlass import Float32, Int32
 
 from cute_flash.device.dropout_bits import DropoutBits, KeepBits, RowDropoutBits
 from cute_flash.device.mask import Mask, column_offset
-from cute_flash.device.philox import Dropout
+from cute_flash.device.philox import Dropout, DropoutOrigin, batch_head_index
 from cute_flash.device.position import TilePosition
 from cute_flash.device.ptx import bits_and, pack, rederived, tanh_derivative
 from cute_flash.device.score import Score
@@ -41,6 +41,7 @@ class BwdScoreParams:
     dropout_scale: Float32 | None  # 1 / (1 - dropout)
     rng: cute.Tensor | None  # (seed, offset)
     mods: Any = None  # BwdModParams: a bias and user mods
+    dropout_origin: DropoutOrigin | None = None
 
     def block(
         self, mask: Mask, head: Int32, batch: Int32, first_col: Int32, is_transposed: bool, row_step: int = 16
@@ -54,8 +55,10 @@ class BwdScoreParams:
             score = score.for_head(self.alibi_slopes[batch, head])
             distance = score.first_distance(mask, 0, first_col)
         if self.rng is not None:
-            dropout = Dropout.read(self.rng, self.dropout_threshold)
-            position = TilePosition(batch * self.heads + head, mask.first_row, first_col, mask.tScS)
+            dropout = Dropout.read(self.rng, self.dropout_threshold, self.dropout_origin)
+            position = TilePosition(
+                batch_head_index(self.dropout_origin, batch, head, self.heads), mask.first_row, first_col, mask.tScS
+            )
             if is_transposed:
                 bits = DropoutBits.compute(dropout, position, score.rate is None and score.slope_log2 is None)
             else:

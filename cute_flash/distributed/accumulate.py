@@ -2,7 +2,7 @@
 
 Forward: outputs over disjoint keys are merged by their LSEs. Backward: the operator `attention_bwd` takes the output
 and the LSE over all keys. Then P = exp(S - LSE) is the probability among all keys, and Δ = rowsum(dO ∘ O) - dLSE is
-that of the full row. So each call gives exact partial dq, dk and dv, and the gradients are their sums.
+that of the full row. So each call gives its exact share of dq, dk and dv, and the gradients are sums of the shares.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from cute_flash.score_mod.bound import mod_arguments
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.shapes import lse_dtype
 
+# The keys of a call, and its shares of their dk and dv.
+KeyShare = tuple[Range, Tensor, Tensor]
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -37,17 +40,22 @@ class Saved:
 class Scores:
     """The arguments that all calls of a rank share.
 
-    `args` has neither mask nor tensors. Positions are those of the rank's queries; only ALiBi needs them.
+    `args` has neither mask nor tensors. Positions are those of the rank's queries; only ALiBi needs them. `heads` is
+    (first head, number of heads of the full call); only dropout needs it.
     """
 
     args: AttentionArgs
     alibi: Tensor | None = None
     alibi_needs_grad: bool = False
     positions: Tensor | None = None
+    rng: Tensor | None = None
+    heads: tuple[int, int] = (0, 0)
 
     def of_call(self, call: BandCall, key_positions: Tensor | None) -> AttentionArgs:
-        """The arguments of one call. Unless `call.is_aligned`, a score_mod computes ALiBi from the positions."""
+        """The arguments of one call. If its alignment is not that of the sequence, ALiBi is a score_mod."""
         args = self.args._replace(window_left=call.band.left, window_right=call.band.right)
+        if args.dropout:
+            args = args._replace(rng=self.rng, dropout_origin=(*call.first, *self.heads))
         if self.alibi is None:
             return args
         if call.is_aligned:
@@ -82,13 +90,13 @@ class Output:
 
     def __init__(self, q: Tensor, v: Tensor, num_parts: int) -> None:
         self.q, self.v = q, v
-        # A single part is not merged, so its output need not be fp32.
+        # A single part needs no merge, and so no output in fp32.
         self.out_fp32 = num_parts > 1 and q.dtype in (torch.float16, torch.bfloat16)
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 
     def add(self, kv: Pair, call: BandCall, scores: Scores, key_positions: Tensor | None) -> None:
-        """Run a call over keys that no earlier call had, and merge its result."""
+        """Run a call over other keys than the calls before, and merge its result."""
         args = scores.of_call(call, key_positions)._replace(out_fp32=self.out_fp32)
         q, k, v = rows_of(self.q, call.rows), rows_of(kv[0], call.keys), rows_of(kv[1], call.keys)
         out, lse, _ = ops.attention(q, k, v, args)
@@ -105,9 +113,9 @@ class Output:
         return out, self.q.new_full(shape, -torch.inf, dtype=lse_dtype(self.q.dtype))
 
     def result(self, sinks: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
-        """The output in the dtype of q, and the LSE. Both include the sinks, if there are any.
+        """The output in the dtype of q, and the LSE. A sink is one more key, without a value, of the first `num_rows`.
 
-        Rows from `num_rows` on are padding: they have no sink, and an LSE of -inf.
+        The other rows are padding.
         """
         if self.out is None or self.lse is None:
             self.out, self.lse = self._zeros(self.q.dtype)
@@ -120,10 +128,14 @@ class Output:
 
 
 def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Merge an output over other keys into `out` and `lse`, in place."""
-    total = torch.logaddexp(lse, more_lse)
-    out.mul_(_factor(lse, total)).add_(more_out * _factor(more_lse, total))
-    lse.copy_(total)
+    """Merge an output over other keys into `out` and `lse`, in place.
+
+    The weight of `more_out` is exp(more_lse) / (exp(lse) + exp(more_lse)), and that of `out` is the rest. One kernel
+    reads and writes the outputs; four read and write LSEs. Rows that have seen no key keep the output 0.
+    """
+    weight = torch.sub(more_lse, lse).sigmoid_().nan_to_num_(nan=0.0)
+    out.lerp_(more_out, weight[..., None])
+    torch.logaddexp(lse, more_lse, out=lse)
 
 
 def _factor(lse: Tensor, total: Tensor) -> Tensor:
@@ -135,29 +147,56 @@ class Gradients:
     """Gradients of a rank, summed call by call in fp32."""
 
     def __init__(self, saved: Saved, scores: Scores) -> None:
-        self.saved, self.scores = saved, scores
-        self.dq = torch.zeros_like(saved.q, dtype=saved.lse.dtype)
+        self.saved, self.scores, self.dtype = saved, scores, saved.lse.dtype
+        self._dq: Tensor | None = None
         self.dalibi: Tensor | None = None
 
-    def add(self, kv: Pair, calls: tuple[BandCall, ...], key_positions: Tensor | None) -> Pair | None:
-        """Run calls over the same k and v: add to dq, and return their sum of dk and dv, or None without calls."""
-        if not calls:
-            return None
-        saved, (k, v) = self.saved, kv
-        dk, dv = (x.new_zeros(x.shape, dtype=saved.lse.dtype) for x in (k, v))  # contiguous, because they are sent
+    @property
+    def dq(self) -> Tensor:
+        return torch.zeros_like(self.saved.q, dtype=self.dtype) if self._dq is None else self._dq
+
+    def add(self, kv: Pair, calls: tuple[BandCall, ...], key_positions: Tensor | None) -> list[KeyShare]:
+        """Add the shares of some calls over the same k and v to dq, and return their shares of dk and dv."""
+        saved, (k, v), shares = self.saved, kv, []
         for call in calls:
             args = self.scores.of_call(call, key_positions)
             dout, q, out = (rows_of(x, call.rows) for x in (saved.dout, saved.q, saved.out))
             lse = rows_of(saved.lse, call.rows).contiguous()
             dlse = None if saved.dlse is None else rows_of(saved.dlse, call.rows).contiguous()
             keys, values = rows_of(k, call.keys), rows_of(v, call.keys)
-            *shares, grads = ops.gradients(dout, dlse, q, keys, values, out, lse, args)
-            for total, share, at in zip((self.dq, dk, dv), shares, (call.rows, call.keys, call.keys)):
-                rows_of(total, at).add_(share)
+            dq, dk, dv, grads = ops.gradients(dout, dlse, q, keys, values, out, lse, args)
+            self._dq = _added(self._dq, dq, call.rows, saved.q, self.dtype)
+            shares.append((call.keys, dk, dv))
             dalibi = self.scores.alibi_gradient(args, grads)
             if dalibi is not None:
                 self.dalibi = dalibi if self.dalibi is None else self.dalibi + dalibi
+        return shares
+
+    def sum_keys(self, kv: Pair, total: Pair | None, shares: list[KeyShare]) -> Pair:
+        """Add shares of dk and dv to their sums, in place. None: there are no sums yet."""
+        dk, dv = (None, None) if total is None else total
+        for keys, dk_share, dv_share in shares:
+            dk, dv = _added(dk, dk_share, keys, kv[0], self.dtype), _added(dv, dv_share, keys, kv[1], self.dtype)
+        if dk is None or dv is None:
+            return tuple(x.new_zeros(x.shape, dtype=self.dtype) for x in kv)  # type: ignore[return-value]
         return dk, dv
+
+    def shares_of(self, kv: Pair, shares: list[KeyShare], keys: Range, dtype: torch.dtype) -> Pair:
+        """The sum of shares of dk and dv for some keys, in `dtype`."""
+        parts = tuple(rows_of(x, keys) for x in kv)
+        total: Pair | None = None
+        for (begin, end), dk, dv in shares:
+            low, high = max(begin, keys[0]), min(end, keys[1])
+            if low >= high:
+                continue
+            share = rows_of(dk, (low - begin, high - begin)), rows_of(dv, (low - begin, high - begin))
+            at = low - keys[0], high - keys[0]
+            if dtype != self.dtype and at == (0, keys[1] - keys[0]):
+                return share  # of one call, as the kernel rounded it
+            total = self.sum_keys((parts[0], parts[1]), total, [(at, *share)])
+        if total is None:
+            total = self.sum_keys((parts[0], parts[1]), None, [])
+        return total[0].to(dtype), total[1].to(dtype)
 
     def dsinks(self, sinks: Tensor) -> Tensor:
         """-Σ exp(sink - LSE) Δ over batch and rows."""
@@ -168,3 +207,12 @@ class Gradients:
         lse = saved.lse.masked_fill(saved.lse == -torch.inf, torch.inf)
         probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
         return -(probability * delta).sum(dim=(0, 2)).to(sinks.dtype)
+
+
+def _added(total: Tensor | None, share: Tensor, at: Range, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add the share of the rows `at` of x to the sum of all rows, which is contiguous."""
+    if total is None and at == (0, x.shape[2]):
+        return share.to(dtype).contiguous()
+    total = x.new_zeros(x.shape, dtype=dtype) if total is None else total
+    rows_of(total, at).add_(share)
+    return total

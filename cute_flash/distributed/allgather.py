@@ -1,4 +1,4 @@
-"""All-gather attention: each rank gathers K and V of all ranks, then attends to them.
+"""All-gather attention: each rank gathers K and V of all ranks, and attends to them at once.
 
 The backward pass gathers K and V again, so that only shards are kept between the passes. dk and dv of the whole
 sequence are summed over ranks in fp32, and each rank keeps those of its shard.
@@ -25,11 +25,12 @@ class AllGather:
     axis: Axis
     sharding: Sharding
     band: Band
+    by_segment: bool = False  # see `band_calls`
 
     @property
     def calls(self) -> tuple[BandCall, ...]:
         keys = (Segment(0, 0, self.sharding.seqlen),)
-        return band_calls(self.sharding.segments(self.axis.index), keys, self.band)
+        return band_calls(self.sharding.segments(self.axis.index), keys, self.band, self.by_segment)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         k, v = self._gather(k), self._gather(v)
@@ -45,10 +46,9 @@ class AllGather:
         gradients = Gradients(saved, scores)
         keys, values = self._gather(k), self._gather(v)
         shares = gradients.add((keys, values), self.calls, self._positions(scores))
-        if shares is None:
-            shares = torch.zeros_like(keys), torch.zeros_like(values)
-        # Sent in the dtype of k, in which the backward kernels return them.
-        dk, dv = (self._scatter(share.to(k.dtype), saved.lse.dtype) for share in shares)
+        totals = gradients.sum_keys((keys, values), None, shares)
+        # In the dtype of k, as the backward kernels return them.
+        dk, dv = (self._scatter(share.to(k.dtype), saved.lse.dtype) for share in totals)
         dsinks = None if sinks is None else gradients.dsinks(sinks)
         return gradients.dq, dk, dv, gradients.dalibi, dsinks
 

@@ -10,15 +10,16 @@ from torch import Tensor
 from torch.autograd import Function
 
 from cute_flash import ops
-from cute_flash.distributed import ulysses
+from cute_flash.distributed import dtensor, ulysses
 from cute_flash.distributed.accumulate import Saved, Scores
 from cute_flash.distributed.allgather import AllGather
-from cute_flash.distributed.choice import Choice, Shapes, choose
-from cute_flash.distributed.comm import SINGLE, Axes, Axis, Group
+from cute_flash.distributed.choice import Choice, Shapes, check_method, choose
+from cute_flash.distributed.comm import SINGLE, Axes, Axis, Group, broadcast
 from cute_flash.distributed.ring import Ring, Schedule
 from cute_flash.distributed.sharding import Sharding
 from cute_flash.distributed.varlen import VarlenAllGather
 from cute_flash.errors import UnsupportedError
+from cute_flash.runtime.rng import draw_seed
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from cute_flash.spec.describe import describe
@@ -31,21 +32,24 @@ LAYOUTS = ("bhsd", "bshd")
 # fmt: off
 @overload
 def attn(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group, method: str = ..., sharding: str = ..., seqlen: int | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = ..., method: str = ..., sharding: str | None = ...,
+    seqlen: int | None = ...,
     causal: bool = ..., window: tuple[int | None, int | None] = ..., scale: float | None = ...,
     return_lse: Literal[False] = ..., layout: str = ..., deterministic: bool = ..., softcap: float | None = ...,
     alibi: Tensor | None = ..., sinks: Tensor | None = ..., dropout: float | None = ...,
 ) -> Tensor: ...
 @overload
 def attn(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group, method: str = ..., sharding: str = ..., seqlen: int | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = ..., method: str = ..., sharding: str | None = ...,
+    seqlen: int | None = ...,
     causal: bool = ..., window: tuple[int | None, int | None] = ..., scale: float | None = ...,
     return_lse: Literal[True], layout: str = ..., deterministic: bool = ..., softcap: float | None = ...,
     alibi: Tensor | None = ..., sinks: Tensor | None = ..., dropout: float | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attn(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group, method: str = ..., sharding: str = ..., seqlen: int | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = ..., method: str = ..., sharding: str | None = ...,
+    seqlen: int | None = ...,
     causal: bool = ..., window: tuple[int | None, int | None] = ..., scale: float | None = ...,
     return_lse: bool = ..., layout: str = ..., deterministic: bool = ..., softcap: float | None = ...,
     alibi: Tensor | None = ..., sinks: Tensor | None = ..., dropout: float | None = ...,
@@ -56,9 +60,9 @@ def attn(
     k: Tensor,
     v: Tensor,
     *,
-    group: Group,
+    group: Group | None = None,
     method: str = "auto",
-    sharding: str = "zigzag",
+    sharding: str | None = None,
     seqlen: int | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] = (None, None),
@@ -78,20 +82,26 @@ def attn(
     All ranks must call it with the same shapes and arguments, in the same order.
 
     Gradients flow through out and lse. Those of q, k and v are the rank's shards. `alibi` and `sinks` are the same on
-    every rank, and their gradients are partial: sum them over the group, like gradients of weights.
+    every rank, and their gradients are the shares of the rank: sum them over the group, as the gradients of weights.
+
+    q, k and v may be DTensors that are sharded along the sequence. The results are DTensors with the same placements,
+    and `group` is the mesh dimension, or two, along which the sequence is sharded. Batch and heads may be sharded along
+    other mesh dimensions.
 
     Args:
         q: The rank's queries, (B, H, S / n, D), or (B, S / n, H, D) with `layout="bshd"`.
         k: The rank's keys, (B, Hkv, S / n, D). H must be a multiple of Hkv.
         v: The rank's values, (B, Hkv, S / n, Dv).
         group: The ranks that share the sequence: a ProcessGroup, a 1-D DeviceMesh, or a 2-D DeviceMesh (ring, ulysses)
-            for "usp". Shards are numbered by rank in the group, or row by row in a 2-D mesh.
-        method: "ring" passes K/V shards from rank to rank during the computation. "allgather" gathers K and V first.
-            "ulysses" gives each rank some heads of the whole sequence: H must be a multiple of n, and one of Hkv and n
-            a multiple of the other. "usp" is Ulysses along the second dimension of a 2-D mesh and a ring along the
-            first. "auto" chooses by the bytes sent; `choose_method` returns the reason.
+            for "usp". Shards are numbered by rank in the group, or row by row in a 2-D mesh. Not for DTensors.
+        method: "ring" receives K/V shards of other ranks during the computation. "allgather" gathers K and V first.
+            "ulysses" exchanges the sequence for heads: it needs H to be a multiple of n, and one of Hkv and n to be a
+            multiple of the other. "usp" is Ulysses along the second dimension of a 2-D mesh and a ring along the first.
+            "auto" chooses by the bytes sent; `choose_method` says why.
         sharding: "zigzag" gives a rank one chunk from the start of the sequence and one from its end, so that ranks
-            have equal work under a causal mask. "contiguous" is better for windows: fewer ranks exchange keys.
+            have equal work under a causal mask. "contiguous" is better for windows: fewer ranks exchange keys. By
+            default "zigzag", but "contiguous" for DTensors: for them, "zigzag" means that the tokens of the DTensor are
+            in that order, as after `DTensor.from_local(shard(x, group=...), ...)`.
         seqlen: The length of the whole sequence without padding, if `shard` padded it. Rows of the padding have output
             0, LSE -inf and gradients 0.
         causal: Mask the keys after the query's own position.
@@ -103,7 +113,8 @@ def attn(
         softcap: Replace a score by softcap · tanh(score / softcap); None or 0: no cap.
         alibi: Slopes, (H) or (B, H), as for `cute_flash.attn`. Differentiable.
         sinks: Attention sinks, (H), as for `cute_flash.attn`. Differentiable.
-        dropout: None or 0. Dropout is not supported.
+        dropout: As for `cute_flash.attn`. The seed is that of the first rank, and the mask is that of `attn` with this
+            seed. On CUDA, chunks of a ring or an all-gather must have a multiple of 32 tokens.
 
     Returns:
         `out`, or (out, lse), the rank's shards of the results of `cute_flash.attn`.
@@ -122,12 +133,20 @@ def attn(
         >>> dist.destroy_process_group()
     """
     check_are_tensors(q=q, k=k, v=v)
-    _refuse_dropout(dropout)
     return_lse = as_bool("return_lse", return_lse)
-    call = _Call.of(q, k, v, group, method, sharding, seqlen, causal, window, layout)
+    if dtensor.is_dtensor(q, k, v):
+        return dtensor.attn(
+            q, k, v, group=group, method=method, sharding=sharding, seqlen=seqlen, causal=causal, window=window,
+            scale=scale, return_lse=return_lse, layout=layout, deterministic=deterministic, softcap=softcap,
+            alibi=alibi, sinks=sinks, dropout=dropout,
+        )  # fmt: skip
+    call = _Call.of(q, k, v, group, method, sharding or "zigzag", seqlen, causal, window, layout)
     q, k, v = ops.autocast(*call.to_bhsd(q, k, v))
     args = _args(q, scale, softcap, deterministic)
-    describe(q, k, v, args._replace(alibi=alibi, sinks=sinks))
+    args = args._replace(dropout=0.0 if dropout is None else as_float("dropout", dropout))
+    # The calls of a ring or an all-gather begin at multiples of the chunk.
+    chunk = call.kv_sharding.chunk if args.dropout and call.kv_axis.size > 1 else 0
+    describe(q, k, v, args._replace(alibi=alibi, sinks=sinks, dropout_origin=(chunk, chunk, 0, q.shape[1])))
     out, lse = call.run(q, k, v, args, alibi, sinks)
     out = out if layout == "bhsd" else out.transpose(1, 2)
     return (out, lse) if return_lse else out
@@ -140,6 +159,7 @@ def attn_varlen(
     cu_seqlens: Tensor,
     *,
     group: Group,
+    method: str = "auto",
     causal: bool = False,
     window: tuple[int | None, int | None] = (None, None),
     scale: float | None = None,
@@ -153,7 +173,7 @@ def attn_varlen(
     """`cute_flash.attn_varlen` of a varlen batch whose tokens are sharded over the ranks of a group.
 
     Rank i of n holds the tokens i T / n to (i + 1) T / n - 1 of the concatenated sequences (contiguous sharding), and a
-    sequence may cross ranks. The method is all-gather. Gradients are as for `attn`.
+    sequence may cross ranks. Gradients are as for `attn`.
 
     Args:
         q: The rank's queries, (T / n, H, D).
@@ -162,6 +182,7 @@ def attn_varlen(
         cu_seqlens: Offsets of the sequences among all T tokens, (B + 1), int32, the same on every rank. Tokens after
             the last offset are padding.
         group: As for `attn`; a 2-D DeviceMesh is not supported.
+        method: "auto" or "allgather".
         causal: As for `attn`.
         window: (left, right), as for `attn`; without `causal`, bounds are not supported.
         scale: As for `attn`.
@@ -177,7 +198,7 @@ def attn_varlen(
 
     Raises:
         ValueError: Arguments are invalid or contradict each other.
-        UnsupportedError: A window or ALiBi without `causal`, a 2-D mesh, or dropout.
+        UnsupportedError: A window or ALiBi without `causal`, another method, a 2-D mesh, or dropout.
         RuntimeError: Another rank failed or did not answer before the timeout of the group.
 
     Examples:
@@ -189,8 +210,15 @@ def attn_varlen(
         >>> dist.destroy_process_group()
     """
     check_are_tensors(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
-    _refuse_dropout(dropout)
+    if dropout:
+        raise UnsupportedError(
+            f"dropout={dropout} of a varlen batch in context parallelism: kernels count the rows of a sequence from "
+            "the start of the shard, so the mask would differ from that of one GPU; pad the sequences and use attn"
+        )
     return_lse = as_bool("return_lse", return_lse)
+    if method not in ("auto", "allgather"):
+        check_method(method)
+        raise UnsupportedError(f"method={method!r} for a varlen batch: only 'allgather' shards sequences across ranks")
     axes = Axes.of(group)
     if axes.inner.group is not None:
         raise UnsupportedError("a varlen batch with a 2-D DeviceMesh: select one dimension of it")
@@ -202,16 +230,8 @@ def attn_varlen(
     strategy = VarlenAllGather(axes.outer, cu_seqlens, Band.of(as_bool("causal", causal), as_window(window)))
     describe(q, k, v, args._replace(alibi=alibi, sinks=sinks, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens))
     strategy.check(alibi)
-    out, lse = _run(strategy, args, None, q, k, v, alibi, sinks)
+    out, lse = _run(strategy, args, None, (0, 0), None, q, k, v, alibi, sinks)
     return (out, lse) if return_lse else out
-
-
-def _refuse_dropout(dropout: float | None) -> None:
-    if dropout:
-        raise UnsupportedError(
-            f"dropout={dropout} in context parallelism: kernels count the rows and keys of a shard, not those of the "
-            "sequence, so the dropout mask would differ from that of one GPU; drop attention outputs instead"
-        )
 
 
 def _args(q: Tensor, scale: float | None, softcap: float | None, deterministic: bool) -> AttentionArgs:
@@ -242,7 +262,7 @@ def choose_method(
     window: tuple[int | None, int | None] = (None, None),
     layout: str = "bhsd",
 ) -> Choice:
-    """The method that `attn` uses for these tensors, and the reason. Nothing is computed or sent.
+    """The method that `attn` uses for these tensors, and why. Nothing is computed or sent.
 
     Args:
         q: As for `attn`.
@@ -308,7 +328,7 @@ class _Call:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        group: Group,
+        group: Group | None,
         method: str,
         sharding: str,
         seqlen: int | None,
@@ -358,10 +378,10 @@ class _Call:
         chunk = self.sharding.chunk * self.head_axis.size
         return Sharding(self.sharding.kind, self.kv_axis.size, self.sharding.seqlen, chunk)
 
-    def strategy(self) -> Strategy:
+    def strategy(self, by_segment: bool) -> Strategy:
         if self.choice.method == "allgather":
-            return AllGather(self.kv_axis, self.kv_sharding, self.band)
-        return Ring(self.kv_axis, Schedule(self.kv_sharding, self.band))
+            return AllGather(self.kv_axis, self.kv_sharding, self.band, by_segment)
+        return Ring(self.kv_axis, Schedule(self.kv_sharding, self.band, by_segment))
 
     @torch.compiler.disable
     def run(
@@ -369,6 +389,10 @@ class _Call:
     ) -> tuple[Tensor, Tensor]:
         """Compute out and lse. Tensors are (B, H, S / n, D)."""
         axis, kind = self.head_axis, self.sharding.kind
+        heads, rng = q.shape[1], None
+        if args.dropout:
+            # All ranks draw, so that their generators stay in step.
+            rng = broadcast(draw_seed(q.device), self.axes)
         if axis.size > 1:
             k, v = ulysses.repeat_heads(k, axis.size), ulysses.repeat_heads(v, axis.size)
             q, k, v = ulysses.ScatterHeads.apply(axis, kind, q, k, v)
@@ -376,7 +400,9 @@ class _Call:
         positions = None
         if alibi is not None:
             positions = self.kv_sharding.positions(self.kv_axis.index, q.device).int()
-        out, lse = ShardedAttention.apply(self.strategy(), args, positions, q, k, v, alibi, sinks)
+        first_head = axis.index * q.shape[1] if axis.size > 1 else 0
+        strategy, heads_of_call = self.strategy(by_segment=bool(args.dropout)), (first_head, heads)
+        out, lse = ShardedAttention.apply(strategy, args, positions, heads_of_call, rng, q, k, v, alibi, sinks)
         if axis.size > 1:
             out, lse = ulysses.GatherHeads.apply(axis, kind, out, lse)
         return out, lse
@@ -391,24 +417,26 @@ class ShardedAttention(Function):
         strategy: Strategy,
         args: AttentionArgs,
         positions: Tensor | None,
+        heads: tuple[int, int],
+        rng: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         alibi: Tensor | None,
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = strategy.forward(q, k, v, Scores(args, alibi, False, positions), sinks)
+        out, lse = strategy.forward(q, k, v, Scores(args, alibi, False, positions, rng, heads), sinks)
         ctx.set_materialize_grads(False)
-        ctx.strategy, ctx.args = strategy, args
-        ctx.save_for_backward(q, k, v, out, lse, alibi, sinks, positions)
+        ctx.strategy, ctx.args, ctx.heads = strategy, args, heads
+        ctx.save_for_backward(q, k, v, out, lse, alibi, sinks, positions, rng)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, lse, alibi, sinks, positions = ctx.saved_tensors
+        q, k, v, out, lse, alibi, sinks, positions, rng = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         saved = Saved(dout, dlse, q, out, lse)
-        scores = Scores(ctx.args, alibi, ctx.needs_input_grad[6], positions)
+        scores = Scores(ctx.args, alibi, ctx.needs_input_grad[8], positions, rng, ctx.heads)
 
         def run() -> tuple[Tensor | None, ...]:
             dq, dk, dv, dalibi, dsinks = ctx.strategy.backward(saved, k, v, scores, sinks)
@@ -419,4 +447,4 @@ class ShardedAttention(Function):
         tensors = dout, dlse, q, k, v, alibi, sinks
         once: Any = ops.NoDoubleBackward
         grads = once.apply(run, *tensors) if torch.is_grad_enabled() else run()
-        return None, None, None, *grads
+        return None, None, None, None, None, *grads

@@ -8,6 +8,9 @@ relative to the bottom right are
 
 If `left` is negative, the last -left queries see no key of the segment; without them, `left` is 0. If `right` is
 negative, no query sees the last -right keys; without them, `right` is 0. So a band with any offset is one call.
+
+The usual masks need one call for two zigzag shards. Dropout needs one for each pair of segments, because kernels
+compute its mask from the positions of the first row and key of a call.
 """
 
 from __future__ import annotations
@@ -31,21 +34,31 @@ class BandCall:
         keys: Begin and end of the keys.
         band: The mask, aligned at the bottom right of `rows` and `keys`.
         is_aligned: Whether the distances of the call, aligned at the bottom right, are those of the sequence.
+        first: The positions of the first row and the first key in the sequence.
     """
 
     rows: Range
     keys: Range
     band: Band
     is_aligned: bool
+    first: Range
 
 
 @lru_cache(maxsize=4096)
-def band_calls(rows: tuple[Segment, ...], keys: tuple[Segment, ...], band: Band) -> tuple[BandCall, ...]:
-    """The calls that cover all visible scores between two shards; none if the mask hides all of them."""
+def band_calls(
+    rows: tuple[Segment, ...], keys: tuple[Segment, ...], band: Band, by_segment: bool = False
+) -> tuple[BandCall, ...]:
+    """The calls that cover all visible scores between two shards; none if the mask hides all of them.
+
+    `by_segment`: the positions of the rows of a call are consecutive, and those of its keys.
+    """
+    if by_segment:
+        pairs = ((queries, segment) for queries in rows for segment in keys)
+        return tuple(call for pair in pairs if (call := _call(*pair, band)) is not None)
     if rows == keys and rows and band == CAUSAL:
         # Positions ascend with rows, so the mask by position is the mask by row.
         both = rows[0].begin, rows[-1].end
-        return (BandCall(both, both, CAUSAL, is_aligned=len(rows) == 1),)
+        return (BandCall(both, both, CAUSAL, is_aligned=len(rows) == 1, first=(rows[0].start, rows[0].start)),)
     calls: list[BandCall] = []
     for queries in rows:
         line = [call for segment in keys if (call := _call(queries, segment, band)) is not None]
@@ -54,12 +67,36 @@ def band_calls(rows: tuple[Segment, ...], keys: tuple[Segment, ...], band: Band)
     return tuple(_joined(calls, by_rows=True))
 
 
-def _call(queries: Segment, keys: Segment, band: Band) -> BandCall | None:
-    sq, sk, (left, right) = queries.length, keys.length, band.bounds
+def key_range(rows: tuple[Segment, ...], keys: tuple[Segment, ...], band: Band) -> Range | None:
+    """The keys from the first to the last key of `band_calls`, in less time."""
+    begins = [x.begin for x in keys if any(_sees(queries, x, band) for queries in rows)]
+    if not begins:
+        return None
+    ends = [x.begin + _num_keys(queries, x, band) for queries in rows for x in keys if _sees(queries, x, band)]
+    return min(begins), max(ends)
+
+
+def _sees(queries: Segment, keys: Segment, band: Band) -> bool:
+    if queries.length == 0 or keys.length == 0:
+        return False
     # The smallest and the largest difference of a key's and a query's position.
     nearest, farthest = keys.start - (queries.stop - 1), keys.stop - 1 - queries.start
-    if sq == 0 or sk == 0 or (right is not None and nearest > right) or (left is not None and farthest < -left):
+    return (band.right is None or nearest <= band.right) and (band.left is None or farthest >= -band.left)
+
+
+def _num_keys(queries: Segment, keys: Segment, band: Band) -> int:
+    """The keys of a segment without those at its end that no query sees."""
+    if band.right is None:
+        return keys.length
+    # The last query that sees a key of the segment.
+    last = queries.stop - 1 if band.left is None else min(queries.stop - 1, keys.stop - 1 + band.left)
+    return min(keys.length, last + band.right + 1 - keys.start)
+
+
+def _call(queries: Segment, keys: Segment, band: Band) -> BandCall | None:
+    if not _sees(queries, keys, band):
         return None
+    sq, sk, (left, right) = queries.length, keys.length, band.bounds
     offset = queries.start - keys.start
     if left is not None:
         left += sk - sq - offset
@@ -81,7 +118,13 @@ def _call(queries: Segment, keys: Segment, band: Band) -> BandCall | None:
         (keys.begin, keys.begin + sk),
         Band(left, right),
         is_aligned=offset == sk - sq,
+        first=(queries.start, keys.start),
     )
+
+
+def join_keys(calls: list[BandCall]) -> list[BandCall]:
+    """Join calls without a mask whose keys are adjacent."""
+    return _joined(calls, by_rows=False)
 
 
 def _joined(calls: list[BandCall], by_rows: bool) -> list[BandCall]:

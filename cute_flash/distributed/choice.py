@@ -59,10 +59,14 @@ class Shapes:
         return self.batch * self.heads * self.length * (self.head_dim + self.head_dim_v)
 
 
-def choose(method: str, axes: Axes, shapes: Shapes, sharding: Sharding, band: Band) -> Choice:
-    """Check the method, or choose one for "auto"."""
+def check_method(method: str) -> None:
     if method not in ("auto", *METHODS):
         raise ValueError(f"method={method!r}: use one of auto, {', '.join(METHODS)}")
+
+
+def choose(method: str, axes: Axes, shapes: Shapes, sharding: Sharding, band: Band) -> Choice:
+    """Check the method, or choose one for "auto"."""
+    check_method(method)
     n, inner = axes.size, axes.inner.size
     is_2d = axes.inner.group is not None
     if is_2d:
@@ -79,9 +83,21 @@ def choose(method: str, axes: Axes, shapes: Shapes, sharding: Sharding, band: Ba
     sent = sent_bytes(n, shapes, Schedule(sharding, band))
     if method != "auto":
         return Choice(method, "requested", sent)
-    best = min(sent, key=lambda name: sent[name])
+    return choice_by_bytes(sent)
+
+
+def choice_by_bytes(sent: dict[str, int]) -> Choice:
+    """The method of "auto": the fewest bytes; a ring counts only if it sends less than half of all-gather's bytes.
+
+    A ring merges partial results, which all-gather does not.
+    """
+    few = "allgather" in sent and sent["ring"] > 0 and 2 * sent["ring"] >= sent["allgather"]
+    best = min((name for name in sent if name != "ring" or not few), key=lambda name: sent[name])
     sizes = ", ".join(f"{name} {size:,}" for name, size in sent.items())
-    return Choice(best, f"the fewest bytes sent by a rank in a forward and a backward pass ({sizes})", sent)
+    reason = f"the fewest bytes sent by a rank in a forward and a backward pass ({sizes})"
+    if few and best == "allgather":
+        reason += "; a ring saves less than half of them, and merges partial results"
+    return Choice(best, reason, sent)
 
 
 def sent_bytes(n: int, shapes: Shapes, schedule: Schedule) -> dict[str, int]:
@@ -91,10 +107,9 @@ def sent_bytes(n: int, shapes: Shapes, schedule: Schedule) -> dict[str, int]:
     """
     size = shapes.element_bytes
     kv, qo = shapes.kv_elements, shapes.q_out_elements
-    # K and V are sent in both passes. Sums of dK and dV, in fp32 or fp64, follow them and return in one more message.
-    hops = [schedule.num_hops(shard) for shard in range(n)]
-    sums = max(size, 4) * kv
-    sent = {"ring": sum(2 * h * size * kv + (h + 1) * sums if h else 0 for h in hops) // n}
+    # K and V are sent in both passes, and dK and dV in the backward.
+    per_key = kv // max(shapes.length, 1)
+    sent = {"ring": 3 * size * per_key * schedule.num_sent_keys // n}
     if n * kv <= qo + kv:
         sent["allgather"] = 3 * (n - 1) * size * kv
     try:

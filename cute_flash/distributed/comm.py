@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -47,7 +48,7 @@ class Axes:
     inner: Axis
 
     @staticmethod
-    def of(group: Group) -> Axes:
+    def of(group: Group | None) -> Axes:
         """The axes of a group: a ProcessGroup or 1-D DeviceMesh is the outer axis, a 2-D DeviceMesh has both."""
         if isinstance(group, DeviceMesh):
             axes = [Axis.of(group.get_group(dim)) for dim in range(group.ndim)]
@@ -76,62 +77,60 @@ class Axes:
 
 
 @dataclass(frozen=True)
+class Message:
+    """A contiguous tensor to send to a rank of an axis, or a buffer to receive one from it."""
+
+    tensor: Tensor
+    peer: int
+
+
+@dataclass(frozen=True)
 class Pending:
-    """Messages in flight. `wait` returns the received tensors; None if nothing is received."""
+    """Tensors on their way. `wait` returns the buffers; None if nothing is received."""
 
     requests: Sequence[Any]
-    received: Pair | None
-    # Keeps the sent tensors alive until `wait`.
+    buffers: tuple[Tensor, ...] | None
+    # Sent tensors must live until they have left.
     sent: tuple[Tensor, ...]
     description: str
 
-    def wait(self) -> Pair | None:
+    def wait(self) -> tuple[Tensor, ...] | None:
         for request in self.requests:
             _checked(request.wait, self.description)
-        return self.received
+        return self.buffers
 
 
 NOTHING = Pending((), None, (), "")
-
-
-@dataclass(frozen=True)
-class Send:
-    tensors: Pair
-    to: int
-
-
-@dataclass(frozen=True)
-class Receive:
-    buffers: Pair
-    source: int
-
 
 _connected: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def connect(axis: Axis, device: torch.device) -> None:
-    """Make a first call with all ranks of a group on CUDA, which NCCL requires; a ring may involve only some ranks."""
+    """Make the connections of a group on CUDA, once: NCCL needs all ranks for its first message, a ring only some."""
     if axis.group is not None and device.type == "cuda" and axis.group not in _connected:
         dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
         _connected.add(axis.group)
 
 
-def exchange(axis: Axis, send: Send | None, receive: Receive | None, name: str) -> Pending:
-    """Start to send tensors to one rank of the axis and to receive tensors from another, in one batch."""
-    if send is None and receive is None:
-        return NOTHING
-    messages, parts = [], []
-    if send is not None:
-        messages += [dist.P2POp(dist.isend, x, group=axis.group, group_peer=send.to) for x in send.tensors]
-        parts.append(f"sends to rank {send.to}")
-    if receive is not None:
-        messages += [dist.P2POp(dist.irecv, x, group=axis.group, group_peer=receive.source) for x in receive.buffers]
-        parts.append(f"receives from rank {receive.source}")
+def exchange(
+    axis: Axis, sends: list[Message], receives: list[Message], buffers: tuple[Tensor, ...], name: str
+) -> Pending:
+    """Start to send tensors to ranks of the axis and to receive tensors from others, in one batch.
+
+    `buffers`: the tensors that `Pending.wait` returns, of which `receives` has slices.
+    """
+    messages = [dist.P2POp(dist.isend, x.tensor, group=axis.group, group_peer=x.peer) for x in sends]
+    messages += [dist.P2POp(dist.irecv, x.tensor, group=axis.group, group_peer=x.peer) for x in receives]
+    if not messages:
+        return Pending((), buffers if receives else None, (), "")
+    parts = [
+        f"{verb} {', '.join(str(peer) for peer in dict.fromkeys(x.peer for x in group))}"
+        for verb, group in (("sends to rank", sends), ("receives from rank", receives))
+        if group
+    ]
     description = f"{name}: rank {axis.index} of {axis.size} {' and '.join(parts)}"
     requests = _checked(lambda: dist.batch_isend_irecv(messages), description)
-    return Pending(
-        requests, None if receive is None else receive.buffers, () if send is None else send.tensors, description
-    )
+    return Pending(requests, buffers if receives else None, tuple(x.tensor for x in sends), description)
 
 
 # ---- collectives
@@ -154,6 +153,15 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 def all_gather_shards(x: Tensor, axes: Axes) -> Tensor:
     """The tensors of all ranks, stacked in the order of shards: gather each row of ranks, then the rows."""
     return all_gather(all_gather(x, axes.inner), axes.outer).flatten(0, 1)
+
+
+def broadcast(x: Tensor, axes: Axes) -> Tensor:
+    """The tensor of the first rank, in place: along the first row of ranks, then along the columns."""
+    for axis in (axes.outer, axes.inner):
+        if axis.group is not None:
+            send = partial(dist.broadcast, x, group=axis.group, group_src=0)
+            _checked(send, f"broadcast of the dropout seed, rank {axis.index} of {axis.size}")
+    return x
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:

@@ -1,67 +1,155 @@
-"""Ring attention: K/V shards are sent from rank to rank, and each rank attends to the shard that it holds.
+"""Ring attention: each rank attends to the K/V shards of the ranks before it, while the next shards arrive.
 
-At step s, rank r holds the shard r - s (mod n). Step s of rank r, in both passes:
+At step s, rank r attends to the shard r - s (mod n). Step 0 is its own shard. Further steps form groups of
+`GROUP_STEPS`, whose shards arrive side by side in one buffer, so that one call can attend to all of them. For each
+group, in both passes:
 
-    1. start to send the K/V shard to rank r + 1, and to receive the next one from rank r - 1
-    2. run the calls between the rank's queries and the shard; none if the mask hides the shard
-    3. backward only: add dk and dv of these calls to the sums that came with the shard, and send the sums on
-    4. wait for the K/V shard of the next step
+    1. start to receive the shards of the next group from their ranks, and to send the own shard to other ranks
+    2. run the calls between the rank's queries and the group
+    3. backward only: send the shares of dk and dv to the ranks of the shards, and receive shares for the own shard
+    4. wait for the shards of the next group
 
-A shard is sent no further than the last rank that needs it. From there, its dk and dv return to their rank in one
-message. All ranks derive the same schedule from the mask and the sharding, so every send has a matching receive.
+Only keys that a rank sees are sent to it. Shares of dk and dv are sent in the dtype of the kernels if one call computed
+them; their rank adds them in fp32, in the order of steps. All ranks derive the same schedule from the mask and the
+sharding, so the two ends of a message always agree.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from cute_flash.distributed.accumulate import Gradients, Output, Saved, Scores
-from cute_flash.distributed.calls import BandCall, band_calls
-from cute_flash.distributed.comm import NOTHING, Axis, Pair, Pending, Receive, Send, connect, exchange
+from cute_flash.distributed.accumulate import Gradients, KeyShare, Output, Saved, Scores
+from cute_flash.distributed.calls import BandCall, Range, band_calls, join_keys, key_range
+from cute_flash.distributed.comm import NOTHING, Axis, Message, Pair, Pending, connect, exchange
 from cute_flash.distributed.sharding import Sharding
 from cute_flash.spec.band import Band
+
+# More steps need fewer merges of partial results, and more memory for shards.
+GROUP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Part:
+    """The keys of a shard that a rank sees, and their place in the buffer of a group."""
+
+    shard: int
+    keys: Range
+    begin: int
+
+    @property
+    def length(self) -> int:
+        return self.keys[1] - self.keys[0]
+
+    @property
+    def place(self) -> Range:
+        return self.begin, self.begin + self.length
+
+
+@dataclass(frozen=True)
+class Group:
+    """The shards of some steps of a rank: their parts, side by side, and the calls over them."""
+
+    parts: tuple[Part, ...]
+    calls: tuple[BandCall, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(part.length for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The calls of each rank and the route of each shard."""
+    """The calls of each rank, and the keys that it needs for them."""
 
     sharding: Sharding
     band: Band
+    by_segment: bool = False  # see `band_calls`
 
     def calls(self, rank: int, shard: int) -> tuple[BandCall, ...]:
-        return band_calls(self.sharding.segments(rank), self.sharding.segments(shard), self.band)
+        return band_calls(self.sharding.segments(rank), self.sharding.segments(shard), self.band, self.by_segment)
 
     def holder(self, shard: int, step: int) -> int:
         return (shard + step) % self.sharding.num_shards
 
     def shard(self, rank: int, step: int) -> int:
-        """The shard that a rank holds at a step, if the shard is sent that far."""
+        """The shard to which a rank attends at a step."""
         return (rank - step) % self.sharding.num_shards
 
-    def num_hops(self, shard: int) -> int:
-        """The last step in which a rank needs the shard."""
-        return _num_hops(self)[shard]
+    def keys(self, rank: int, shard: int) -> Range | None:
+        """The keys of another shard that a rank needs; None if it sees none."""
+        return key_range(self.sharding.segments(rank), self.sharding.segments(shard), self.band)
+
+    @property
+    def groups(self) -> tuple[range, ...]:
+        """The steps of each group; the first group is step 0."""
+        num = self.num_steps
+        return range(1), *(range(i, min(i + GROUP_STEPS, num)) for i in range(1, num, GROUP_STEPS))
+
+    def group(self, rank: int, steps: range) -> Group:
+        """The group of some steps after the first."""
+        return _group(self, rank, steps)
 
     @property
     def num_steps(self) -> int:
-        return 1 + max(_num_hops(self))
+        return _sizes(self)[0]
+
+    @property
+    def num_sent_keys(self) -> int:
+        """Keys that all ranks together send in a forward pass."""
+        return _sizes(self)[1]
 
     def num_calls(self, rank: int) -> int:
-        return sum(len(self.calls(rank, shard)) for shard in range(self.sharding.num_shards))
+        return len(self.calls(rank, rank)) + sum(len(self.group(rank, steps).calls) for steps in self.groups[1:])
+
+
+@lru_cache(maxsize=4096)
+def _group(schedule: Schedule, rank: int, steps: range) -> Group:
+    parts: list[Part] = []
+    calls: list[BandCall] = []
+    begin = 0
+    for step in steps:
+        shard = schedule.shard(rank, step)
+        keys = schedule.keys(rank, shard)
+        if keys is None:
+            continue
+        parts.append(Part(shard, keys, begin))
+        offset = begin - keys[0]
+        for call in schedule.calls(rank, shard):
+            calls.append(replace(call, keys=(call.keys[0] + offset, call.keys[1] + offset)))
+        begin += keys[1] - keys[0]
+    return Group(tuple(parts), tuple(calls if schedule.by_segment else join_keys(calls)))
 
 
 @lru_cache(maxsize=1024)
-def _num_hops(schedule: Schedule) -> tuple[int, ...]:
+def _sizes(schedule: Schedule) -> tuple[int, int]:
+    """The number of steps, and `Schedule.num_sent_keys`."""
+    last = total = 0
     shards = range(schedule.sharding.num_shards)
-    return tuple(
-        max((step for step in shards if schedule.calls(schedule.holder(shard, step), shard)), default=0)
-        for shard in shards
-    )
+    segments = [schedule.sharding.segments(shard) for shard in shards]
+    for step in shards[1:]:
+        for rank in shards:
+            keys = key_range(segments[rank], segments[schedule.shard(rank, step)], schedule.band)
+            if keys is not None:
+                last, total = step, total + keys[1] - keys[0]
+    return last + 1, total
+
+
+# ---- tensors with the keys first: slices of keys are contiguous, to be sent
+
+
+def keys_first(x: Tensor) -> Tensor:
+    """(B, H, S, D) to (S, B, H, D), contiguous."""
+    return x.permute(2, 0, 1, 3).contiguous()
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """(S, B, H, D) to (B, H, S, D), a view."""
+    return x.permute(1, 2, 0, 3)
 
 
 @dataclass(frozen=True)
@@ -75,87 +163,112 @@ class Ring:
         rank, schedule = self.axis.index, self.schedule
         connect(self.axis, q.device)
         output = Output(q, v, schedule.num_calls(rank) + (sinks is not None))
-        held: Pair | None = (k, v)
-        for step in range(schedule.num_steps):
-            incoming = self._pass_on_keys(step, held, k, v)
-            shard = schedule.shard(rank, step)
-            for call in schedule.calls(rank, shard):
-                assert held is not None
-                output.add(held, call, scores, self._positions(shard, scores))
-            held = incoming.wait()
+        for _steps, kv, calls, positions in self._groups(k, v, scores):
+            for call in calls:
+                output.add(kv, call, scores, positions)
         num_rows = sum(segment.length for segment in schedule.sharding.segments(rank))
         return output.result(sinks, num_rows)
 
     def backward(
         self, saved: Saved, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        rank, schedule = self.axis.index, self.schedule
         gradients = Gradients(saved, scores)
-        held: Pair | None = (k, v)
-        sums, returns = NOTHING, []
         own: Pair | None = None
-        for step in range(schedule.num_steps):
-            incoming = self._pass_on_keys(step, held, k, v)
-            shard = schedule.shard(rank, step)
-            share = None
-            if held is not None:
-                share = gradients.add(held, schedule.calls(rank, shard), self._positions(shard, scores))
-            total = _sum(sums.wait(), share)
-            if total is None:
-                total = k.new_zeros(k.shape, dtype=saved.lse.dtype), v.new_zeros(v.shape, dtype=saved.lse.dtype)
-            sums = self._pass_on_sums(step, total)
-            returns.append(self._return_sums(step, total))
-            if step == schedule.num_hops(rank) == 0:
-                own = total
-            held = incoming.wait()
-        for pending in (sums, *returns):
-            received = pending.wait()
-            own = received if own is None else own
+        incoming: tuple[range, Pending] = (range(0), NOTHING)
+        for steps, kv, calls, positions in self._groups(k, v, scores):
+            shares = gradients.add(kv, calls, positions)
+            own = self._add_received(gradients, (k, v), own, *incoming)
+            if steps == range(1):
+                own = gradients.sum_keys((k, v), own, shares)
+            else:
+                incoming = steps, self._exchange_shares(steps, kv, shares, gradients)
+        own = self._add_received(gradients, (k, v), own, *incoming)
         assert own is not None
         dsinks = None if sinks is None else gradients.dsinks(sinks)
         return gradients.dq, *own, gradients.dalibi, dsinks
+
+    def _groups(
+        self, k: Tensor, v: Tensor, scores: Scores
+    ) -> Iterator[tuple[range, Pair, tuple[BandCall, ...], Tensor | None]]:
+        """The steps, keys and values, calls and key positions of each group. The next group is on its way."""
+        rank, schedule = self.axis.index, self.schedule
+        groups = schedule.groups
+        own = (keys_first(k), keys_first(v)) if len(groups) > 1 else (k, v)
+        pending = NOTHING
+        for i, steps in enumerate(groups):
+            kv = pending.wait()
+            if i + 1 < len(groups):
+                pending = self._fetch(groups[i + 1], own)
+            if i == 0:
+                yield steps, (k, v), schedule.calls(rank, rank), self._positions(rank, scores)
+                continue
+            group = schedule.group(rank, steps)
+            if group.parts:
+                assert kv is not None
+                positions = [self._positions(part.shard, scores) for part in group.parts]
+                slices = [x[slice(*part.keys)] for x, part in zip(positions, group.parts) if x is not None]
+                all_positions = torch.cat(slices) if slices else None
+                yield steps, (heads_first(kv[0]), heads_first(kv[1])), group.calls, all_positions
+            else:
+                # This rank sees no key of the group, but may receive shares for its own keys.
+                yield steps, (k[:, :, :0], v[:, :, :0]), (), None
+
+    def _fetch(self, steps: range, own: Pair) -> Pending:
+        """Start to receive the shards of a group, and to send the own shard to the ranks that see it."""
+        rank, schedule = self.axis.index, self.schedule
+        group = schedule.group(rank, steps)
+        buffers = tuple(x.new_empty((group.length, *x.shape[1:])) for x in own)
+        sends, receives = [], []
+        for step in steps:
+            peer = schedule.holder(rank, step)
+            keys = schedule.keys(peer, rank)
+            if keys is not None:
+                sends += [Message(x[slice(*keys)], peer) for x in own]
+        for part in group.parts:
+            receives += [Message(x[slice(*part.place)], part.shard) for x in buffers]
+        return exchange(self.axis, sends, receives, buffers, f"step {steps[0]} of the ring, K/V")
+
+    def _share_dtype(self, peer: int, shard: int, k: Tensor, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the shares that a rank computes for a shard: that of the kernels if one call computes them."""
+        return k.dtype if len(self.schedule.calls(peer, shard)) == 1 else dtype
+
+    def _exchange_shares(self, steps: range, kv: Pair, shares: list[KeyShare], gradients: Gradients) -> Pending:
+        """Start to send shares of dk and dv to the ranks of a group's shards, and to receive those of the own shard."""
+        rank, schedule = self.axis.index, self.schedule
+        sends, receives = [], []
+        for part in schedule.group(rank, steps).parts:
+            dtype = self._share_dtype(rank, part.shard, kv[0], gradients.dtype)
+            for x, y in zip(kv, gradients.shares_of(kv, shares, part.place, dtype)):
+                assert x.shape[:2] == y.shape[:2]
+                sends.append(Message(keys_first(y), part.shard))
+        for peer, keys in self._receivers(steps):
+            dtype = self._share_dtype(peer, rank, kv[0], gradients.dtype)
+            for x in kv:
+                shape = keys[1] - keys[0], x.shape[0], x.shape[1], x.shape[3]
+                receives.append(Message(x.new_empty(shape, dtype=dtype), peer))
+        buffers = tuple(message.tensor for message in receives)
+        return exchange(self.axis, sends, receives, buffers, f"step {steps[0]} of the ring, dK/dV")
+
+    def _receivers(self, steps: range) -> Iterator[tuple[int, Range]]:
+        """The ranks that attend to the own shard in these steps, and the keys that they see."""
+        rank, schedule = self.axis.index, self.schedule
+        for step in steps:
+            peer = schedule.holder(rank, step)
+            keys = schedule.keys(peer, rank)
+            if keys is not None:
+                yield peer, keys
+
+    def _add_received(
+        self, gradients: Gradients, kv: Pair, own: Pair | None, steps: range, pending: Pending
+    ) -> Pair | None:
+        received = pending.wait()
+        for i, (_peer, keys) in enumerate(self._receivers(steps)):
+            assert received is not None
+            dk, dv = (heads_first(x) for x in received[2 * i : 2 * i + 2])
+            own = gradients.sum_keys(kv, own, [(keys, dk, dv)])
+        return own
 
     def _positions(self, shard: int, scores: Scores) -> Tensor | None:
         if scores.positions is None:
             return None
         return self.schedule.sharding.positions(shard, scores.positions.device).int()
-
-    def _pass_on_keys(self, step: int, held: Pair | None, k: Tensor, v: Tensor) -> Pending:
-        """Start to send the current K/V shard to the next rank, and to receive that of the next step."""
-        rank, n, schedule = self.axis.index, self.axis.size, self.schedule
-        send = receive = None
-        if held is not None and step < schedule.num_hops(schedule.shard(rank, step)):
-            send = Send((held[0].contiguous(), held[1].contiguous()), (rank + 1) % n)
-        if step < schedule.num_hops(schedule.shard(rank, step + 1)):
-            receive = Receive((k.new_empty(k.shape), v.new_empty(v.shape)), (rank - 1) % n)
-        return exchange(self.axis, send, receive, f"step {step} of the ring, K/V")
-
-    def _pass_on_sums(self, step: int, total: Pair) -> Pending:
-        """Start to send dk and dv of the current shard to the next rank, and to receive those of the next step."""
-        rank, n, schedule = self.axis.index, self.axis.size, self.schedule
-        send = receive = None
-        if step < schedule.num_hops(schedule.shard(rank, step)):
-            send = Send(total, (rank + 1) % n)
-        if step < schedule.num_hops(schedule.shard(rank, step + 1)):
-            receive = Receive((torch.empty_like(total[0]), torch.empty_like(total[1])), (rank - 1) % n)
-        return exchange(self.axis, send, receive, f"step {step} of the ring, dK/dV")
-
-    def _return_sums(self, step: int, total: Pair) -> Pending:
-        """Start to return dk and dv of a shard from the last rank to its owner, and to receive those of this rank."""
-        rank, schedule = self.axis.index, self.schedule
-        shard = schedule.shard(rank, step)
-        send = receive = None
-        if step == schedule.num_hops(shard) > 0:
-            send = Send(total, shard)
-        if step == schedule.num_hops(rank) > 0:
-            receive = Receive((torch.empty_like(total[0]), torch.empty_like(total[1])), schedule.holder(rank, step))
-        return exchange(self.axis, send, receive, f"step {step} of the ring, return of dK/dV")
-
-
-def _sum(total: Pair | None, share: Pair | None) -> Pair | None:
-    """Add two optional tuples of tensors, in place."""
-    if total is None or share is None:
-        return share if total is None else total
-    for x, y in zip(total, share):
-        x.add_(y)
-    return total

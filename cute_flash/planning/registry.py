@@ -48,6 +48,9 @@ SEQLEN_Q = Operand("seqlen_q", "i32")
 FWD_BLOCKS, BWD_BLOCKS = (Operand("block_indices", "fwd_block_indices"), Operand("block_indices", "bwd_block_indices"))
 # Tile lists of a varlen batch, written by the scheduler kernel.
 Q_TILES, KV_TILES = Operand("q_tile_list", "tile_list"), Operand("kv_tile_list", "tile_list")
+# Of a shard (`AttentionArgs.dropout_origin`): words of the Philox counter of its first row and key, its first head, and
+# the number of heads of the full call.
+DROPOUT_ORIGIN = _scalars("i32", "dropout_first_query", "dropout_first_key", "dropout_first_head", "dropout_heads")
 # Gradients. dQ is accumulated in fp32, in tiles whose elements are in register order.
 DOUT = _rows("dout", "B", "H", "Sq", "Dv", element="out")
 DOUT_CAST = _rows("dout_cast", "B", "H", "Sq", "Dv")  # dout in the dtype of q
@@ -77,10 +80,10 @@ def _of_features(direction: str) -> tuple[Operand, ...]:
 
 _FWD = (Q, K, V, OUT, LSE, SCALE, *WINDOW, L2_GROUP)
 _PIECES = (Q_PIECES, K_PIECES, V_PIECES, NORMS)
-_FWD_OPTIONAL = (*_of_features("fwd"), FWD_BLOCKS, Q_TILES)
+_FWD_OPTIONAL = (*_of_features("fwd"), *DROPOUT_ORIGIN, FWD_BLOCKS, Q_TILES)
 _BWD = (Q, K, V, DOUT_CAST, LSE_LOG2, DELTA, DQ_ACCUM, DQ_SEMAPHORE, DK, DV, SCALE, *WINDOW, L2_GROUP)
 _BWD_PIECES = (Q_PIECES, K_PIECES, V_PIECES, DOUT_PIECES, NORMS)
-_BWD_OPTIONAL = (*_of_features("bwd"), BWD_BLOCKS, KV_TILES)
+_BWD_OPTIONAL = (*_of_features("bwd"), *DROPOUT_ORIGIN, BWD_BLOCKS, KV_TILES)
 _PREPROCESS = (OUT, DOUT, LSE, LSE_LOG2, DELTA, DQ_ACCUM, DQ_SEMAPHORE, DLSE, Q_TILES)
 _POSTPROCESS = (DQ_ACCUM, DQ, DQ_SCALE, Q_TILES)
 _OFFSETS = (

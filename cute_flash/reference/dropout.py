@@ -26,11 +26,15 @@ def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """The dropout of one call: probability, (seed, offset), and number of query heads."""
+    """The dropout of one call: probability, (seed, offset), and number of query heads.
+
+    `origin`: the first row, key and head, if the call is a shard of another with `heads` heads.
+    """
 
     p: float
     rng: Tensor
     heads: int
+    origin: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def scale(self) -> float:
@@ -40,6 +44,7 @@ class Dropout:
     def keep_mask(self, batch: range, heads: range, rows: range, keys: range) -> Tensor:
         """The mask of a block, (batch, heads, rows, keys): false where a weight is dropped."""
         seed, offset = (int(x) for x in self.rng)
+        rows, keys, heads = (range(x.start + at, x.stop + at) for x, at in zip((rows, keys, heads), self.origin))
         device = self.rng.device
 
         def counters(positions: range, size: int, calls: int) -> Tensor:

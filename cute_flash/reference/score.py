@@ -78,7 +78,8 @@ class ScoreFeatures:
             self.sinks = args.sinks[h].to(dtype).view(1, *shape, 1, 1)
         if args.dropout:
             assert args.rng is not None
-            self.dropout = Dropout(args.dropout, args.rng, num_heads)
+            row, key, head, total = args.dropout_origin or (0, 0, 0, num_heads)
+            self.dropout = Dropout(args.dropout, args.rng, total, (row, key, head))
         if args.has_mods:
             self.mods = UserMods(args, batch, self.heads, shape, dtype)
 

@@ -37,7 +37,7 @@ import torch
 
 from cute_flash.jit import nvtx
 from cute_flash.planning.plan import Buffer, CompileKey, Plan
-from cute_flash.planning.registry import KERNELS
+from cute_flash.planning.registry import DROPOUT_ORIGIN, KERNELS
 from cute_flash.runtime import finalizers, operands
 from cute_flash.runtime.gpu import current_gpu
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
@@ -59,7 +59,7 @@ _HELPERS: dict[str, Any] = {
     **{
         name: getattr(operands, name)
         for name in (
-            "aligned_like", "capture_operands", "clamp_window", "ensure_aligned", "pack_gqa",
+            "aligned_like", "capture_operands", "clamp_window", "dropout_origin_operands", "ensure_aligned", "pack_gqa",
             "positive_scale", "scalar_operands",
         )
     },
@@ -147,6 +147,13 @@ class FunctionSource:
             f"window_{side}": "0" if bound is None else f"clamp_window(args.window_{side})"
             for side, bound in (("left", band.left), ("right", band.right))
         }
+
+    def dropout_origin(self) -> None:
+        """Add the operands of dropout on a shard."""
+        if self.plan.problem.dropout_origin:
+            names = [operand.name for operand in DROPOUT_ORIGIN]
+            self.add(f"{', '.join(names)} = dropout_origin_operands(args.dropout_origin)")
+            self.locals |= set(names)
 
     def tile_counter(self) -> None:
         """Add the tile counter of a dynamic scheduler; for use before the first launch.
@@ -267,6 +274,7 @@ def bind_forward(plan: Plan, device: torch.device, copies_inputs: bool, copies_o
         }
     if problem.varlen:
         f.offsets()
+    f.dropout_origin()
     f.tile_counter()
     for key in plan.launches:
         f.launch(key, **renamed)
@@ -330,6 +338,7 @@ def bind_backward(
         f.add("args = args._replace(rng=zeros(2, dtype=int64, device=device))")
     if problem.varlen:
         f.offsets()
+    f.dropout_origin()
     f.tile_counter()
     for key in plan.launches:
         f.launch(key, **renamed)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_flash.planning.plan import MAX_SEQLEN
+from cute_flash.spec.dropout import CALL_STRIDE, RECT_KEYS, RECT_ROWS
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.problem import check_window
 
@@ -79,6 +80,15 @@ def scalar_operands(kinds: tuple[str, ...], scalars: tuple[float, ...]) -> list[
 
 # ---- views
 # ----------------------------------------------------------------------------------------------------------
+
+
+def dropout_origin_operands(origin: tuple[int, ...]) -> tuple[int, ...]:
+    """The operands `registry.DROPOUT_ORIGIN`: the words of the Philox counter of the first row and key, and the heads.
+
+    Shards begin with a Philox rectangle, so the words are those of `spec.dropout`.
+    """
+    row, key, head, heads = origin
+    return row // RECT_ROWS * CALL_STRIDE, key // RECT_KEYS * (CALL_STRIDE // 2), head, heads
 
 
 def can_pack_gqa(tensor: Tensor) -> bool:

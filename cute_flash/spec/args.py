@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_flash.spec.band import Band
+from cute_flash.spec.dropout import RECT_KEYS, RECT_ROWS
 
 if TYPE_CHECKING:
     from cute_flash.score_mod.bound import Graphs
@@ -43,6 +44,8 @@ class _Fields(NamedTuple):
     deterministic: bool = False  # bitwise reproducible gradients
     batch_invariant: bool = False
     kernel_family: str = ""  # "sm80" or "sm90"; "": the best family for the GPU
+    # Of a shard: the positions of its first row, key and head in the full call, and the number of heads of that call.
+    dropout_origin: tuple[int, ...] = ()
 
 
 class AttentionArgs(_Fields):
@@ -121,6 +124,7 @@ class AttentionArgs(_Fields):
             # How kernels load a bias depends on its strides and alignment.
             None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() % 16),
             None if rng is None else (rng.shape, rng.dtype, rng.device),
+            self.dropout_origin and (self.dropout_origin[0] % RECT_ROWS, self.dropout_origin[1] % RECT_KEYS),
             None if self.cu_seqlens_q is None else self._offsets_key(),
             *[(x.shape, x.dtype, x.device) for x in self.captures],
             *[(x.shape, x.dtype, x.device) for x in self.block_mask],
@@ -138,11 +142,12 @@ SCHEMA = (
     'str mod_graphs="", Tensor[]? captures=None, bool[]? needs_grad=None, '
     "Tensor[]? block_mask=None, SymInt[]? block_mask_sizes=None, Tensor? cu_seqlens_q=None, "
     "Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, "
-    'bool out_fp32=False, bool deterministic=False, bool batch_invariant=False, str kernel_family=""'
+    'bool out_fp32=False, bool deterministic=False, bool batch_invariant=False, str kernel_family="", '
+    "SymInt[]? dropout_origin=None"
 )
 _PLACES = {name: i for i, name in enumerate(AttentionArgs._fields)}
 # Fields that are tuples here and lists in the operators' schema.
-LISTS = ("captures", "scalars", "needs_grad", "block_mask", "block_mask_sizes")
+LISTS = ("captures", "scalars", "needs_grad", "block_mask", "block_mask_sizes", "dropout_origin")
 _LIST_PLACES = tuple(_PLACES[name] for name in LISTS)
 # Tensors without a gradient that are saved for the backward.
 SAVED = ("rng", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.dropout import RECT_KEYS, RECT_ROWS
 from cute_flash.spec.features import features_of
 from cute_flash.spec.problem import CPU_DTYPES, Problem, check_dropout, check_heads, check_softcap
 
@@ -58,12 +59,14 @@ def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str =
         block_sparse=bool(args.block_mask),
         out_fp32=args.out_fp32,
         batch_invariant=args.batch_invariant,
+        dropout_origin=bool(args.dropout and args.dropout_origin),
     )
     device = device or ("cpu" if q.device.type in ("cpu", "meta") else "cuda")
     problem.check(device)
     if device == "cuda":
         check_softcap(args.softcap)
         check_dropout(args.dropout)
+        _check_alignment(args)
     return problem
 
 
@@ -113,6 +116,23 @@ def _check_numbers(q: Tensor, args: AttentionArgs) -> None:
         if rng.dtype != torch.int64 or rng.shape != (2,):
             raise ValueError(f"rng is {rng.dtype} of shape {tuple(rng.shape)}: expected int64, (2)")
         check_device("rng", rng, q)
+    origin = args.dropout_origin
+    if origin and (len(origin) != 4 or min(origin) < 0 or origin[2] + q.shape[1] > origin[3]):
+        raise ValueError(f"dropout_origin={origin}: give the first row, key and head, and the number of heads")
+    if origin and args.cu_seqlens_q is not None:
+        raise UnsupportedError("dropout_origin of a varlen batch: positions count within each sequence")
+
+
+def _check_alignment(args: AttentionArgs) -> None:
+    """Raise `UnsupportedError` if a shard does not begin with a Philox rectangle (`spec.dropout`)."""
+    if args.dropout and args.dropout_origin:
+        row, key, *_ = args.dropout_origin
+        if row % RECT_ROWS or key % RECT_KEYS:
+            raise UnsupportedError(
+                f"dropout on cuda of a shard that begins at row {row} and key {key}: rows must be a multiple of "
+                f"{RECT_ROWS} and keys of {RECT_KEYS}, which one random number generator call covers; use such "
+                "lengths of chunks, or method='ulysses'"
+            )
 
 
 def check_rng(args: AttentionArgs) -> None:

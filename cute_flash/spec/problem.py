@@ -71,6 +71,7 @@ class Static:
     deterministic: bool = False  # dQ is accumulated in a fixed order, by a semaphore
     has_dlse: bool = False
     overlaps_next: bool = False  # the next kernel starts early (programmatic dependent launch)
+    dropout_origin: bool = False  # the dropout mask is that of a shard (`AttentionArgs.dropout_origin`)
 
     @property
     def is_fp32(self) -> bool:
@@ -132,7 +133,7 @@ class Static:
     @property
     def tags(self) -> tuple[str, ...]:
         """The features, geometry and policy that differ from plain attention, for kernel names."""
-        geometry = ("varlen", "block_sparse", "out_fp32", "batch_invariant", "deterministic")
+        geometry = ("varlen", "block_sparse", "out_fp32", "batch_invariant", "deterministic", "dropout_origin")
         return (*(name for name in geometry if getattr(self, name)), *self.features)
 
 
@@ -160,6 +161,7 @@ class Problem:
     block_sparse: bool = False
     out_fp32: bool = False
     batch_invariant: bool = False
+    dropout_origin: bool = False
 
     @property
     def width_v(self) -> int:
@@ -189,6 +191,7 @@ class Problem:
             block_sparse=self.block_sparse,
             out_fp32=self.out_fp32,
             batch_invariant=self.batch_invariant,
+            dropout_origin=self.dropout_origin,
         )
 
     @property

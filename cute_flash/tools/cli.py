@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cute_flash.tools import loop_order, tile_choice
 from cute_flash.version import __version__
 
 if TYPE_CHECKING:
     from cute_flash.spec.arch import ArchSpec
+    from cute_flash.spec.problem import Problem
+    from cute_flash.tools.explain_cp import ContextParallelExplanation
 
 DESCRIPTION = "Exact attention for NVIDIA Ampere and Hopper GPUs."
 EPILOG = """\
@@ -31,6 +33,8 @@ CACHE_DTYPES = {"fp8": "float8_e4m3fn", "same": ""}
 PASSES = ("forward", "backward")
 MASKS = ("full", "causal", "window", "left")
 BATCHES = ("dense", "varlen")
+# Links between GPUs, as in `tools.cp_cost.LINKS`.
+LINKS = ("nvlink", "infiniband")
 FEATURES = ("softcap", "alibi", "sinks", "dropout", "return_max_logit")
 
 
@@ -179,6 +183,7 @@ def _parser() -> argparse.ArgumentParser:
         "2,16,4096,128 --causal --gpu A100",
         "1,64,1,128 --kv-heads 8 --seqlen-k 32768  # few queries: attn splits the keys",
         "8,32,1,128 --kv-heads 8 --cache-len 8192 --page-size 16 --cache-dtype fp8  # attn_decode",
+        "1,32,131072,128 --causal --gpu H200 --cp 8 --link nvlink  # context parallelism",
     )
     sub.add_argument(
         "shapes",
@@ -196,6 +201,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--page-size", type=_positive, metavar="N", help="of a paged cache (default: contiguous)")
     sub.add_argument("--cache-dtype", choices=CACHE_DTYPES, help="dtype of the cache (default: that of q)")
     sub.add_argument("--num-splits", type=_positive, metavar="N", help="parts of the keys (default: chosen)")
+    sub.add_argument("--cp", type=_positive, metavar="N", help="explain context parallelism: a sequence on N GPUs")
+    sub.add_argument("--link", choices=LINKS, help="link between the GPUs of --cp (default: nvlink)")
     _add_mask(sub)
     sub.add_argument(
         "--gpu", metavar="NAME", help="A100, A10, L40S, H100, H200, sm_xx (default: the GPU here, else A100)"
@@ -318,9 +325,10 @@ def _explain(args: argparse.Namespace) -> int:
     from cute_flash.tools.explain import explain
     from cute_flash.tools.explain_decode import DecodeExplanation, DecodeShape
 
-    explanations = []
+    explanations: list[Any] = []
     with _usage_errors():
         _check_cache_options(args)
+        _check_cp_options(args)
         spec = _arch(args.gpu) or SM_80
         # attn_decode is causal by default.
         band = Band.of(args.causal or args.cache_len is not None, args.window)
@@ -330,7 +338,10 @@ def _explain(args: argparse.Namespace) -> int:
             sizes = (batch, heads, args.kv_heads or heads, length, keys, head_dim)
             if args.cache_len is None:
                 problem = Problem(*sizes, DTYPES[args.dtype], band, value_dim)
-                explanations.append(explain(problem, spec))
+                if args.cp is None:
+                    explanations.append(explain(problem, spec))
+                else:
+                    explanations.append(_explain_cp(problem, spec, args))
             else:
                 cache = CACHE_DTYPES[args.cache_dtype or "same"], args.page_size
                 shape = DecodeShape(*sizes, value_dim, DTYPES[args.dtype], *cache, band, args.num_splits)
@@ -340,6 +351,21 @@ def _explain(args: argparse.Namespace) -> int:
     else:
         print("\n\n".join("\n".join(explanation.lines()) for explanation in explanations))
     return 0
+
+
+def _explain_cp(problem: Problem, spec: ArchSpec, args: argparse.Namespace) -> ContextParallelExplanation:
+    # Imports torch.distributed.
+    from cute_flash.tools.explain_cp import ContextParallelExplanation
+
+    return ContextParallelExplanation.of(problem, args.cp, args.link or LINKS[0], spec)
+
+
+def _check_cp_options(args: argparse.Namespace) -> None:
+    if args.link is not None and args.cp is None:
+        raise UsageError("--link without --cp: it is the link between the GPUs of context parallelism")
+    for name in ("cache_len", "seqlen_k"):
+        if args.cp is not None and getattr(args, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} with --cp: context parallelism shards one sequence")
 
 
 def _check_cache_options(args: argparse.Namespace) -> None:

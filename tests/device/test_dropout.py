@@ -16,11 +16,12 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.device.dropout_mask import DropoutMaskPipeline
-from cute_flash.device.philox import Dropout, philox_4x32
+from cute_flash.device.philox import Dropout, DropoutOrigin, batch_head_index, philox_4x32
 from cute_flash.device.position import TilePosition
 from cute_flash.device.views import as_operand_a
 from cute_flash.device.wgmma import make_mma
 from cute_flash.reference import dropout as philox
+from cute_flash.runtime.operands import dropout_origin_operands
 from cute_flash.spec.dropout import threshold as dropout_threshold
 from tests.combinations import RNG
 from tests.device.test_score import FOR_HOPPER, shapes
@@ -46,20 +47,22 @@ def test_published_vectors(counter: str, key: str, expected: str) -> None:
 Draw = tuple[tuple[int, int], float]  # the first row and column, and the probability
 
 
-def after_dropout(shape: Any, draws: list[Draw]) -> Iterator[torch.Tensor]:
-    """Tiles filled with 7 after dropout by all threads: batch 1, head 3 of 5."""
+def after_dropout(shape: Any, draws: list[Draw], origin: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+    """Tiles filled with 7 after dropout by all threads: batch 1, head 3 of 5, of a shard if there is an origin."""
     rows, columns, threads, mma_of = shape
 
     @cute.jit
-    def program(out, rng, first_row, first_column, threshold):  # type: ignore[no-untyped-def]
+    def program(out, rng, first_row, first_column, threshold, origin):  # type: ignore[no-untyped-def]
         mma = mma_of()
-        dropout = Dropout.read(rng, threshold)
+        shard = None if origin is None else DropoutOrigin(*origin)
+        dropout = Dropout.read(rng, threshold, shard)
+        batch_head = batch_head_index(shard, Int32(1), Int32(3), Int32(5))
         for thread in range(threads):
             thr_mma = mma.get_slice(Int32(thread))
             tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
             rP = cute.make_rmem_tensor(thr_mma.partition_shape_C((rows, columns)), cutlass.BFloat16)
             rP.fill(7.0)
-            position = TilePosition(Int32(1 * 5 + 3), first_row, first_column, tScS)
+            position = TilePosition(batch_head, first_row, first_column, tScS)
             masks, packed = dropout.masks_of(as_operand_a(rP), position), cute.recast_tensor(rP, Int32)
             for i in cutlass.range_constexpr(cute.size(packed)):
                 packed[i] = packed[i] & masks[i]
@@ -68,10 +71,11 @@ def after_dropout(shape: Any, draws: list[Draw]) -> Iterator[torch.Tensor]:
                 out[row, col] = rP[i].to(Float32)
 
     compiled = None
+    shard = tuple(map(Int32, dropout_origin_operands(origin))) if origin else None
     for first, p in draws:
         out = torch.full((rows, columns), torch.nan)
         threshold = Int32(dropout_threshold(p) * 0x10001)
-        arguments = (from_dlpack(out), from_dlpack(torch.tensor(RNG)), *map(Int32, first), threshold)
+        arguments = (from_dlpack(out), from_dlpack(torch.tensor(RNG)), *map(Int32, first), threshold, shard)
         compiled = compiled or cute.compile(program, *arguments, options=FOR_HOPPER)
         compiled(*arguments)
         yield out
@@ -86,6 +90,18 @@ def test_every_score_has_its_random_number(shape: Any) -> None:
     for (first, p), found in zip(draws, after_dropout(shape, draws), strict=True):
         mask = philox.Dropout(p, torch.tensor(RNG), 5)
         ranges = [range(start, start + size) for start, size in zip(first, (rows, columns), strict=True)]
+        kept = mask.keep_mask(range(1, 2), range(3, 4), *ranges)[0, 0]
+        assert torch.equal(found, torch.where(kept, 7.0, 0.0))
+
+
+@pytest.mark.compiles
+@shapes
+def test_a_shard_has_the_mask_of_the_full_call(shape: Any) -> None:
+    rows, columns, *_ = shape
+    draws, origin = [((0, 0), 0.5), ((64, 32), 0.3)], (96, 48, 2, 9)
+    for (first, p), found in zip(draws, after_dropout(shape, draws, origin), strict=True):
+        ranges = [range(start, start + size) for start, size in zip(first, (rows, columns), strict=True)]
+        mask = philox.Dropout(p, torch.tensor(RNG), 9, origin[:3])
         kept = mask.keep_mask(range(1, 2), range(3, 4), *ranges)[0, 0]
         assert torch.equal(found, torch.where(kept, 7.0, 0.0))
 

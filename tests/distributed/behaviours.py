@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cute_flash
@@ -28,8 +29,10 @@ def raises(kind: type[Exception], *parts: str) -> Iterator[None]:
 def arguments_are_refused() -> None:
     group, n = dist.group.WORLD, dist.get_world_size()
     x, odd = torch.randn(1, 4, 8, 8), torch.randn(1, 4, 7, 8)
-    with raises(UnsupportedError, "dropout=0.1", "dropout mask would differ"):
-        cp.attn(x, x, x, group=group, dropout=0.1)
+    with raises(ValueError, "dropout=1.0"):
+        cp.attn(x, x, x, group=group, dropout=1.0)
+    with raises(ValueError, "group is a NoneType"):
+        cp.attn(x, x, x)
     with raises(ValueError, "zigzag shard of 7 tokens", "shard, which pads"):
         cp.attn(odd, odd, odd, group=group)
     with raises(ValueError, f"at most {8 * n}"):
@@ -98,13 +101,19 @@ def auto_explains_its_choice() -> None:
 def checkpointing_gives_the_same_gradients() -> None:
     torch.manual_seed(dist.get_rank())
     x = torch.randn(1, 2, 8, 8, requires_grad=True)
+    for dropout in (None, 0.5):
 
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        return cp.attn(x, x, x, group=dist.group.WORLD, method="ring", causal=True)
+        def layer(x: torch.Tensor, dropout: float | None = dropout) -> torch.Tensor:
+            return cp.attn(x, x, x, group=dist.group.WORLD, method="ring", causal=True, dropout=dropout)
 
-    (plain,) = torch.autograd.grad(layer(x).square().sum(), x)
-    (again,) = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).square().sum(), x)
-    assert torch.equal(plain, again)
+        torch.manual_seed(dist.get_rank())
+        (plain,) = torch.autograd.grad(layer(x).square().sum(), x)
+        torch.manual_seed(dist.get_rank())
+        out = checkpoint(layer, x, use_reentrant=False)
+        # The recomputed forward has the seed of the first.
+        torch.manual_seed(1000)
+        (again,) = torch.autograd.grad(out.square().sum(), x)
+        assert torch.equal(plain, again)
 
 
 def second_derivatives_raise() -> None:
@@ -164,16 +173,79 @@ def varlen_arguments_are_refused() -> None:
         cp.attn_varlen(x, x, x, offsets, group=group, window=(3, None))
     with raises(UnsupportedError, "alibi without causal"):
         cp.attn_varlen(x, x, x, offsets, group=group, alibi=torch.ones(2))
-    with raises(UnsupportedError, "dropout=0.5"):
+    with raises(UnsupportedError, "dropout=0.5 of a varlen batch"):
         cp.attn_varlen(x, x, x, offsets, group=group, dropout=0.5)
     with raises(ValueError, "same number of tokens"):
         cp.attn_varlen(x, x[1:], x[1:], offsets, group=group)
+    with raises(UnsupportedError, "method='ring'", "only 'allgather'"):
+        cp.attn_varlen(x, x, x, offsets, group=group, method="ring")
     with raises(ValueError, "torch.int32"):
         cp.attn_varlen(x, x, x, offsets.long(), group=group)
+
+
+def dtensors_give_dtensors() -> None:
+    n = dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(2, heads, 8 * n, 8, generator=generator) for heads in (4, 2, 2, 4))
+    slopes = torch.rand(4, generator=generator)
+    flat = init_device_mesh("cpu", (n,))
+    mesh = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "cp"))
+    for layout, dims in (("bhsd", (0, 1, 2)), ("bshd", (0, 2, 1))):
+        batch, heads, sequence = map(Shard, dims)
+        tensors = [x if layout == "bhsd" else x.transpose(1, 2).contiguous() for x in (q, k, v, dout)]
+        for where, placements in (
+            (flat, [sequence]),
+            (mesh, [sequence] * 2),
+            (mesh, [batch, sequence]),
+            (mesh, [heads, sequence]),
+        ):
+            per_head = [Shard(0) if placement == heads else Replicate() for placement in placements]
+            results = []
+            for distributes in (False, True):
+                leaves = [x.clone() for x in (*tensors[:3], slopes)]
+                if distributes:
+                    leaves = [distribute_tensor(x, where, placements) for x in leaves[:3]]
+                    leaves.append(distribute_tensor(slopes, where, per_head))
+                *qkv, alibi = [x.requires_grad_() for x in leaves]
+                attn = cp.attn if distributes else cute_flash.attn
+                out, lse = attn(*qkv, causal=True, layout=layout, alibi=alibi, return_lse=True)
+                found = [out, lse]
+                if distributes:
+                    assert out.placements == tuple(placements)
+                    out, lse = out.full_tensor(), lse.full_tensor()
+                found += torch.autograd.grad((out * tensors[3]).sum() + lse.sum(), leaves)
+                results.append([x.full_tensor() if distributes else x for x in found])
+            for x, y in zip(*results):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=2e-5)
+
+
+def dtensors_are_checked() -> None:
+    n = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (n,))
+    x = torch.randn(2, 2 * n, 4 * n, 8)
+    by_sequence, by_head = (distribute_tensor(x, mesh, [Shard(dim)]) for dim in (2, 1))
+    with raises(UnsupportedError, "same mesh and placements"):
+        cp.attn(by_sequence, by_head, by_head)
+    with raises(UnsupportedError, "no mesh dimension shards the sequence"):
+        cp.attn(by_head, by_head, by_head)
+    with raises(ValueError, "all three must be"):
+        cp.attn(by_sequence, x, x)
+    with raises(ValueError, "leave it out"):
+        cp.attn(by_sequence, by_sequence, by_sequence, group=mesh)
+    with raises(UnsupportedError, "equal lengths"):
+        uneven = distribute_tensor(x[:, :, 1:], mesh, [Shard(2)])
+        cp.attn(uneven, uneven, uneven)
+    with raises(UnsupportedError, "placement"):
+        wide = distribute_tensor(torch.randn(2, 2, 4, 8 * n), mesh, [Shard(3)])
+        cp.attn(wide, wide, wide)
+    both = init_device_mesh("cpu", (2, n // 2))
+    sharded = distribute_tensor(x, both, [Shard(0), Shard(2)])
+    with raises(UnsupportedError, "dropout=0.5", "batch or heads are sharded"):
+        cp.attn(sharded, sharded, sharded, dropout=0.5)
 
 
 ALL = (
     arguments_are_refused, meshes_are_checked, shards_are_collected_in_order, auto_explains_its_choice,
     checkpointing_gives_the_same_gradients, second_derivatives_raise, autocast_casts,
-    varlen_sequences_cross_shards, varlen_arguments_are_refused,
+    varlen_sequences_cross_shards, varlen_arguments_are_refused, dtensors_give_dtensors, dtensors_are_checked,
 )  # fmt: skip

@@ -36,6 +36,7 @@ class Case:
     alibi: int = 0  # dimensions of the slopes
     sinks: bool = False
     uses_lse: bool = True
+    dropout: float | None = None
     inner: int = 2  # second dimension of the mesh of "usp"
 
     def __str__(self) -> str:
@@ -94,7 +95,7 @@ def results(case: Case, tensors: dict[str, Tensor], attn: Any, **keywords: Any) 
     features = {name: leaves[name] for name in ("alibi", "sinks") if name in leaves}
     out, lse = attn(
         leaves["q"], leaves["k"], leaves["v"], **case.mask, softcap=case.softcap, layout=case.layout, return_lse=True,
-        **features, **keywords,
+        dropout=case.dropout, **features, **keywords,
     )  # fmt: skip
     outputs = [(out, tensors["dout"])]
     if case.uses_lse:
@@ -107,6 +108,7 @@ def results(case: Case, tensors: dict[str, Tensor], attn: Any, **keywords: Any) 
 def check(case: Case) -> None:
     """Compare a rank's shards of out, lse, dq, dk and dv with those of the full call; sum gradients of the others."""
     full, group = case.inputs(), case.group()
+    torch.manual_seed(0)
     expected = results(case, full, cute_flash.attn)
     rows = {name: 2 if case.layout == "bhsd" or name in ("lse", "dlse") else 1 for name in (*full, *expected)}
     sharded = ("q", "k", "v", "dout", "dlse")
@@ -116,6 +118,8 @@ def check(case: Case) -> None:
 
     local = {name: shard(name, x) if name in sharded else x for name, x in full.items()}
     where = {"group": group, "method": case.method, "sharding": case.sharding, "seqlen": case.seqlen}
+    # The seed of dropout is that of the first rank.
+    torch.manual_seed(dist.get_rank())
     found = results(case, local, cp.attn, **where)
     for name, x in found.items():
         if name in ("dalibi", "dsinks"):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cute_flash.distributed.calls import BandCall, band_calls
+from cute_flash.distributed.calls import BandCall, band_calls, key_range
 from cute_flash.distributed.ring import Schedule
 from cute_flash.distributed.sharding import SHARDINGS, Sharding, join, split
 from cute_flash.spec.band import Band
@@ -54,6 +54,13 @@ def test_calls_cover_each_visible_score_once(
             mask = by_position(sharding, rank, shard, band)
             assert torch.equal(covered(calls, sharding.shard_length), mask.long())
             assert bool(calls) == bool(mask.any())
+            ends = (min(x.keys[0] for x in calls), max(x.keys[1] for x in calls)) if calls else None
+            assert key_range(sharding.segments(rank), sharding.segments(shard), band) == ends
+            calls = band_calls(sharding.segments(rank), sharding.segments(shard), band, by_segment=True)
+            assert torch.equal(covered(calls, sharding.shard_length), mask.long())
+            for call in calls:
+                for (begin, end), first, index in zip((call.rows, call.keys), call.first, (rank, shard)):
+                    assert torch.equal(sharding.positions(index)[begin:end], torch.arange(first, first + end - begin))
 
 
 @pytest.mark.parametrize("kind", SHARDINGS)
@@ -77,18 +84,57 @@ def test_zigzag_balances_a_causal_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, band, hops",
+    "kind, band, keys",
     [
-        ("contiguous", Band(None, 0), [3, 2, 1, 0]),  # later ranks only
-        ("contiguous", Band(16, 0), [1, 1, 1, 0]),  # the window reaches one shard back
-        ("contiguous", Band(17, 0), [2, 2, 1, 0]),
-        ("contiguous", Band(4, 4), [1, 3, 3, 3]),  # the rank before is n - 1 hops away
-        ("zigzag", Band(None, 0), [3, 3, 3, 3]),
+        ("contiguous", Band(None, 0), [16 * 0, 16 * 1, 16 * 2, 16 * 3]),  # earlier shards only
+        ("contiguous", Band(16, 0), [0, 16, 16, 16]),  # the window reaches one shard back
+        ("contiguous", Band(17, 0), [0, 16, 32, 32]),
+        ("contiguous", Band(4, 4), [4, 20, 20, 16]),  # of later shards, the first keys
+        ("contiguous", Band(), [48] * 4),
+        ("zigzag", Band(None, 0), [48, 40, 32, 24]),  # of earlier shards, the first half
     ],
 )
-def test_shards_travel_no_further_than_needed(kind: str, band: Band, hops: list[int]) -> None:
+def test_a_rank_receives_only_keys_that_it_sees(kind: str, band: Band, keys: list[int]) -> None:
     schedule = Schedule(Sharding.of(kind, 4, 64), band)
-    assert [schedule.num_hops(shard) for shard in range(4)] == hops
+    found = [sum(schedule.group(rank, steps).length for steps in schedule.groups[1:]) for rank in range(4)]
+    assert found == keys and schedule.num_sent_keys == sum(keys)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(SHARDINGS), n=st.integers(1, 6), seqlen=st.integers(0, 40), left=BOUND, right=BOUND,
+    by_segment=st.booleans(),
+)  # fmt: skip
+def test_groups_cover_each_visible_score_once(
+    kind: str, n: int, seqlen: int, left: int | None, right: int | None, by_segment: bool
+) -> None:
+    schedule = Schedule(Sharding.of(kind, n, seqlen), Band(left, right), by_segment)
+    length = schedule.sharding.shard_length
+    for rank in range(n):
+        seen = {rank}
+        for steps in schedule.groups[1:]:
+            group = schedule.group(rank, steps)
+            masks = []
+            for part in group.parts:
+                mask = by_position(schedule.sharding, rank, part.shard, schedule.band)
+                masks.append(mask[:, slice(*part.keys)])
+                assert not mask[:, : part.keys[0]].any() and not mask[:, part.keys[1] :].any()
+                seen.add(part.shard)
+            if masks:
+                size = max(length, group.length)
+                found = covered(group.calls, size)[:length, : group.length]
+                assert torch.equal(found, torch.cat(masks, dim=1).long())
+        for shard in set(range(n)) - seen:
+            assert not by_position(schedule.sharding, rank, shard, schedule.band).any()
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+def test_a_group_of_steps_is_one_call_unless_it_mixes_earlier_and_later_shards(n: int) -> None:
+    schedule = Schedule(Sharding.of("zigzag", n, 64 * n), Band(None, 0))
+    for rank in range(n):
+        calls = [len(schedule.group(rank, steps).calls) for steps in schedule.groups[1:]]
+        assert sum(calls) <= len(calls) + 1 and len(calls) == n // 2
+    assert Schedule(Sharding.of("zigzag", n, 64 * n), Band()).num_calls(0) == 1 + n // 2
 
 
 @settings(max_examples=50, deadline=None)

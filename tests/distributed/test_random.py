@@ -37,6 +37,7 @@ def random_case(rng: random.Random, size: int) -> Case:
         alibi=rng.choice((0, 0, 1, 2)),
         sinks=rng.random() < 0.3,
         uses_lse=rng.random() < 0.7,
+        dropout=rng.choice((None, None, 0.5)),
     )
 
 

@@ -34,6 +34,9 @@ BY_STATIC = {
     "q_tile_list": "varlen",
     "kv_tile_list": "varlen",
     "block_indices": "block_sparse",
+    **dict.fromkeys(
+        ("dropout_first_query", "dropout_first_key", "dropout_first_head", "dropout_heads"), "dropout_origin"
+    ),
 }
 # Rows of the largest tile: offsets within it have 32 bits.
 MAX_TILE_ROWS = 512

@@ -44,6 +44,11 @@ def kernel_of(name: str) -> Callable[[CompileKey, Arguments], None]:
     raise KeyError(name)
 
 
+def _dropout_origin(a: Arguments) -> tuple[int, ...]:
+    """The first row, key and head, and the number of heads, from the words of the Philox counter."""
+    return a["dropout_first_query"] * 4, a["dropout_first_key"] * 4, a["dropout_first_head"], a["dropout_heads"]
+
+
 def args_of(key: CompileKey, a: Arguments, block_mask: BlockMask | None = None) -> AttentionArgs:
     """The call that the arguments of a main kernel describe."""
     static, dropout_scale = key.static, a["dropout_scale"]
@@ -57,6 +62,7 @@ def args_of(key: CompileKey, a: Arguments, block_mask: BlockMask | None = None) 
         sinks=a["sinks"],
         dropout=0.0 if dropout_scale is None else 1 - 1 / dropout_scale,
         rng=a["rng"],
+        dropout_origin=_dropout_origin(a) if static.dropout_origin else (),
         bias=a["bias"],
         block_mask=() if block_mask is None else block_mask.tensors,
         block_mask_sizes=() if block_mask is None else block_mask.sizes,

@@ -119,7 +119,7 @@ AnyCase = Case | DecodeCase
 # Names in `Case.features`. "pack_gqa": the strides of q allow the heads of a group to be rows of one tile.
 FEATURES = (
     "varlen", "seqused_k", "softcap", "alibi", "sinks", "dropout", "max_logit", "out_dtype",
-    "batch_invariant", "pack_gqa",
+    "batch_invariant", "pack_gqa", "dropout_origin",
 )  # fmt: skip
 
 
@@ -283,6 +283,23 @@ def bwd_features() -> Iterator[Case]:
     yield bwd(AMPERE_ON_90, 256, "varlen")
 
 
+def shards() -> Iterator[Case]:
+    """Dropout on a shard of a sequence."""
+    shard = ("dropout", "dropout_origin")
+    for place in (HOPPER, AMPERE):
+        yield fwd(place, 128, *shard, "out_dtype")
+        yield fwd(place, 64, *shard, "out_dtype", mask="full")
+        yield fwd(place, 128, *ALL_SCORE, "dropout_origin", mask="window")
+        yield fwd(place, 256, *ALL_SCORE, "dropout_origin", mask="full")
+        yield bwd(place, 128, *shard)
+        yield bwd(place, 64, *shard, mask="full")
+        yield bwd(place, 128, "softcap", "alibi", *shard, mask="window")
+        yield bwd(place, 64, "softcap", "alibi", *shard, deterministic=True)
+    yield bwd(AMPERE, 256, "softcap", "alibi", *shard, mask="window")
+    yield fwd(AMPERE, 128, *shard, dtype="fp32")
+    yield bwd(AMPERE, 128, *shard, dtype="fp32")
+
+
 # ---- fp32, by fp16 pieces
 
 FP32_DIMS = (64, 128)
@@ -402,6 +419,7 @@ def cases() -> list[AnyCase]:
         *first.values(),
         *fwd_features(),
         *bwd_features(),
+        *shards(),
         *fwd_mods(),
         *bwd_mods(),
         *around_plain(),
@@ -439,6 +457,7 @@ def call_of(case: Case, sizes: Sizes | None = None) -> tuple[Tensor, Tensor, Ten
         sinks=torch.zeros(heads) if "sinks" in names else None,
         dropout=0.75 if "dropout" in names else 0.0,
         rng=torch.zeros(2, dtype=torch.int64) if "dropout" in names else None,
+        dropout_origin=(64, 32, 0, heads) if "dropout_origin" in names else (),
         return_max_logit="max_logit" in names,
         cu_seqlens_q=offsets(sizes.seqlen_q) if varlen else None,
         cu_seqlens_k=offsets(sizes.seqlen_k) if varlen else None,

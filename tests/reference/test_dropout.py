@@ -70,6 +70,12 @@ def test_each_score_has_the_documented_random_number(rows: range, keys: range) -
         assert bool(kept[nb, nh, ni, nj]) == (draw >= round(0.3 * 2**15))
 
 
+def test_a_shard_has_the_mask_of_the_full_call() -> None:
+    mask = Dropout(0.5, torch.tensor([5, 6]), 7).keep_mask(range(2), range(7), range(70), range(90))
+    shard = Dropout(0.5, torch.tensor([5, 6]), 7, (13, 37, 2))
+    assert torch.equal(shard.keep_mask(range(2), range(3), range(40), range(50)), mask[:, 2:5, 13:53, 37:87])
+
+
 def test_a_mask_does_not_depend_on_its_blocks() -> None:
     dropout = Dropout(0.5, torch.tensor([5, 6]), 3)
     mask = dropout.keep_mask(range(2), range(3), range(70), range(90))

@@ -264,6 +264,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi by batch": {"alibi": normal(2, 4, seed=8)},
     "sinks": {"sinks": torch.tensor([0.3, -math.inf, 4.0, -2.0], dtype=torch.float64)},
     "dropout": {"dropout": 0.4, "rng": torch.tensor(RNG)},
+    "dropout of a shard": {"dropout": 0.4, "rng": torch.tensor(RNG), "dropout_origin": (32, 16, 2, 7)},
 }
 ALL = {**FEATURES["softcap"], **FEATURES["alibi"], **FEATURES["sinks"], **FEATURES["dropout"]}
 

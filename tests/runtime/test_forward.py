@@ -329,6 +329,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sinks in fp64": {"sinks": SINKS.double()},
     "dropout": {"dropout": 0.25, "rng": torch.tensor(RNG)},
     "much dropout": {"dropout": 0.75, "rng": torch.tensor([[1, 2], [3, 4]])[:, 1]},
+    "dropout of a shard": {"dropout": 0.5, "rng": torch.tensor(RNG), "dropout_origin": (64, 32, 3, HEADS + 5)},
     "max_logit": {"return_max_logit": True},
     "fp32 output": {"out_fp32": True},
     "all": {"softcap": 3.0, "alibi": SLOPES, "sinks": SINKS, **DROPOUT, "return_max_logit": True},
@@ -349,10 +350,23 @@ def test_features(gpu: FakeGpu, name: str, scale: float) -> None:
 
 def test_values_of_features_need_no_new_kernel(gpu: FakeGpu) -> None:
     rng = torch.tensor(RNG)
+    for origin in ((32, 0, 0, HEADS), (0, 48, 1, HEADS + 1)):
+        run_forward(inputs(), plain(dropout=0.5, rng=rng, dropout_origin=origin))
+    assert len(set(gpu.keys)) == 1
     for softcap, dropout, right in itertools.product((0.5, 7.0), (0.1, 0.9), (0, 3)):
         run_forward(inputs(), plain(right=right, softcap=softcap, dropout=dropout, rng=rng))
     run_forward(inputs(), plain(right=0, softcap=1.0, dropout=0.5, rng=torch.tensor([5, 6])))
-    assert len(set(gpu.keys)) == 1
+    assert len(set(gpu.keys)) == 2
+
+
+def test_dropout_of_a_shard_needs_aligned_positions(gpu: FakeGpu) -> None:
+    args = plain(dropout=0.5, rng=torch.tensor(RNG), dropout_origin=(64, 32, 0, HEADS))
+    run_forward(inputs(), args)
+    for origin in ((16, 0, 0, HEADS), (32, 8, 0, HEADS)):
+        with pytest.raises(UnsupportedError, match=f"begins at row {origin[0]} and key {origin[1]}"):
+            launcher.forward(*inputs(), args._replace(dropout_origin=origin))
+    with pytest.raises(ValueError, match="number of heads"):
+        launcher.forward(*inputs(), args._replace(dropout_origin=(0, 0, 1, HEADS), deterministic=True))
 
 
 @pytest.mark.parametrize("name", ["all", "fp32 output"])

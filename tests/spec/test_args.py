@@ -98,6 +98,7 @@ KEYED = {
     "block_mask": (torch.ones(1),), "block_mask_sizes": (128,), "cu_seqlens_q": torch.zeros(2, dtype=torch.int32),
     "cu_seqlens_k": torch.zeros(2, dtype=torch.int32), "seqused_k": torch.zeros(1, dtype=torch.int32),
     "out_fp32": True, "deterministic": True, "batch_invariant": True, "kernel_family": "sm80",
+    "dropout_origin": (1, 0, 0, 2),
 }  # fmt: skip
 
 

@@ -47,6 +47,9 @@ _IF_STATIC = {
     "q_tile_list": "varlen",
     "kv_tile_list": "varlen",
     "block_indices": "block_sparse",
+    **dict.fromkeys(
+        ("dropout_first_query", "dropout_first_key", "dropout_first_head", "dropout_heads"), "dropout_origin"
+    ),
 }
 # Names of the operands that score features add.
 _OF_FEATURES = {operand.name for feature in FEATURES for operand in (*feature.fwd, *feature.bwd)}

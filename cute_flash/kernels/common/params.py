@@ -11,7 +11,7 @@ from cute_flash.device.bias_bwd import BwdBiasParams
 from cute_flash.device.block_sparse import BlockIndices, BwdBlockIndices
 from cute_flash.device.mods import HeadMods, ModParams
 from cute_flash.device.mods_bwd import BwdGraphs, BwdModParams
-from cute_flash.device.philox import Dropout
+from cute_flash.device.philox import Dropout, DropoutOrigin
 from cute_flash.device.score import Score
 from cute_flash.device.score_bwd import BwdScoreParams
 from cute_flash.device.softmax import LOG2_E
@@ -30,6 +30,7 @@ class ScoreParams:
     rng: cute.Tensor | None = None  # (seed, offset)
     dropout_threshold: Int32 | None = None  # in both 16-bit halves; scores with a smaller random number are dropped
     dropout_scale: Float32 | None = None  # 1 / (1 - dropout)
+    dropout_origin: DropoutOrigin | None = None
     max_logit: cute.Tensor | None = None  # (H), -inf before the launch
     mods: ModParams | None = None
     block_indices: BlockIndices | None = None  # of a block mask
@@ -51,6 +52,7 @@ class ScoreParams:
             rng=args.rng,
             dropout_threshold=args.dropout_threshold,
             dropout_scale=args.dropout_scale,
+            dropout_origin=_dropout_origin(static, args),
             max_logit=args.max_logit,
             mods=mods,
             block_indices=None if args.block_indices is None else BlockIndices(*args.block_indices),
@@ -66,7 +68,7 @@ class ScoreParams:
         return Float32(LOG2_E if self.score.unit == 1.0 else 1.0)
 
     def dropout(self) -> Dropout | None:
-        return None if self.rng is None else Dropout.read(self.rng, self.dropout_threshold)
+        return None if self.rng is None else Dropout.read(self.rng, self.dropout_threshold, self.dropout_origin)
 
     def batch_shares_bias(self) -> cutlass.Boolean | None:
         """Whether all batch entries share one bias; None without a bias."""
@@ -124,7 +126,14 @@ def bwd_score_params(static: Static, tile: BwdTileSm80 | BwdTileSm90, args: Simp
         dropout_scale=args.dropout_scale,
         rng=args.rng,
         mods=mods,
+        dropout_origin=_dropout_origin(static, args),
     )
+
+
+def _dropout_origin(static: Static, args: SimpleNamespace) -> DropoutOrigin | None:
+    if not static.dropout_origin:
+        return None
+    return DropoutOrigin(args.dropout_first_query, args.dropout_first_key, args.dropout_first_head, args.dropout_heads)
 
 
 def _or_none(arguments: tuple) -> tuple | None:

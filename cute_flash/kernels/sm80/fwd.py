@@ -36,6 +36,7 @@ from cute_flash.device.block_sparse import BlockSparseIterator
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue, store_floats, store_lse, update_max_logit
 from cute_flash.device.mask import Mask
+from cute_flash.device.philox import batch_head_index
 from cute_flash.device.position import TilePosition
 from cute_flash.device.ptx import rederived
 from cute_flash.device.seqlen import SeqlenInfo
@@ -153,7 +154,7 @@ class FwdSm80(Kernel):
             blocks=p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k),
             score_params=p.score_params.for_head(head, seqlen.batch),
             dropout=p.score_params.dropout(),
-            batch_head=seqlen.batch * p.mQ.shape[1] + head,
+            batch_head=batch_head_index(p.score_params.dropout_origin, seqlen.batch, head, p.mQ.shape[1]),
             block_iter=self.block_iterator(p, m_block, head, seqlen),
             score_factor=self.score_factor(p, head, head_kv, seqlen),
         )

@@ -13,6 +13,7 @@ from cutlass import Int32
 
 from cute_flash.device.block_sparse import AnyBlockIterator
 from cute_flash.device.dropout_mask import RECTANGLES
+from cute_flash.device.philox import batch_head_index
 from cute_flash.device.pipeline import Pipeline
 from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
@@ -168,7 +169,7 @@ def produce_dropout_masks(p: Params, storage: SharedStorage, warp: Int32, lane: 
     dropout = p.score_params.dropout()
 
     def produce(iteration: Int32, published: PublishedTile, i: Int32):
-        batch_head = published.seqlen.batch * p.static_scheduler.heads + published.head
+        batch_head = batch_head_index(dropout.origin, published.seqlen.batch, published.head, p.static_scheduler.heads)
         for w in cutlass.range_constexpr(tile.num_warpgroups):
             rectangle = (published.m_block * tile.num_warpgroups + w) * RECTANGLES
             masks.pipeline(w).wait_empty(iteration)

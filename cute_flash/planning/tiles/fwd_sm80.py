@@ -88,8 +88,8 @@ class FwdTileSm80(Tile):
         if bounds and (static.varlen or static.batch_invariant):
             # The lengths of a varlen sequence take registers; those of dense calls are kernel arguments.
             bounds = 2
-        # All warps read the index lists of a block mask, which takes registers.
-        cost = static.feature_cost + static.block_sparse
+        # All warps read the index lists of a block mask, or the origin of a dropout mask, which takes registers.
+        cost = static.feature_cost + static.block_sparse + static.dropout_origin
         has_registers = self.max_bounds >= bounds and self.max_cost >= cost
         return self.head_dim >= static.widest and has_registers and self.divides_block_mask(static)
 

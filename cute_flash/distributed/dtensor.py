@@ -1,0 +1,146 @@
+"""`attn` of DTensors: takes the shards of the rank, calls `attn` on them, and wraps its results.
+
+A DTensor is sharded along its sequence by one mesh dimension, or by two for "usp". Batch and heads may be sharded along
+other mesh dimensions: each of their shards is a call of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from cute_flash.distributed.comm import Group
+from cute_flash.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# The dimensions of batch, heads and sequence.
+DIMS = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1)}
+
+
+def is_dtensor(*tensors: Tensor) -> bool:
+    # Without the module there are no DTensors; its import takes a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(x, module.DTensor) for x in tensors)
+
+
+def attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group | None,
+    sharding: str | None,
+    layout: str,
+    alibi: Tensor | None,
+    sinks: Tensor | None,
+    dropout: float | None,
+    return_lse: bool,
+    **keywords: Any,
+) -> Any:
+    from torch.distributed.tensor import DTensor, Shard
+
+    from cute_flash.distributed import api
+
+    if layout not in DIMS:
+        raise ValueError(f"layout={layout!r}: use one of {', '.join(DIMS)}")
+    qkv = [x for x in (q, k, v) if isinstance(x, DTensor)]
+    if len(qkv) < 3:
+        raise ValueError("some of q, k and v are DTensors: all three must be, or none")
+    if group is not None:
+        raise ValueError("group with DTensors: the mesh of the DTensors determines the ranks; leave it out")
+    sequence_dims = _check(qkv, layout)
+    first, mesh = qkv[0], qkv[0].device_mesh
+    others = [i for i, placement in enumerate(first.placements) if i not in sequence_dims and placement.is_shard()]
+    if dropout and any(mesh.size(i) > 1 for i in others):
+        raise UnsupportedError(
+            f"dropout={dropout} of DTensors whose batch or heads are sharded: the mask would differ from that of one "
+            "GPU; shard the sequence only"
+        )
+    out, lse = api.attn(
+        *(x.to_local() for x in qkv),
+        group=_group(first, sequence_dims),
+        sharding=sharding or "contiguous",
+        layout=layout,
+        alibi=_local(alibi, first),
+        sinks=_local(sinks, first),
+        dropout=dropout,
+        return_lse=True,
+        **keywords,
+    )
+    out = DTensor.from_local(out, mesh, first.placements, run_check=False)
+    if not return_lse:
+        return out
+    # The LSE is (B, H, S) in both layouts.
+    place = {dim: i for i, dim in enumerate(DIMS[layout])}
+    placements = [Shard(place[p.dim]) if isinstance(p, Shard) else p for p in first.placements]
+    return out, DTensor.from_local(lse, mesh, placements, run_check=False)
+
+
+def _check(qkv: list[DTensor], layout: str) -> tuple[int, ...]:
+    """Check meshes and placements, and return the mesh dimensions that shard the sequence."""
+    from torch.distributed.tensor import Shard
+
+    first = qkv[0]
+    batch, heads, sequence = DIMS[layout]
+    for x in qkv:
+        if x.device_mesh != first.device_mesh or x.placements != first.placements:
+            raise UnsupportedError(
+                f"DTensors with placements {', '.join(str(x.placements) for x in qkv)}: q, k and v must have the same "
+                "mesh and placements; use redistribute"
+            )
+        if x.dim() != 4:
+            raise ValueError(f"a DTensor of shape {tuple(x.shape)}: expected four dimensions, {layout}")
+    for placement in first.placements:
+        is_known = placement.is_replicate() or any(placement.is_shard(dim) for dim in (batch, heads, sequence))
+        if not is_known:
+            raise UnsupportedError(
+                f"DTensors with the placement {placement}: use Shard({sequence}) for the sequence, and Shard({batch}) "
+                f"(batch), Shard({heads}) (heads) or Replicate() for other mesh dimensions"
+            )
+    found = tuple(i for i, placement in enumerate(first.placements) if placement.is_shard(sequence))
+    if not found:
+        raise UnsupportedError(
+            f"DTensors with placements {first.placements}: no mesh dimension shards the sequence, dimension "
+            f"{sequence}; cute_flash.attn works on the local tensors"
+        )
+    for dim in {placement.dim for placement in first.placements if isinstance(placement, Shard)}:
+        for x in qkv:
+            num = _num_shards(x, dim)
+            if x.shape[dim] % num:
+                raise UnsupportedError(
+                    f"a DTensor of shape {tuple(x.shape)} whose dimension {dim} has {num} shards: they must have equal "
+                    "lengths; pad the tensor, and for a sequence pass seqlen="
+                )
+    return found
+
+
+def _num_shards(x: DTensor, dim: int) -> int:
+    num = 1
+    for i, placement in enumerate(x.placements):
+        num *= x.device_mesh.size(i) if placement.is_shard(dim) else 1
+    return num
+
+
+def _group(x: DTensor, dims: tuple[int, ...]) -> Group:
+    mesh = x.device_mesh
+    if len(dims) == mesh.ndim:
+        return mesh
+    if len(dims) == 1:
+        return mesh.get_group(dims[0])
+    if mesh.mesh_dim_names is None:
+        raise UnsupportedError("two of the mesh dimensions shard the sequence: give the mesh mesh_dim_names")
+    return mesh[tuple(mesh.mesh_dim_names[i] for i in dims)]
+
+
+def _local(x: Tensor | None, q: DTensor) -> Tensor | None:
+    """The local slopes or sinks. The gradient of a DTensor is summed over the ranks that have other shards of q."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    if not isinstance(x, DTensor):
+        return x
+    pairs = zip(x.placements, q.placements)
+    return x.to_local(grad_placements=[Partial() if p.is_replicate() and of_q.is_shard() else p for p, of_q in pairs])

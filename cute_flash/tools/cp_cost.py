@@ -1,0 +1,267 @@
+"""A cost model of context parallelism: bytes, computation and communication of each method. A model, not a measurement.
+
+Computation takes the FLOPs of a rank at the rate that one H200 was measured at; other GPUs are scaled by their peaks.
+Partial results add passes over memory. Communication takes the bytes of a rank at a share of the datasheet rate of its
+link, and a time for each message. A ring communicates during the computation, so only what is longer counts; the other
+methods communicate before and after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cute_flash.distributed.calls import BandCall
+from cute_flash.distributed.choice import Shapes, sent_bytes
+from cute_flash.distributed.ring import Group, Schedule
+from cute_flash.distributed.sharding import Sharding
+from cute_flash.distributed.ulysses import check_divides
+from cute_flash.errors import UnsupportedError
+from cute_flash.spec.arch import H200, ArchSpec
+from cute_flash.spec.band import Band
+from cute_flash.spec.dtypes import DTYPE_BYTES
+from cute_flash.spec.problem import Problem
+from cute_flash.tools.roofline import visible_pairs
+
+# Measured TFLOP/s of bf16 by head dim, forward and backward: H200, S = 16384, full mask (profiling/results/h200).
+RATES = {64: (590.0, 579.0), 128: (750.0, 665.0), 256: (768.0, 501.0)}
+# The backward makes five products where the forward makes two.
+BACKWARD_FLOPS = 2.5
+# Assumed shares of the datasheet rates that messages, and passes over memory, reach.
+LINK_SHARE, HBM_SHARE = 0.8, 0.85
+# Assumed time to start a message, and to launch the kernels of a merge, in ms.
+MESSAGE_MS, MERGE_LAUNCH_MS = 0.01, 0.008
+FP32_BYTES = 4
+# GPUs of one NVLink domain, such as an HGX board: "usp" exchanges heads among them.
+NODE = 8
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between GPUs: GB/s that one GPU sends, by its datasheet."""
+
+    name: str
+    gbps: float
+
+    def ms(self, num_bytes: float, messages: int) -> float:
+        return num_bytes / (self.gbps * LINK_SHARE) / 1e6 + messages * MESSAGE_MS if num_bytes else 0.0
+
+
+LINKS = {link.name: link for link in (Link("nvlink", 450.0), Link("infiniband", 50.0))}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass, forward or backward, on the rank that takes longest. Times are in ms.
+
+    Attributes:
+        compute: The attention kernels.
+        passes: Passes over memory that one GPU does not make: merges, sums, statistics of each call.
+        communication: All messages.
+        exposed: The part of the communication that computation does not hide.
+    """
+
+    compute: float
+    passes: float
+    communication: float
+    exposed: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.passes + self.exposed
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one method on n ranks."""
+
+    method: str
+    ranks: int
+    hops: int  # groups of shards that a ring receives, or collectives of a forward pass
+    sent: int  # bytes of a rank, forward and backward
+    forward: Pass
+    backward: Pass
+    single_ms: float  # forward and backward on one GPU
+
+    @property
+    def ms(self) -> float:
+        return self.forward.total + self.backward.total
+
+    @property
+    def efficiency(self) -> float:
+        """The speed-up over one GPU, divided by the number of ranks."""
+        return self.single_ms / (self.ranks * self.ms)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ms": self.ms, "efficiency": self.efficiency}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A problem on n ranks of one kind of GPU, with a zigzag sharding."""
+
+    problem: Problem  # of the full sequence
+    ranks: int
+    link: Link
+    gpu: ArchSpec = H200
+    kind: str = "zigzag"
+
+    def __post_init__(self) -> None:
+        p = self.problem
+        if p.seqlen_q != p.seqlen_k:
+            raise UnsupportedError(
+                f"{p.seqlen_q} queries and {p.seqlen_k} keys: context parallelism shards one sequence"
+            )
+
+    @property
+    def sharding(self) -> Sharding:
+        return Sharding.of(self.kind, self.ranks, self.problem.seqlen_q)
+
+    @property
+    def shapes(self) -> Shapes:
+        p = self.problem
+        size = DTYPE_BYTES[p.dtype]
+        return Shapes(p.batch, p.heads, p.heads_kv, self.sharding.shard_length, p.head_dim, p.width_v, size)
+
+    def sent(self) -> dict[str, int]:
+        """The bytes by which `auto` chooses."""
+        return sent_bytes(self.ranks, self.shapes, Schedule(self.sharding, self.problem.band))
+
+    def costs(self) -> list[Cost]:
+        """The methods that support the problem. "usp" has Ulysses over NVLink in a node, and a ring between nodes."""
+        found = [self.ring(), self.allgather()]
+        for method in (self.ulysses, self.usp):
+            try:
+                found.append(method())
+            except UnsupportedError:
+                continue
+        return found
+
+    @property
+    def pairs(self) -> int:
+        """Visible scores of a head, in the full sequence."""
+        return visible(self.problem.band, self.problem.seqlen_q, self.problem.seqlen_q)
+
+    # ---- rates
+
+    def compute_ms(self, pairs: float) -> tuple[float, float]:
+        """Forward and backward of `pairs` scores of every head."""
+        p = self.problem
+        rates = RATES[min(RATES, key=lambda head_dim: abs(head_dim - p.head_dim))]
+        flops = 2 * p.batch * p.heads * (p.head_dim + p.width_v) * pairs
+        scale = 1e9 * self.gpu.tensor_tflops / H200.tensor_tflops
+        return flops / (rates[0] * scale), BACKWARD_FLOPS * flops / (rates[1] * scale)
+
+    def memory_ms(self, num_bytes: float) -> float:
+        return num_bytes / (self.gpu.hbm_tbps * HBM_SHARE * 1e9)
+
+    @property
+    def single_ms(self) -> float:
+        return sum(self.compute_ms(self.pairs))
+
+    # ---- methods
+
+    def ring(self) -> Cost:
+        return self._ring(self.ranks, self.link, self.shapes)
+
+    def allgather(self) -> Cost:
+        shapes, n = self.shapes, self.ranks
+        gathered = (n - 1) * shapes.kv_elements * shapes.element_bytes
+        forward, backward = self.compute_ms(self.pairs / n)
+        # Gathered K and V are copied into the order of positions; dK and dV likewise, and summed over ranks.
+        copies = 2 * gathered
+        times = self.link.ms(gathered, 2), self.link.ms(2 * gathered, 4)
+        passes = self.memory_ms(copies), self.memory_ms(3 * copies)
+        return self._cost("allgather", 1, 3 * gathered, (forward, backward), passes, times, times)
+
+    def ulysses(self) -> Cost:
+        check_divides(self.problem.heads, self.problem.heads_kv, self.ranks)
+        sent = self._exchanged(self.ranks)
+        time, copies = self.link.ms(sent, 2), self.memory_ms(4 * sent)
+        compute = self.compute_ms(self.pairs / self.ranks)
+        return self._cost("ulysses", 2, 2 * sent, compute, (copies, copies), (time, time), (time, time))
+
+    def usp(self) -> Cost:
+        if self.ranks <= NODE or self.ranks % NODE:
+            raise UnsupportedError(f"usp on {self.ranks} ranks: more than {NODE}, and a multiple of it")
+        check_divides(self.problem.heads, self.problem.heads_kv, NODE)
+        sent = self._exchanged(NODE)
+        time, copies = LINKS["nvlink"].ms(sent, 2), self.memory_ms(4 * sent)
+        shapes = self.shapes
+        heads_kv = max(shapes.heads_kv // NODE, 1)
+        inner = Shapes(
+            shapes.batch, shapes.heads // NODE, heads_kv, shapes.length * NODE, shapes.head_dim, shapes.head_dim_v,
+            shapes.element_bytes,
+        )  # fmt: skip
+        ring = self._ring(self.ranks // NODE, self.link, inner)
+        forward, backward = (
+            Pass(x.compute, x.passes + copies, x.communication + time, x.exposed + time)
+            for x in (ring.forward, ring.backward)
+        )
+        return Cost("usp", self.ranks, ring.hops, ring.sent + 2 * sent, forward, backward, self.single_ms)
+
+    def _exchanged(self, n: int) -> int:
+        """The bytes that a rank sends when n ranks exchange heads, in one direction."""
+        shapes = self.shapes
+        repeated = shapes.kv_elements * max(1, n // max(shapes.heads_kv, 1))
+        return (shapes.q_out_elements + repeated) * shapes.element_bytes * (n - 1) // n
+
+    def _ring(self, n: int, link: Link, shapes: Shapes) -> Cost:
+        schedule = Schedule(Sharding.of(self.kind, n, self.problem.seqlen_q), self.problem.band)
+        rank = n // 2  # with zigzag, all ranks have equal work under a causal mask
+        groups = [Group((), schedule.calls(rank, rank))]
+        groups += [schedule.group(rank, steps) for steps in schedule.groups[1:]]
+        key_bytes = shapes.kv_elements // shapes.length * shapes.element_bytes
+        totals, has_output = [[0.0] * 4, [0.0] * 4], False
+        for group, following in zip(groups, [*groups[1:], Group((), ())]):
+            # During the calls of a group, the next one arrives; in the backward, dK and dV of this one also leave.
+            moved, messages = following.length * key_bytes, 2 * len(following.parts)
+            sums, more = group.length * key_bytes, 2 * len(group.parts)
+            communication = link.ms(moved, messages), link.ms(moved + sums, messages + more)
+            times = [0.0, 0.0]
+            for call in group.calls:
+                compute, passes = self._call(call, shapes, merges=has_output)
+                has_output = True
+                for i in range(2):
+                    totals[i][0] += compute[i]
+                    totals[i][1] += passes[i]
+                    times[i] += compute[i] + passes[i]
+            for i in range(2):
+                totals[i][2] += communication[i]
+                totals[i][3] += max(0.0, communication[i] - times[i])
+        sent = sent_bytes(n, shapes, schedule)["ring"]
+        forward, backward = (Pass(*x) for x in totals)
+        return Cost("ring", self.ranks, len(groups) - 1, sent, forward, backward, self.single_ms)
+
+    def _call(self, call: BandCall, shapes: Shapes, merges: bool) -> tuple[list[float], tuple[float, float]]:
+        """Times of the kernels of one call, and of its passes over memory; forward and backward."""
+        rows, keys = call.rows[1] - call.rows[0], call.keys[1] - call.keys[0]
+        # After an exchange of heads, a rank has only some of them.
+        share, size = shapes.heads / self.problem.heads, shapes.element_bytes
+        compute = [share * x for x in self.compute_ms(visible(call.band, rows, keys))]
+        row_elements = shapes.batch * shapes.heads * shapes.head_dim_v * rows
+        key_elements = shapes.batch * shapes.heads_kv * (shapes.head_dim + shapes.head_dim_v) * keys
+        # Forward: read two fp32 outputs and write one. Backward: read out and dout, clear and convert dq; add dq, dk
+        # and dv to their sums.
+        merge = self.memory_ms(3 * FP32_BYTES * row_elements) + MERGE_LAUNCH_MS if merges else 0.0
+        shares = (3 * size + 2 * FP32_BYTES) * row_elements
+        sums = (2 * FP32_BYTES + size) * (row_elements + key_elements)
+        return compute, (merge, self.memory_ms(shares + sums))
+
+    def _cost(
+        self,
+        method: str,
+        hops: int,
+        sent: int,
+        compute: tuple[float, float],
+        passes: tuple[float, float],
+        communication: tuple[float, float],
+        exposed: tuple[float, float],
+    ) -> Cost:
+        forward, backward = (Pass(*x) for x in zip(compute, passes, communication, exposed))
+        return Cost(method, self.ranks, hops, sent, forward, backward, self.single_ms)
+
+
+def visible(band: Band, rows: int, keys: int) -> int:
+    """Visible scores of a head."""
+    return visible_pairs(Problem(1, 1, 1, rows, keys, 64, band=band))
