@@ -154,8 +154,8 @@ class RowDropoutBits(KeepBits):
     def compute(dropout: Dropout, position: TilePosition) -> "RowDropoutBits":
         rows, columns = (cute.size(as_mn(position.tScS), mode=[i]) for i in range(2))
         assert rows == 2 and columns in (HALF_COLUMNS, 2 * HALF_COLUMNS)
-        query, factor = query_index(position.row(0)), half_factor(position.row(0))
-        first, word = key_index(position.column(0)), Int32(0)
+        query, factor = dropout.first_query(query_index(position.row(0))), half_factor(position.row(0))
+        first, word = dropout.first_key(key_index(position.column(0))), Int32(0)
         for k in range(columns // HALF_COLUMNS):
             call = dropout.words(position.batch_head, query, first + Uint32(CALL_STRIDE // 2 * k))
             for i, mask in enumerate(dropout.masks(call, factor)):
