@@ -74,9 +74,19 @@ def head_dim_cases(head_dim: int) -> list[Case]:
     return [(case, torch.bfloat16), *fp8]
 
 
+# Many query tiles, for which plans choose another tile.
 LARGE_BATCH = replace(
-    BASE, seqlens=tuple((37 * b * b) % 900 for b in range(200)), tokens=(1,) * 200, new=(1,) * 200
-), torch.bfloat16  # fmt: skip
+    BASE, seqlens=tuple((37 * b * b) % 900 for b in range(200)), tokens=(1,) * 200, new=(0,) * 200
+)  # fmt: skip
+LARGE_BATCHES = (
+    LARGE_BATCH,
+    replace(LARGE_BATCH, page_size=None),
+    replace(LARGE_BATCH, page_size=1, window=(100, 0), softcap=5.0),
+    replace(LARGE_BATCH, new=(1,) * 200, rotary_dim=128),
+    replace(LARGE_BATCH, new=(1,) * 200, page_size=None, alibi="heads", has_sinks=True),
+    replace(LARGE_BATCH, tokens=tuple(b % 4 for b in range(200)), is_ragged=True, page_size=24),
+    replace(LARGE_BATCH, tokens=(4,) * 200, group=4, head_dim_v=96, kv_layout="hnd"),
+)
 
 
 def fixed_cases() -> Iterator[Case]:
@@ -89,7 +99,7 @@ def fixed_cases() -> Iterator[Case]:
             yield from chunk_cases(tokens, page_size)
     for head_dim in HEAD_DIMS:
         yield from head_dim_cases(head_dim)
-    yield LARGE_BATCH
+    yield from ((case, torch.bfloat16) for case in LARGE_BATCHES)
 
 
 def decode_keys(case: DecodeCase, dtype: torch.dtype, family: str, arch: ArchSpec) -> list[CompileKey]:

@@ -120,8 +120,9 @@ def test_head_dims(head_dim: int) -> None:
         check(case, dtype)
 
 
-def test_large_batches() -> None:
-    check(*decode_cases.LARGE_BATCH)
+@pytest.mark.parametrize("case", decode_cases.LARGE_BATCHES, ids=lambda case: case.id)
+def test_large_batches(case: DecodeCase) -> None:
+    check(case, torch.bfloat16)
 
 
 def test_pages_beyond_two_gigabytes() -> None:
