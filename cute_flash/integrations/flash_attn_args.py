@@ -15,12 +15,12 @@ from cute_flash.spec.values import as_bool, as_float, as_int, check_are_tensors
 
 # Head dims on CUDA are multiples of this.
 HEAD_DIM_STEP = 8
-# Keywords without a counterpart: the values that turn them off, and the remedy for other values.
+# Keywords without a counterpart: the values that do not change the result, and the remedy for other values.
 OFF: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "attention_chunk": ((None, 0), "call cute_flash.attn with a mask_mod for chunks"),
     "k_descale": ((None,), "use fp16 or bf16; flash_attn_with_kvcache reads FP8 caches"),
     "num_splits": ((None, 0, 1), "leave it out, or use flash_attn_with_kvcache"),
-    "pack_gqa": ((None, False), "leave it out; cute_flash packs query heads where this is faster"),
+    "pack_gqa": ((None, False, True), "use None; cute_flash packs query heads where this is faster"),
     "q_descale": ((None,), "use fp16 or bf16 queries"),
     "qv": ((None,), "concatenate q with qv, and k with v"),
     "rotary_seqlens": ((None,), "rotate q and k before the call"),

@@ -210,20 +210,20 @@ def test_wrong_windows(window_size: Any) -> None:
 
 OFF = [
     {"qv": None}, {"q_descale": None, "k_descale": None, "v_descale": None}, {"attention_chunk": 0}, {"num_splits": 1},
-    {"num_splits": 0}, {"pack_gqa": None}, {"pack_gqa": False}, {"sm_margin": 0}, {"ver": 3}, {"softcap": -1.0},
-    {"softcap": None}, {"s_aux": None}, {"dropout_p": 0}, {"seqused_q": None},
+    {"num_splits": 0}, {"pack_gqa": None}, {"pack_gqa": False}, {"pack_gqa": True}, {"sm_margin": 0}, {"ver": 3},
+    {"softcap": -1.0}, {"softcap": None}, {"s_aux": None}, {"dropout_p": 0}, {"seqused_q": None},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("keywords", OFF, ids=str)
-def test_values_that_turn_a_keyword_off(keywords: dict) -> None:
+def test_keywords_that_do_not_change_the_result(keywords: dict) -> None:
     inputs = qkv()
     assert torch.equal(fa.flash_attn_func(*inputs, **keywords), fa.flash_attn_func(*inputs))
 
 
 REFUSED = {
     "qv": torch.ones(1), "q_descale": torch.ones(1), "k_descale": torch.ones(1), "v_descale": torch.ones(1),
-    "attention_chunk": 64, "num_splits": 3, "pack_gqa": True, "sm_margin": 8, "ver": 7, "seqused_q": CU_Q,
+    "attention_chunk": 64, "num_splits": 3, "pack_gqa": 7, "sm_margin": 8, "ver": 7, "seqused_q": CU_Q,
     "scheduler_metadata": torch.ones(1), "rotary_seqlens": torch.ones(1),
 }  # fmt: skip
 

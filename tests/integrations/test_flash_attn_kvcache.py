@@ -176,7 +176,7 @@ def test_one_length_for_all_sequences() -> None:
         ({"scheduler_metadata": LENGTHS}, "^scheduler_metadata="),
         ({"attention_chunk": 16}, "^attention_chunk=16"),
         ({"sm_margin": 4}, "^sm_margin=4"),
-        ({"pack_gqa": True}, "^pack_gqa=True"),
+        ({"pack_gqa": "yes"}, "^pack_gqa='yes'"),
         ({"q_descale": torch.ones(1)}, "^q_descale="),
         ({"block_table": torch.zeros(3, 1).int(), "page_table": torch.zeros(3, 1).int()}, "block_table and page_table"),
         ({"rotary_cos": torch.ones(40, 8), "rotary_sin": torch.ones(40, 8)}, "rotary_cos"),
