@@ -1,4 +1,4 @@
-"""Tables of the documents from single runs: accuracy, fp32, decoding, training, grouped heads, mods and host time."""
+"""Tables of the documents from single runs, such as accuracy, fp32, decoding, training, mods and host time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from profiling import decode, fp32, training
+from profiling import context_parallel, decode, fp32, training
 from profiling.figures import BACKWARD, BACKWARD_SM80, FORWARD, FORWARD_SM80
 from profiling.record import Run, load
 from profiling.report import NORMS, geometric_mean
@@ -22,6 +22,7 @@ FP32 = "results/h200/2026-11-16-fp32.json"
 DECODE = "results/h200/2026-11-16-decode.json"
 START = "results/h200/2026-11-15-host.json"
 TRAINING = "results/h200/2026-11-16-training.json"
+CONTEXT_PARALLEL = "results/h200/2026-11-16-context-parallel.json"
 # Kernel -> the result file, the distribution of the inputs, the peer, and the peer's name in the text.
 ACCURACY = {
     "forward sm90": (FORWARD, "normal", "fa3", "FlashAttention-3"),
@@ -203,6 +204,11 @@ def training_line(data: Path) -> str:
     """Training steps: the integrations over the fastest other library, in two sentences."""
     record = json.loads((data / TRAINING).read_text(encoding="utf-8"))
     return f"{training.summary(record)} Commit `{record['machine']['git_commit'][:7]}` ([data]({TRAINING}))."
+
+
+def context_parallel_times(data: Path) -> Table:
+    """Context parallelism on one card: the sum over ranks beside the unsharded call, measured and predicted."""
+    return context_parallel.table(json.loads((data / CONTEXT_PARALLEL).read_text(encoding="utf-8")))
 
 
 def gqa(data: Path) -> Table:

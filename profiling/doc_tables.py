@@ -443,6 +443,10 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "decode_variants": (lambda: _markdown(doc_results.decode_variants(DATA)), (doc_results.DECODE,)),
     "training": (lambda: _markdown(doc_results.training_steps(DATA)), (doc_results.TRAINING,)),
     "training_line": (lambda: doc_results.training_line(DATA), (doc_results.TRAINING,)),
+    "context_parallel_times": (
+        lambda: _markdown(doc_results.context_parallel_times(DATA)),
+        (doc_results.CONTEXT_PARALLEL,),
+    ),
     "gqa": (lambda: _markdown(doc_results.gqa(DATA)), doc_results.GQA),
     "mods": (lambda: _markdown(doc_results.mods(DATA)), (doc_results.MODS,)),
     "host": (lambda: _markdown(doc_results.host(DATA)), (doc_results.HOST,)),
