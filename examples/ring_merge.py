@@ -1,8 +1,8 @@
-"""Ring attention on one device: each rank has a shard of the sequence, and K/V shards pass from rank to rank.
+"""Ring attention on one device: each rank has a shard of the sequence, and attends to the K/V shards of all ranks.
 
-Forward: a rank attends to one K/V shard at a time. `merge` combines the partial output with those before, by their
-LSEs. Backward: `attention_bwd` takes the merged output and LSE, and returns the part of each shard in dq, dk and dv.
-The ranks are a loop here. With torch.distributed, a rank receives the shards of the others.
+Forward: a rank attends to one K/V shard at a time. `merge` combines the partial outputs by their LSEs. Backward:
+`attention_bwd` takes the merged output and LSE, and returns the contribution of one K/V shard to dq, dk and dv.
+Here a loop runs the ranks one after the other. `cute_flash.distributed.attn` does this on several GPUs.
 
     python examples/ring_merge.py
 """

@@ -1,8 +1,8 @@
-"""Context parallelism on one card: the kernels of every rank's loop beside the unsharded call.
+"""Context parallelism on one GPU: the kernels of all ranks of a ring, compared with the unsharded call.
 
-One card plays all ranks. A rank's loop has the launches of its hops on real shards, and the merges and sums between
-them; messages are left out. Times are device times, of CUDA graphs. The sum over ranks divided by the unsharded time is
-the cost of sharding; its goal is `GOAL`.
+One GPU runs the kernels of each rank, one rank after the other: the launches on its shards, and the merges and sums
+between them. Nothing is sent. Times are device times of CUDA graphs. The sum over ranks divided by the time of the
+unsharded call is the cost of sharding. `GOAL` is the largest acceptable cost.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from profiling.timing import Contender, Timer, measure
 GOAL = 1.08
 DIRECTIONS = ("forward", "backward")
 CAUSAL = Band(None, 0)
-# Of the whole command with its defaults, on an H200: 7 kernels are compiled one after another, then about 20 s are
-# measured.
+# The time of the command with its defaults, on an H200: it compiles 7 kernels one after another, then measures for
+# about 20 s.
 EXPECTED_SECONDS = 90
 
 
@@ -47,7 +47,7 @@ class Settings:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise `ValueError` for a length that does not divide."""
+        """Raise `ValueError` for a length that is not a multiple of the number of chunks."""
         chunks = self.ranks * (2 if self.sharding == "zigzag" else 1)
         if self.seqlen % chunks:
             raise ValueError(f"--seqlen {self.seqlen} with {self.ranks} ranks: use a multiple of {chunks}")
@@ -62,7 +62,7 @@ DRY_SETTINGS = Settings(seqlen=256, ranks=4, heads=2, heads_kv=2, head_dim=16, r
 
 
 class Loop:
-    """The calls of all ranks, on the shards of one sequence."""
+    """The ring of all ranks, on the shards of one sequence."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         s = settings
@@ -75,7 +75,7 @@ class Loop:
         self.scores, self.kind = Scores(self.args), s.sharding
         self.ranks = range(s.ranks)
         self.arrived = [self.groups(rank) for rank in self.ranks]
-        # The results that the backward of each rank takes.
+        # (out, lse) of each rank, which its backward needs.
         self.saved: list[tuple[Tensor, Tensor]] = []
 
     def unsharded(self, direction: str) -> Callable[[], Any]:
@@ -87,7 +87,7 @@ class Loop:
         return lambda: ops.gradients(dout, None, q, k, v, out, lse, args)
 
     def groups(self, rank: int) -> list[tuple[Pair, Group]]:
-        """K and V as they arrive at a rank, and the calls over them: its own shard, then groups of others."""
+        """K and V as a rank receives them, and the calls over them: its own shard, then the groups."""
         _, k, v, _ = self.shards
         found = [((k[rank], v[rank]), Group((), self.schedule.calls(rank, rank)))]
         for steps in self.schedule.groups[1:]:
@@ -124,7 +124,7 @@ class Loop:
             shares = gradients.add(kv, group.calls, None)
             if not group.parts:
                 total = gradients.sum_keys(own, None, shares)
-        # Other ranks send shares of the own keys; tensors of the same shapes stand in for them.
+        # Other ranks would send shares of dk and dv of this rank's keys. Tensors of the same shapes replace them.
         for steps in self.schedule.groups[1:]:
             for step in steps:
                 keys = self.schedule.keys(self.schedule.holder(rank, step), rank)

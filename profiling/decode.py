@@ -6,8 +6,9 @@
               plain call
     host      time of warm calls in an asynchronous loop
 
-Every result is first compared with fp64, in the first and the last sequence and K/V head. Then all sides of a cell are
-timed in CUDA graphs, interleaved. Caches that fit in L2 stay there between calls, for all sides.
+A *side* is a function that is timed: cute_flash, a peer, or a variant. Every result is first compared with fp64, in the
+first and the last sequence and K/V head. Then all sides of a cell are timed in CUDA graphs, interleaved. Caches that
+fit in L2 stay there between calls, for all sides.
 """
 
 from __future__ import annotations

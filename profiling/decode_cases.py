@@ -67,7 +67,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Side:
-    """`call` returns (B, T, H, D). `exact` returns (T, group, D) of a sequence and a K/V head, in fp64."""
+    """A function that is timed, and its exact result.
+
+    `call` returns (B, T, H, D). `exact` returns the output of one sequence and K/V head, (T, group, D), in fp64.
+    """
 
     call: Callable[[], Tensor]
     exact: Callable[[int, int], Tensor]

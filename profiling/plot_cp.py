@@ -39,7 +39,7 @@ def table() -> Table:
 
 
 def ratios() -> str:
-    """The prediction of what `python -m profiling context-parallel` measures with its defaults."""
+    """The ratios that the model predicts for `python -m profiling context-parallel` with its defaults."""
     s = Settings()
     ring = Model(s.problem, s.ranks, LINKS["nvlink"]).ring()
     forward, backward = (1 + x.passes / x.compute for x in (ring.forward, ring.backward))

@@ -2,8 +2,9 @@
 
 The model is the stack of layers of a Llama with 1B parameters: RMSNorm, rotary embedding, grouped-query attention and
 SwiGLU, with random bf16 weights, without embedding and loss. A step is a forward and a backward pass.
-All sides run the same eager model; only the attention function differs. Each side's output and gradients are first
-compared with those of `cute_flash.attn`. Then all sides are timed in one run, in interleaved rounds, with host time.
+A *side* is one attention function (`training_sides`). All sides run the same eager model; only the attention function
+differs. Each side's output and gradients are first compared with those of `cute_flash.attn`. Then all sides are timed
+in one run, in interleaved rounds. The times include host time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from profiling.terminal import Table
 from profiling.timing import Contender, Failure, Samples, Timer, attempt, measure
 from profiling.training_sides import CPU_SIDES, OURS, SIDES, Attention, Side
 
-# The largest relative difference, ‖a - b‖ / ‖b‖, of the output or a gradient: roundings to bf16 add up over the layers.
+# The largest accepted relative difference, ‖a - b‖ / ‖b‖, of the output or a gradient. Roundings to bf16 add up over
+# the layers.
 AGREEMENT = 0.05
 # An estimate for an H200 with 16 cores: 20 s to compile, 20 s for FlexAttention's kernels, 60 s of steps, and imports.
 EXPECTED_SECONDS = 110
@@ -79,7 +81,7 @@ class Tools:
     save: Callable[[Record], None] = lambda record: None
 
 
-# For a dry run: the ways that CPU tensors can take.
+# For a dry run: the sides that run on the CPU.
 ON_CPU: dict[str, Any] = {"sides": [side for side in SIDES if side.name in CPU_SIDES], "unavailable": lambda side: None}
 
 
@@ -135,7 +137,7 @@ class Stack:
         return self.x.shape[0] * self.x.shape[1]
 
     def step(self, attend: Attention) -> Tensor:
-        """A forward and a backward pass; gradients of the last step are dropped first."""
+        """A forward and a backward pass. The gradients of the previous step are dropped first."""
         self.x.grad = None
         self.layers.zero_grad(set_to_none=True)
         y = self.x
@@ -156,7 +158,7 @@ class Stack:
 
 
 def needed_kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
-    """The kernels of all sides of cute_flash, by steps of one layer that launch none of them."""
+    """The kernels of all sides of cute_flash, recorded in steps of a model with one layer. Nothing is launched."""
     one_layer = replace(settings, model=replace(settings.model, layers=1))
     keys: dict[CompileKey, None] = {}
     for seqlen in settings.lengths:
@@ -272,7 +274,7 @@ def _best(record: Record, cell: Record, is_ours: bool) -> tuple[str, float] | No
 
 
 def summary(record: Record) -> str:
-    """Our fastest side over the fastest other one, and our slowest over it, for each length."""
+    """For each length, the speed of the slowest and the fastest side of cute_flash over the fastest other library."""
     texts = []
     for cell in record["cells"]:
         ours, other = _best(record, cell, True), _best(record, cell, False)
@@ -280,10 +282,13 @@ def summary(record: Record) -> str:
             continue
         slowest = min(side["tokens_per_s"] for name, side in cell["sides"].items() if name in record["ours"])
         texts.append(
-            f"at S = {cell['seqlen']}, {slowest / other[1]:.3f} to {ours[1] / other[1]:.3f} × the tokens per second of "
-            f"{other[0]}"
+            f"{slowest / other[1]:.3f} to {ours[1] / other[1]:.3f} × at S = {cell['seqlen']} (the other is {other[0]})"
         )
-    return f"Through cute_flash: {'; '.join(texts)}, the fastest other way." if texts else "No other way was measured."
+    return (
+        f"Tokens per second of cute_flash over those of the fastest other library: {'; '.join(texts)}."
+        if texts
+        else "No other library was measured."
+    )
 
 
 def failures(record: Record) -> list[str]:

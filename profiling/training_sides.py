@@ -1,6 +1,7 @@
-"""The ways of `training` to compute causal attention: the integrations of cute_flash, and other libraries.
+"""The attention functions that `training` compares, called sides: integrations of cute_flash, and other libraries.
 
-A side takes q, (B, S, H, D), and k and v, (B, S, Hkv, D), as a projection returns them, and returns (B, S, H, D).
+A side computes causal attention. It takes q, (B, S, H, D), and k and v, (B, S, Hkv, D), as the projections return them,
+and returns (B, S, H, D).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 @dataclass(frozen=True)
 class Side:
     name: str
-    make: Callable[[], Attention]  # imports what it needs
+    make: Callable[[], Attention]  # imports the library and returns its function
     is_ours: bool = False
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 

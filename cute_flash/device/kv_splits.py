@@ -2,17 +2,17 @@
 
 A *query tile* is a tile of query rows of one sequence and K/V head. Its visible keys are divided into *units*: 32 keys
 each, or `num_splits` equal parts if the caller fixes their number. The units of all query tiles are numbered
-consecutively, and each CTA computes an equal interval of them. A CTA's part of one query tile is a *split*. Lengths are
-read on the device, so the host neither synchronizes nor plans again when they change.
+consecutively, and each CTA computes an interval of them; all intervals have the same length. A CTA's part of one query
+tile is a *split*. The device reads the lengths, so the host neither synchronizes nor plans again when they change.
 
 If `heads_at_once` is the number of K/V heads, only the units of one head are numbered, and each interval has one CTA
 for each head.
 
-A CTA with splits of two query tiles ends later than others, and delays the merges of both. Intervals are therefore
-slightly longer if each CTA then has a split of one query tile, or whole query tiles (`KvSplits.aligned`).
+A CTA with splits of two query tiles ends later than other CTAs, and delays the merges of both. To avoid this,
+`KvSplits.aligned` makes the intervals slightly longer if then each CTA has one split, or only complete query tiles.
 
-Every warp of a CTA computes the same values, without shared memory: a lane reads the length of one sequence, and a
-prefix sum over the lanes finds the sequence of a unit.
+Every warp of a CTA computes this division by itself, without shared memory: each lane reads the length of one sequence,
+and a prefix sum over the lanes finds the sequence of a unit.
 """
 
 from dataclasses import dataclass
@@ -53,8 +53,8 @@ class Division:
     head: Int32  # of the `heads_at_once` heads
     interval: Int32  # the index of this CTA's interval
     per_cta: Int32  # units of a CTA
-    # A query tile takes a multiple of this many numbers. 1: as many as it has units. `per_cta`: no CTA has units of two
-    # query tiles; the last numbers of a query tile have no units.
+    # The number of units of a query tile is padded to a multiple of this. 1: no padding. `per_cta`: every query tile
+    # begins at a new CTA, so no CTA has units of two query tiles. Units of the padding have no keys.
     multiple: Int32
     first_counts: tuple[Int32, Int32]  # `KvSplits.tile_counts` of the first sequences, one per lane
 
@@ -65,7 +65,7 @@ class TileCtas:
 
     first: Int32
     last: Int32
-    num_final: Int32  # the number of these CTAs without a later split: all, or all but the last
+    num_final: Int32  # the number of these CTAs that have no later split: all, or all but the last
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class KvSplits:
-    """The lengths of all sequences, and the division of their keys."""
+    """The lengths of all sequences, and the division of their keys among CTAs."""
 
     cache_seqlens: cute.Tensor | None  # (B); None: every sequence fills its cache
     cu_seqlens_k: cute.Tensor | None  # (B + 1): all sequences share one cache; None: each has its own
@@ -102,7 +102,7 @@ class KvSplits:
     num_intervals: cute.FastDivmodDivisorV2  # CTAs divided by `heads_at_once`
     max_query_tiles: Int32  # the number of counters in the workspace
     tile_m: cutlass.Constexpr
-    least_units: cutlass.Constexpr  # the fewest units of a CTA, so that all its warps have keys
+    least_units: cutlass.Constexpr  # the minimum number of units per CTA, with which all its warps have keys
 
     def first_token(self, batch: Int32) -> Int32:
         """The index of a sequence's first query in a varlen batch, clamped to [0, `tokens`]."""
@@ -196,7 +196,9 @@ class KvSplits:
 
     @cute.jit
     def aligned(self, per_cta: Int32, num_splits: Int32, counts: tuple) -> tuple[Int32, Int32]:
-        """`Division.per_cta` and `multiple` for CTAs with splits of one query tile, if `per_cta` grows little.
+        """Lengthen the intervals so that no CTA has splits of two query tiles, if this adds at most 1/16 and two units.
+
+        Returns `Division.per_cta` and `Division.multiple`, which are `per_cta` and 1 if the intervals stay as they are.
 
         Args:
             per_cta: units of a CTA, without regard to query tiles.
@@ -208,11 +210,12 @@ class KvSplits:
         longest = cute.arch.warp_redux_sync(largest, "max")
         are_equal = cute.arch.warp_redux_sync(smallest, "min") == longest
         if are_equal and longest < per_cta:
-            # Each CTA computes whole query tiles.
+            # Each CTA computes complete query tiles.
             whole_tiles = rounded_up(per_cta, longest)
             per_cta = whole_tiles if whole_tiles <= most else per_cta
         elif are_equal or self.num_sequences <= LANES:
-            # A lane has one sequence, or all sequences are equal. The longest split is the length for all.
+            # Each lane has at most one sequence, or all sequences have equal lengths. All intervals get the length of
+            # the longest split.
             num_splits = cutlass.max(num_splits, 1)
             longest_split = cute.arch.warp_redux_sync(quotient(largest + num_splits - 1, num_splits), "max")
             longest_split = cutlass.max(longest_split, per_cta)
@@ -230,9 +233,10 @@ class KvSplits:
 
     @cute.jit
     def split(self, unit: Int32, end_unit: Int32, division: Division) -> tuple[cutlass.Boolean, Split, Lengths]:
-        """Whether a split begins at `unit`; that split, which ends at `end_unit` or with its query tile; its sequence.
+        """Find the split that begins at `unit`. It ends at `end_unit` or at the end of its query tile.
 
-        Invalid `cu_seqlens_q` may give more query tiles than the workspace has counters; the surplus is ignored.
+        Returns whether there is such a split, the split, and the lengths of its sequence. Invalid `cu_seqlens_q` may
+        give more query tiles than the workspace has counters; the surplus is ignored.
         """
         lane, num_sequences, multiple = cute.arch.lane_idx(), self.num_sequences, division.multiple
         first, batch = Int32(0), Int32(-1)  # the sequence of lane 0; the sequence of `unit`, or -1
@@ -249,9 +253,9 @@ class KvSplits:
                     other_units = cute.arch.shuffle_sync_up(units_end, offset=1 << step)
                     if lane >= 1 << step:
                         tiles_end, units_end = tiles_end + other_tiles, units_end + other_units
-            # Lanes past the last sequence have no prefix sums.
+            # Exclude lanes past the last sequence: their prefix sums are incomplete.
             is_past = vote_count(first + lane < num_sequences and unit >= units_before + units_end)
-            # The first `is_past` lanes have only units before `unit`, so lane `is_past` has its sequence.
+            # The sequences of the first `is_past` lanes end before `unit`, so `unit` belongs to lane `is_past`.
             if is_past < cutlass.min(num_sequences - first, LANES):
                 batch = first + is_past
                 tiles_before += cute.arch.shuffle_sync(tiles_end - tiles, is_past)
@@ -295,7 +299,7 @@ class KvSplits:
 
 @cute.jit
 def rounded_up(x: Int32, multiple: Int32) -> Int32:
-    """The least multiple that is not less than x, for numbers that are not negative."""
+    """x rounded up to a multiple of `multiple`. Neither is negative."""
     result = x
     if multiple > 1:
         result = quotient(x + multiple - 1, multiple) * multiple

@@ -2,7 +2,8 @@
 
 Forward: outputs over disjoint keys are merged by their LSEs. Backward: the operator `attention_bwd` takes the output
 and the LSE over all keys. Then P = exp(S - LSE) is the probability among all keys, and Δ = rowsum(dO ∘ O) - dLSE is
-that of the full row. So each call gives its exact share of dq, dk and dv, and the gradients are sums of the shares.
+that of the full row. So each call computes an exact part of dq, dk and dv, called its *share*, and the gradients are
+the sums of the shares.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ KeyShare = tuple[Range, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Saved:
-    """The tensors of a rank for its backward: gradients of the results, queries, and results over all keys."""
+    """The tensors that the backward of a rank needs: gradients of the results, queries, and results over all keys."""
 
     dout: Tensor
     dlse: Tensor | None
@@ -40,8 +41,8 @@ class Saved:
 class Scores:
     """The arguments that all calls of a rank share.
 
-    `args` has neither mask nor tensors. Positions are those of the rank's queries; only ALiBi needs them. `heads` is
-    (first head, number of heads of the full call); only dropout needs it.
+    `args` has neither a mask nor tensors. `positions` are those of the rank's queries in the sequence; only ALiBi needs
+    them. `heads` is (first head of the rank, number of heads of the full call); only dropout needs it.
     """
 
     args: AttentionArgs
@@ -52,7 +53,7 @@ class Scores:
     heads: tuple[int, int] = (0, 0)
 
     def of_call(self, call: BandCall, key_positions: Tensor | None) -> AttentionArgs:
-        """The arguments of one call. If its alignment is not that of the sequence, ALiBi is a score_mod."""
+        """The arguments of one call. If it is not aligned (`BandCall.is_aligned`), a score_mod computes ALiBi."""
         args = self.args._replace(window_left=call.band.left, window_right=call.band.right)
         if args.dropout:
             args = args._replace(rng=self.rng, dropout_origin=(*call.first, *self.heads))
@@ -86,17 +87,17 @@ def rows_of(x: Tensor, rows: Range) -> Tensor:
 
 
 class Output:
-    """The output and the LSE of a rank, merged call by call; 0 and -inf for rows that have seen no key."""
+    """The output and the LSE of a rank, merged call by call. Rows that see no key have output 0 and LSE -inf."""
 
     def __init__(self, q: Tensor, v: Tensor, num_parts: int) -> None:
         self.q, self.v = q, v
-        # A single part needs no merge, and so no output in fp32.
+        # A single result is not merged, so it need not be in fp32.
         self.out_fp32 = num_parts > 1 and q.dtype in (torch.float16, torch.bfloat16)
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 
     def add(self, kv: Pair, call: BandCall, scores: Scores, key_positions: Tensor | None) -> None:
-        """Run a call over other keys than the calls before, and merge its result."""
+        """Run a call and merge its result. For each row, the keys of all calls are disjoint."""
         args = scores.of_call(call, key_positions)._replace(out_fp32=self.out_fp32)
         q, k, v = rows_of(self.q, call.rows), rows_of(kv[0], call.keys), rows_of(kv[1], call.keys)
         out, lse, _ = ops.attention(q, k, v, args)
@@ -113,9 +114,9 @@ class Output:
         return out, self.q.new_full(shape, -torch.inf, dtype=lse_dtype(self.q.dtype))
 
     def result(self, sinks: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
-        """The output in the dtype of q, and the LSE. A sink is one more key, without a value, of the first `num_rows`.
+        """The output in the dtype of q, and the LSE, both with `sinks`.
 
-        The other rows are padding.
+        A sink adds one key without a value to each of the first `num_rows` rows. The rows after them are padding.
         """
         if self.out is None or self.lse is None:
             self.out, self.lse = self._zeros(self.q.dtype)
@@ -128,10 +129,10 @@ class Output:
 
 
 def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Merge an output over other keys into `out` and `lse`, in place.
+    """Merge `more_out` and `more_lse`, results over other keys, into `out` and `lse`, in place.
 
-    The weight of `more_out` is exp(more_lse) / (exp(lse) + exp(more_lse)), and that of `out` is the rest. One kernel
-    reads and writes the outputs; four read and write LSEs. Rows that have seen no key keep the output 0.
+    The weight of `more_out` is w = exp(more_lse) / (exp(lse) + exp(more_lse)), and that of `out` is 1 - w. One kernel
+    reads and writes the outputs; four kernels read and write LSEs. Rows that see no key keep the output 0.
     """
     weight = torch.sub(more_lse, lse).sigmoid_().nan_to_num_(nan=0.0)
     out.lerp_(more_out, weight[..., None])
@@ -139,7 +140,7 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
 
 
 def _factor(lse: Tensor, total: Tensor) -> Tensor:
-    """exp(lse - total), shaped for the output; 0 for rows that have seen no key."""
+    """exp(lse - total), shaped for the output; 0 for rows that see no key."""
     return torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))[..., None]
 
 
@@ -156,7 +157,7 @@ class Gradients:
         return torch.zeros_like(self.saved.q, dtype=self.dtype) if self._dq is None else self._dq
 
     def add(self, kv: Pair, calls: tuple[BandCall, ...], key_positions: Tensor | None) -> list[KeyShare]:
-        """Add the shares of some calls over the same k and v to dq, and return their shares of dk and dv."""
+        """Run calls over the same k and v, add their shares of dq, and return their shares of dk and dv."""
         saved, (k, v), shares = self.saved, kv, []
         for call in calls:
             args = self.scores.of_call(call, key_positions)
@@ -173,7 +174,7 @@ class Gradients:
         return shares
 
     def sum_keys(self, kv: Pair, total: Pair | None, shares: list[KeyShare]) -> Pair:
-        """Add shares of dk and dv to their sums, in place. None: there are no sums yet."""
+        """Add shares of dk and dv to `total`, in place; None: there is no sum yet."""
         dk, dv = (None, None) if total is None else total
         for keys, dk_share, dv_share in shares:
             dk, dv = _added(dk, dk_share, keys, kv[0], self.dtype), _added(dv, dv_share, keys, kv[1], self.dtype)
@@ -192,7 +193,7 @@ class Gradients:
             share = rows_of(dk, (low - begin, high - begin)), rows_of(dv, (low - begin, high - begin))
             at = low - keys[0], high - keys[0]
             if dtype != self.dtype and at == (0, keys[1] - keys[0]):
-                return share  # of one call, as the kernel rounded it
+                return share  # one call computed all of it: no sum, and no other rounding
             total = self.sum_keys((parts[0], parts[1]), total, [(at, *share)])
         if total is None:
             total = self.sum_keys((parts[0], parts[1]), None, [])
@@ -210,7 +211,7 @@ class Gradients:
 
 
 def _added(total: Tensor | None, share: Tensor, at: Range, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add the share of the rows `at` of x to the sum of all rows, which is contiguous."""
+    """Add `share`, which has the rows `at` of x, to `total`, which has all rows; None: make a contiguous total."""
     if total is None and at == (0, x.shape[2]):
         return share.to(dtype).contiguous()
     total = x.new_zeros(x.shape, dtype=dtype) if total is None else total

@@ -47,7 +47,7 @@ class AllGather:
         keys, values = self._gather(k), self._gather(v)
         shares = gradients.add((keys, values), self.calls, self._positions(scores))
         totals = gradients.sum_keys((keys, values), None, shares)
-        # In the dtype of k, as the backward kernels return them.
+        # dk and dv are sent in the dtype of k, in which the backward kernels return them.
         dk, dv = (self._scatter(share.to(k.dtype), saved.lse.dtype) for share in totals)
         dsinks = None if sinks is None else gradients.dsinks(sinks)
         return gradients.dq, dk, dv, gradients.dalibi, dsinks

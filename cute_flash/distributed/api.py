@@ -81,27 +81,28 @@ def attn(
     whole sequence: masks, windows and ALiBi count positions of the sequence, and partial results are summed in fp32.
     All ranks must call it with the same shapes and arguments, in the same order.
 
-    Gradients flow through out and lse. Those of q, k and v are the rank's shards. `alibi` and `sinks` are the same on
-    every rank, and their gradients are the shares of the rank: sum them over the group, as the gradients of weights.
+    out and lse are differentiable. The gradients of q, k and v are those of the rank's shards. `alibi` and `sinks` are
+    the same on every rank, and a rank computes the part of their gradients that comes from its own queries: all-reduce
+    these gradients over the group, like those of weights.
 
-    q, k and v may be DTensors that are sharded along the sequence. The results are DTensors with the same placements,
-    and `group` is the mesh dimension, or two, along which the sequence is sharded. Batch and heads may be sharded along
-    other mesh dimensions.
+    q, k and v may be DTensors that are sharded along the sequence. The results are then DTensors with the same
+    placements. Leave `group` out: the ranks are those of the one or two mesh dimensions that shard the sequence. Other
+    mesh dimensions may shard batch and heads.
 
     Args:
         q: The rank's queries, (B, H, S / n, D), or (B, S / n, H, D) with `layout="bshd"`.
         k: The rank's keys, (B, Hkv, S / n, D). H must be a multiple of Hkv.
         v: The rank's values, (B, Hkv, S / n, Dv).
         group: The ranks that share the sequence: a ProcessGroup, a 1-D DeviceMesh, or a 2-D DeviceMesh (ring, ulysses)
-            for "usp". Shards are numbered by rank in the group, or row by row in a 2-D mesh. Not for DTensors.
+            for "usp". Shards are numbered by rank in the group, or row by row in a 2-D mesh. Leave it out for DTensors.
         method: "ring" receives K/V shards of other ranks during the computation. "allgather" gathers K and V first.
             "ulysses" exchanges the sequence for heads: it needs H to be a multiple of n, and one of Hkv and n to be a
             multiple of the other. "usp" is Ulysses along the second dimension of a 2-D mesh and a ring along the first.
             "auto" chooses by the bytes sent; `choose_method` says why.
         sharding: "zigzag" gives a rank one chunk from the start of the sequence and one from its end, so that ranks
-            have equal work under a causal mask. "contiguous" is better for windows: fewer ranks exchange keys. By
-            default "zigzag", but "contiguous" for DTensors: for them, "zigzag" means that the tokens of the DTensor are
-            in that order, as after `DTensor.from_local(shard(x, group=...), ...)`.
+            have equal work under a causal mask. "contiguous" is better for windows: fewer ranks exchange keys. The
+            default is "zigzag", and "contiguous" for DTensors. A DTensor for "zigzag" must be made of zigzag shards, as
+            by `DTensor.from_local(shard(x, group=...), ...)`.
         seqlen: The length of the whole sequence without padding, if `shard` padded it. Rows of the padding have output
             0, LSE -inf and gradients 0.
         causal: Mask the keys after the query's own position.
@@ -144,7 +145,7 @@ def attn(
     q, k, v = ops.autocast(*call.to_bhsd(q, k, v))
     args = _args(q, scale, softcap, deterministic)
     args = args._replace(dropout=0.0 if dropout is None else as_float("dropout", dropout))
-    # The calls of a ring or an all-gather begin at multiples of the chunk.
+    # The calls of a ring or an all-gather begin at multiples of the chunk. `describe` checks that dropout supports it.
     chunk = call.kv_sharding.chunk if args.dropout and call.kv_axis.size > 1 else 0
     describe(q, k, v, args._replace(alibi=alibi, sinks=sinks, dropout_origin=(chunk, chunk, 0, q.shape[1])))
     out, lse = call.run(q, k, v, args, alibi, sinks)
@@ -212,16 +213,17 @@ def attn_varlen(
     check_are_tensors(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     if dropout:
         raise UnsupportedError(
-            f"dropout={dropout} of a varlen batch in context parallelism: kernels count the rows of a sequence from "
-            "the start of the shard, so the mask would differ from that of one GPU; pad the sequences and use attn"
+            f"dropout={dropout} of a varlen batch in context parallelism: the kernels number the rows of a sequence "
+            "from the start of the shard, so the dropout mask would differ from that of one GPU; leave dropout out, "
+            "or pad the sequences to equal lengths and call cute_flash.distributed.attn"
         )
     return_lse = as_bool("return_lse", return_lse)
     if method not in ("auto", "allgather"):
         check_method(method)
-        raise UnsupportedError(f"method={method!r} for a varlen batch: only 'allgather' shards sequences across ranks")
+        raise UnsupportedError(f"method={method!r} for a varlen batch: only 'allgather' supports it; use 'auto'")
     axes = Axes.of(group)
     if axes.inner.group is not None:
-        raise UnsupportedError("a varlen batch with a 2-D DeviceMesh: select one dimension of it")
+        raise UnsupportedError("a varlen batch with a 2-D DeviceMesh: pass one dimension of it, such as mesh['cp']")
     if any(x.dim() != 3 or x.shape[0] != q.shape[0] for x in (q, k, v)):
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"{shapes}: expected (T / n, H, D), with the same number of tokens")
@@ -235,7 +237,7 @@ def attn_varlen(
 
 
 def _args(q: Tensor, scale: float | None, softcap: float | None, deterministic: bool) -> AttentionArgs:
-    """The arguments that all calls of a rank share."""
+    """The arguments that are the same for all kernel calls of a rank."""
     return AttentionArgs(
         scale=(q.shape[-1] or 1) ** -0.5 if scale is None else as_float("scale", scale),
         softcap=0.0 if softcap is None else as_float("softcap", softcap),
@@ -300,7 +302,7 @@ def choose_method(
 
 
 class Strategy(Protocol):
-    """A method on the ranks of one axis: `Ring`, `AllGather` or `VarlenAllGather`."""
+    """How the ranks of one axis compute attention: `Ring`, `AllGather` or `VarlenAllGather`."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
@@ -374,7 +376,7 @@ class _Call:
 
     @property
     def kv_sharding(self) -> Sharding:
-        """The sharding after the exchange of heads: shards of the ranks that exchange heads form one longer shard."""
+        """The sharding after the exchange of heads, in which the shards of `head_axis` form one longer shard."""
         chunk = self.sharding.chunk * self.head_axis.size
         return Sharding(self.sharding.kind, self.kv_axis.size, self.sharding.seqlen, chunk)
 
@@ -391,7 +393,7 @@ class _Call:
         axis, kind = self.head_axis, self.sharding.kind
         heads, rng = q.shape[1], None
         if args.dropout:
-            # All ranks draw, so that their generators stay in step.
+            # All ranks draw a seed, so that their generators keep the same state; that of the first rank is used.
             rng = broadcast(draw_seed(q.device), self.axes)
         if axis.size > 1:
             k, v = ulysses.repeat_heads(k, axis.size), ulysses.repeat_heads(v, axis.size)
@@ -409,7 +411,7 @@ class _Call:
 
 
 class ShardedAttention(Function):
-    """Attention of the ranks of one axis. It saves q, k, v, out and lse of the rank."""
+    """The autograd function of attention on one axis of ranks. It saves the rank's q, k, v, out and lse."""
 
     @staticmethod
     def forward(

@@ -7,10 +7,10 @@ relative to the bottom right are
     left = L - o + Sk - Sq        right = R + o - Sk + Sq        left + right = L + R
 
 If `left` is negative, the last -left queries see no key of the segment; without them, `left` is 0. If `right` is
-negative, no query sees the last -right keys; without them, `right` is 0. So a band with any offset is one call.
+negative, no query sees the last -right keys; without them, `right` is 0. So one call computes a band with any offset.
 
-The usual masks need one call for two zigzag shards. Dropout needs one for each pair of segments, because kernels
-compute its mask from the positions of the first row and key of a call.
+Full and causal masks need one call for two zigzag shards. Dropout needs one call for each pair of segments, because the
+kernels compute the dropout mask from the positions of the first row and the first key of a call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class BandCall:
         rows: Begin and end of the queries.
         keys: Begin and end of the keys.
         band: The mask, aligned at the bottom right of `rows` and `keys`.
-        is_aligned: Whether the distances of the call, aligned at the bottom right, are those of the sequence.
+        is_aligned: Whether the distances of rows and keys, aligned at the bottom right of the call, are those in the
+            sequence.
         first: The positions of the first row and the first key in the sequence.
     """
 
@@ -50,7 +51,7 @@ def band_calls(
 ) -> tuple[BandCall, ...]:
     """The calls that cover all visible scores between two shards; none if the mask hides all of them.
 
-    `by_segment`: the positions of the rows of a call are consecutive, and those of its keys.
+    `by_segment`: each call has the rows of one segment and the keys of one segment, as dropout needs.
     """
     if by_segment:
         pairs = ((queries, segment) for queries in rows for segment in keys)
@@ -68,7 +69,7 @@ def band_calls(
 
 
 def key_range(rows: tuple[Segment, ...], keys: tuple[Segment, ...], band: Band) -> Range | None:
-    """The keys from the first to the last key of `band_calls`, in less time."""
+    """The range from the first to the last key that `band_calls` uses; None: no key. It is faster than `band_calls`."""
     begins = [x.begin for x in keys if any(_sees(queries, x, band) for queries in rows)]
     if not begins:
         return None
@@ -85,7 +86,7 @@ def _sees(queries: Segment, keys: Segment, band: Band) -> bool:
 
 
 def _num_keys(queries: Segment, keys: Segment, band: Band) -> int:
-    """The keys of a segment without those at its end that no query sees."""
+    """The number of keys of a segment, without those at its end that no query sees."""
     if band.right is None:
         return keys.length
     # The last query that sees a key of the segment.

@@ -20,7 +20,7 @@ class Choice:
 
     Attributes:
         method: "ring", "allgather", "ulysses" or "usp".
-        reason: Why "auto" chooses it, or why it is the only one.
+        reason: Why "auto" chooses it; "requested" if the caller named the method.
         sent_bytes: For each possible method, the bytes that a rank sends in a forward and a backward pass; for the
             ring, the mean over ranks.
 
@@ -76,7 +76,7 @@ def choose(method: str, axes: Axes, shapes: Shapes, sharding: Sharding, band: Ba
         return Choice("usp", "the mesh has two dimensions", {})
     if method == "usp":
         raise UnsupportedError(
-            "method='usp' needs a 2-D DeviceMesh: (ring, ulysses), with the faster links in the second"
+            "method='usp' needs a 2-D DeviceMesh (ring, ulysses) as group, its second dimension on the faster links"
         )
     if method == "ulysses":
         check_divides(shapes.heads, shapes.heads_kv, n)
@@ -87,16 +87,16 @@ def choose(method: str, axes: Axes, shapes: Shapes, sharding: Sharding, band: Ba
 
 
 def choice_by_bytes(sent: dict[str, int]) -> Choice:
-    """The method of "auto": the fewest bytes; a ring counts only if it sends less than half of all-gather's bytes.
+    """The method of "auto": the one that sends the fewest bytes.
 
-    A ring merges partial results, which all-gather does not.
+    If `sent` has all-gather, a ring must send less than half of its bytes, because a ring also merges partial results.
     """
     few = "allgather" in sent and sent["ring"] > 0 and 2 * sent["ring"] >= sent["allgather"]
     best = min((name for name in sent if name != "ring" or not few), key=lambda name: sent[name])
     sizes = ", ".join(f"{name} {size:,}" for name, size in sent.items())
     reason = f"the fewest bytes sent by a rank in a forward and a backward pass ({sizes})"
     if few and best == "allgather":
-        reason += "; a ring saves less than half of them, and merges partial results"
+        reason += "; a ring sends at least half as many, and also merges partial results"
     return Choice(best, reason, sent)
 
 

@@ -86,11 +86,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Pending:
-    """Tensors on their way. `wait` returns the buffers; None if nothing is received."""
+    """Messages in flight. `wait` returns the buffers when they are filled; None if nothing is received."""
 
     requests: Sequence[Any]
     buffers: tuple[Tensor, ...] | None
-    # Sent tensors must live until they have left.
+    # Keeps the sent tensors alive until the messages are complete.
     sent: tuple[Tensor, ...]
     description: str
 
@@ -106,7 +106,11 @@ _connected: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def connect(axis: Axis, device: torch.device) -> None:
-    """Make the connections of a group on CUDA, once: NCCL needs all ranks for its first message, a ring only some."""
+    """Connect the ranks of a group on CUDA, once.
+
+    NCCL sets up a group in its first operation, in which all ranks must take part. Not all ranks take part in each
+    exchange of a ring.
+    """
     if axis.group is not None and device.type == "cuda" and axis.group not in _connected:
         dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
         _connected.add(axis.group)
@@ -117,7 +121,7 @@ def exchange(
 ) -> Pending:
     """Start to send tensors to ranks of the axis and to receive tensors from others, in one batch.
 
-    `buffers`: the tensors that `Pending.wait` returns, of which `receives` has slices.
+    `buffers`: the tensors that `Pending.wait` returns; the tensors of `receives` are slices of them.
     """
     messages = [dist.P2POp(dist.isend, x.tensor, group=axis.group, group_peer=x.peer) for x in sends]
     messages += [dist.P2POp(dist.irecv, x.tensor, group=axis.group, group_peer=x.peer) for x in receives]
@@ -151,12 +155,12 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather_shards(x: Tensor, axes: Axes) -> Tensor:
-    """The tensors of all ranks, stacked in the order of shards: gather each row of ranks, then the rows."""
+    """The tensors of all ranks, stacked in the order of shards: gather within each row of the mesh, then over rows."""
     return all_gather(all_gather(x, axes.inner), axes.outer).flatten(0, 1)
 
 
 def broadcast(x: Tensor, axes: Axes) -> Tensor:
-    """The tensor of the first rank, in place: along the first row of ranks, then along the columns."""
+    """Copy the tensor of the first rank to all ranks, in place: over the outer axis, then over the inner axis."""
     for axis in (axes.outer, axes.inner):
         if axis.group is not None:
             send = partial(dist.broadcast, x, group=axis.group, group_src=0)
@@ -177,7 +181,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype) -> Tensor:
-    """The sum over ranks of x[i] on rank i, summed in `dtype` in the order of ranks, so that its bits are fixed."""
+    """The sum of x[i] over ranks, on rank i, in `dtype` and in the order of ranks, so that it is reproducible."""
     return all_to_all(x, axis).sum(dim=0, dtype=dtype)
 
 
@@ -186,6 +190,6 @@ def _checked(communicate: Callable[[], Any], description: str) -> Any:
         return communicate()
     except RuntimeError as error:
         raise RuntimeError(
-            f"cute_flash.distributed, {description}: {error}. Another rank failed, left, or passed other shapes or "
-            "arguments; its log has the cause"
+            f"cute_flash.distributed, {description}: {error}. Another rank failed, exited, or passed different shapes "
+            "or arguments: look for the first error in the logs of the other ranks"
         ) from error

@@ -1,7 +1,7 @@
-"""`attn` of DTensors: takes the shards of the rank, calls `attn` on them, and wraps its results.
+"""`attn` of DTensors: calls `attn` on the local shards, and makes DTensors of the results.
 
-A DTensor is sharded along its sequence by one mesh dimension, or by two for "usp". Batch and heads may be sharded along
-other mesh dimensions: each of their shards is a call of its own.
+One mesh dimension shards the sequence, or two for "usp". Other mesh dimensions may shard batch and heads; ranks with
+different batches or heads do not communicate.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def attn(
     if len(qkv) < 3:
         raise ValueError("some of q, k and v are DTensors: all three must be, or none")
     if group is not None:
-        raise ValueError("group with DTensors: the mesh of the DTensors determines the ranks; leave it out")
+        raise ValueError("group with DTensors: the ranks are those of the DTensors' mesh; leave it out")
     sequence_dims = _check(qkv, layout)
     first, mesh = qkv[0], qkv[0].device_mesh
     others = [i for i, placement in enumerate(first.placements) if i not in sequence_dims and placement.is_shard()]
@@ -105,7 +105,7 @@ def _check(qkv: list[DTensor], layout: str) -> tuple[int, ...]:
     if not found:
         raise UnsupportedError(
             f"DTensors with placements {first.placements}: no mesh dimension shards the sequence, dimension "
-            f"{sequence}; cute_flash.attn works on the local tensors"
+            f"{sequence}; call cute_flash.attn on the local tensors, x.to_local()"
         )
     for dim in {placement.dim for placement in first.placements if isinstance(placement, Shard)}:
         for x in qkv:
@@ -113,7 +113,7 @@ def _check(qkv: list[DTensor], layout: str) -> tuple[int, ...]:
             if x.shape[dim] % num:
                 raise UnsupportedError(
                     f"a DTensor of shape {tuple(x.shape)} whose dimension {dim} has {num} shards: they must have equal "
-                    "lengths; pad the tensor, and for a sequence pass seqlen="
+                    "lengths; pad the tensor, and if the dimension is the sequence, pass its length as seqlen="
                 )
     return found
 
@@ -132,12 +132,12 @@ def _group(x: DTensor, dims: tuple[int, ...]) -> Group:
     if len(dims) == 1:
         return mesh.get_group(dims[0])
     if mesh.mesh_dim_names is None:
-        raise UnsupportedError("two of the mesh dimensions shard the sequence: give the mesh mesh_dim_names")
+        raise UnsupportedError("two mesh dimensions shard the sequence: pass mesh_dim_names to init_device_mesh")
     return mesh[tuple(mesh.mesh_dim_names[i] for i in dims)]
 
 
 def _local(x: Tensor | None, q: DTensor) -> Tensor | None:
-    """The local slopes or sinks. The gradient of a DTensor is summed over the ranks that have other shards of q."""
+    """The local slopes or sinks. DTensor sums their gradient over the ranks that have different shards of q."""
     from torch.distributed.tensor import DTensor, Partial
 
     if not isinstance(x, DTensor):

@@ -1,17 +1,18 @@
 """Ring attention: each rank attends to the K/V shards of the ranks before it, while the next shards arrive.
 
-At step s, rank r attends to the shard r - s (mod n). Step 0 is its own shard. Further steps form groups of
-`GROUP_STEPS`, whose shards arrive side by side in one buffer, so that one call can attend to all of them. For each
-group, in both passes:
+At step s, rank r attends to the shard r - s (mod n), which rank r - s owns. Step 0 is its own shard. The other steps
+form groups of `GROUP_STEPS`. The shards of a group arrive side by side in one buffer, so that one call can attend to
+all of them. For each group, in both passes, a rank does the following:
 
-    1. start to receive the shards of the next group from their ranks, and to send the own shard to other ranks
-    2. run the calls between the rank's queries and the group
-    3. backward only: send the shares of dk and dv to the ranks of the shards, and receive shares for the own shard
+    1. start to receive the shards of the next group from their owners, and to send its own shard to other ranks
+    2. run the calls between its queries and the group
+    3. backward only: send the shares of dk and dv (see `accumulate`) to the owners of the shards, and receive the
+       shares of its own shard
     4. wait for the shards of the next group
 
-Only keys that a rank sees are sent to it. Shares of dk and dv are sent in the dtype of the kernels if one call computed
-them; their rank adds them in fp32, in the order of steps. All ranks derive the same schedule from the mask and the
-sharding, so the two ends of a message always agree.
+A rank receives only keys that its queries see. Shares of dk and dv are sent in the dtype of the kernels if one call
+computed them. The owner adds them in fp32, in the order of steps. All ranks derive the same schedule from the mask and
+the sharding, so the two ends of a message always agree.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from cute_flash.distributed.comm import NOTHING, Axis, Message, Pair, Pending, c
 from cute_flash.distributed.sharding import Sharding
 from cute_flash.spec.band import Band
 
-# More steps need fewer merges of partial results, and more memory for shards.
+# Steps of a group. A larger number means fewer merges of partial results, and more memory for shards.
 GROUP_STEPS = 2
 
 
@@ -52,7 +53,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Group:
-    """The shards of some steps of a rank: their parts, side by side, and the calls over them."""
+    """A group of steps of a rank: the parts of the shards that it sees, side by side, and the calls over them."""
 
     parts: tuple[Part, ...]
     calls: tuple[BandCall, ...]
@@ -74,6 +75,7 @@ class Schedule:
         return band_calls(self.sharding.segments(rank), self.sharding.segments(shard), self.band, self.by_segment)
 
     def holder(self, shard: int, step: int) -> int:
+        """The rank that attends to a shard at a step."""
         return (shard + step) % self.sharding.num_shards
 
     def shard(self, rank: int, step: int) -> int:
@@ -91,7 +93,7 @@ class Schedule:
         return range(1), *(range(i, min(i + GROUP_STEPS, num)) for i in range(1, num, GROUP_STEPS))
 
     def group(self, rank: int, steps: range) -> Group:
-        """The group of some steps after the first."""
+        """The group of steps, one of `groups[1:]`."""
         return _group(self, rank, steps)
 
     @property
@@ -139,7 +141,7 @@ def _sizes(schedule: Schedule) -> tuple[int, int]:
     return last + 1, total
 
 
-# ---- tensors with the keys first: slices of keys are contiguous, to be sent
+# ---- tensors whose first dimension is the keys, so that a slice of keys is contiguous and can be sent
 
 
 def keys_first(x: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ class Ring:
     def _groups(
         self, k: Tensor, v: Tensor, scores: Scores
     ) -> Iterator[tuple[range, Pair, tuple[BandCall, ...], Tensor | None]]:
-        """The steps, keys and values, calls and key positions of each group. The next group is on its way."""
+        """Steps, (k, v), calls and key positions of each group. The next group is received while the caller works."""
         rank, schedule = self.axis.index, self.schedule
         groups = schedule.groups
         own = (keys_first(k), keys_first(v)) if len(groups) > 1 else (k, v)
@@ -210,11 +212,11 @@ class Ring:
                 all_positions = torch.cat(slices) if slices else None
                 yield steps, (heads_first(kv[0]), heads_first(kv[1])), group.calls, all_positions
             else:
-                # This rank sees no key of the group, but may receive shares for its own keys.
+                # This rank sees no key of the group, but may receive shares of dk and dv of its own keys.
                 yield steps, (k[:, :, :0], v[:, :, :0]), (), None
 
     def _fetch(self, steps: range, own: Pair) -> Pending:
-        """Start to receive the shards of a group, and to send the own shard to the ranks that see it."""
+        """Start to receive the shards of a group, and to send this rank's shard to the ranks that see it."""
         rank, schedule = self.axis.index, self.schedule
         group = schedule.group(rank, steps)
         buffers = tuple(x.new_empty((group.length, *x.shape[1:])) for x in own)
@@ -229,11 +231,11 @@ class Ring:
         return exchange(self.axis, sends, receives, buffers, f"step {steps[0]} of the ring, K/V")
 
     def _share_dtype(self, peer: int, shard: int, k: Tensor, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the shares that a rank computes for a shard: that of the kernels if one call computes them."""
+        """The dtype in which rank `peer` sends its shares of a shard: that of the kernels if one call computes them."""
         return k.dtype if len(self.schedule.calls(peer, shard)) == 1 else dtype
 
     def _exchange_shares(self, steps: range, kv: Pair, shares: list[KeyShare], gradients: Gradients) -> Pending:
-        """Start to send shares of dk and dv to the ranks of a group's shards, and to receive those of the own shard."""
+        """Start to send shares of dk and dv to the owners of a group's shards, and to receive those of this shard."""
         rank, schedule = self.axis.index, self.schedule
         sends, receives = [], []
         for part in schedule.group(rank, steps).parts:
@@ -250,7 +252,7 @@ class Ring:
         return exchange(self.axis, sends, receives, buffers, f"step {steps[0]} of the ring, dK/dV")
 
     def _receivers(self, steps: range) -> Iterator[tuple[int, Range]]:
-        """The ranks that attend to the own shard in these steps, and the keys that they see."""
+        """The ranks that attend to this rank's shard in these steps, and the keys that they see."""
         rank, schedule = self.axis.index, self.schedule
         for step in steps:
             peer = schedule.holder(rank, step)
@@ -261,6 +263,7 @@ class Ring:
     def _add_received(
         self, gradients: Gradients, kv: Pair, own: Pair | None, steps: range, pending: Pending
     ) -> Pair | None:
+        """Wait for the shares of this rank's shard from other ranks, and add them to its dk and dv, `own`."""
         received = pending.wait()
         for i, (_peer, keys) in enumerate(self._receivers(steps)):
             assert received is not None

@@ -1,4 +1,4 @@
-"""Which positions of a sequence each rank holds, and the functions that distribute and collect tensors accordingly.
+"""The positions of a sequence that each rank holds, and functions that shard and unshard tensors.
 
 For n ranks, "contiguous" splits the sequence into n chunks, and rank i holds chunk i. "zigzag" splits it into 2n
 chunks, and rank i holds the chunks i and 2n - 1 - i, so that all ranks have equal work under a causal mask. Chunks have
@@ -21,7 +21,7 @@ SHARDINGS = ("zigzag", "contiguous")
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive positions: `length` tokens from position `start` of the sequence, at row `begin` of a shard."""
+    """Consecutive tokens: positions `start` to `stop` - 1 of the sequence, rows `begin` to `end` - 1 of a shard."""
 
     begin: int
     start: int
@@ -63,7 +63,7 @@ class Sharding:
         per_shard = _chunks_per_shard(kind)
         if shard_length % per_shard:
             raise ValueError(
-                f"a zigzag shard of {shard_length} tokens: it holds two chunks of equal length, so its length is even; "
+                f"a zigzag shard of {shard_length} tokens: it has two equal chunks, so its length must be even; "
                 "use cute_flash.distributed.shard, which pads the sequence, and pass seqlen="
             )
         total = num_shards * shard_length
@@ -71,7 +71,8 @@ class Sharding:
             seqlen = total
         if not 0 <= seqlen <= total:
             raise ValueError(
-                f"seqlen={seqlen} with shards of {shard_length} tokens on {num_shards} ranks: at most {total}"
+                f"seqlen={seqlen} with shards of {shard_length} tokens on {num_shards} ranks: give the length without "
+                f"padding, at most {total}"
             )
         return Sharding(kind, num_shards, seqlen, shard_length // per_shard)
 
@@ -84,7 +85,7 @@ class Sharding:
         return (shard,) if self.kind == "contiguous" else (shard, 2 * self.num_shards - 1 - shard)
 
     def segments(self, shard: int) -> tuple[Segment, ...]:
-        """The positions of a shard without padding, in ascending order. Adjacent chunks are one segment."""
+        """The segments of a shard without padding, in the order of positions. Adjacent chunks form one segment."""
         return _segments(self, shard)
 
     def positions(self, shard: int, device: torch.device | str | None = None) -> Tensor:
@@ -200,7 +201,9 @@ def unshard(x: Tensor, *, group: Group, dim: int = 1, sharding: str = "zigzag", 
         >>> dist.destroy_process_group()
     """
     if x.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedError("unshard of a tensor that requires grad: compute the loss of each shard, or detach it")
+        raise UnsupportedError(
+            "unshard of a tensor that requires grad: compute the loss of each shard instead, or pass x.detach()"
+        )
     axes = Axes.of(group)
     dim %= x.dim()
     placement = Sharding.of_shard(sharding, axes.size, x.shape[dim], seqlen)

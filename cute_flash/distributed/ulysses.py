@@ -1,4 +1,4 @@
-"""Ulysses: all-to-all messages that turn one shard of the sequence with all heads into all shards with some heads.
+"""Ulysses: all-to-all messages give each rank some heads of all tokens, instead of all heads of its own tokens.
 
 Rank i of n gets the query heads i H / n to (i + 1) H / n - 1 of the tokens of all n ranks, and the K/V heads that they
 use. If there are fewer K/V heads than ranks, each one goes to n / Hkv ranks.

@@ -1,8 +1,9 @@
 """Varlen batches: the tokens of all sequences are sharded in contiguous chunks, and sequences may cross ranks.
 
-A rank with the tokens a to b - 1 attends to gathered keys. Its part of a sequence and the keys of this sequence before
-b end at the same token, so a mask that is aligned at the bottom right and hides later keys is exact for every sequence:
-cu_seqlens_q = clamp(cu_seqlens, a, b) - a and cu_seqlens_k = min(cu_seqlens, b). No offset is read by the host.
+A rank with the tokens a to b - 1 gathers all keys. The kernels align a mask at the last query and the last key of each
+sequence. A sequence may continue after token b - 1, so under a causal mask the rank leaves out all keys from b on. Then
+its last query and its last key of the sequence are the same token, and the mask is exact:
+cu_seqlens_q = clamp(cu_seqlens, a, b) - a and cu_seqlens_k = min(cu_seqlens, b). The host does not read the offsets.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ class VarlenAllGather:
     band: Band
 
     def check(self, alibi: Tensor | None) -> None:
-        """Raise `UnsupportedError` for a mask that depends on the alignment and lets queries see later keys."""
+        """Raise `UnsupportedError` for windows and ALiBi without `causal`: they need the alignment and later keys."""
         is_causal = self.band.right == 0
         if not is_causal and (self.band != Band() or alibi is not None):
             what = "alibi" if self.band == Band() else f"window={self.band.bounds}"
             raise UnsupportedError(
-                f"{what} without causal in a varlen batch of context parallelism: a sequence that goes on on the next "
-                "rank has no common end of its queries and keys, at which the kernels align positions; use causal=True"
+                f"{what} without causal in a varlen batch of context parallelism: the kernels align the last query and "
+                "the last key of a sequence, but if the sequence continues on the next rank, its last query is not on "
+                "this rank; pass causal=True, or neither a window nor alibi"
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

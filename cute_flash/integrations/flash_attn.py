@@ -186,7 +186,9 @@ def flash_attn_with_kvcache(
         if x is not None and (x.dim() != q.dim() or x.shape[-1] != cache.shape[-1]):
             raise ValueError(f"{name} has shape {tuple(x.shape)}: expected that of q with head dim {cache.shape[-1]}")
     if cu_seqlens_k_new is not None and cu_seqlens_k_new is not cu_seqlens_q:
-        raise UnsupportedError("cu_seqlens_k_new: append the tokens of q, and pass the tensor cu_seqlens_q itself")
+        raise UnsupportedError(
+            "cu_seqlens_k_new must be the tensor cu_seqlens_q itself: a call appends one key for each token of q"
+        )
     if cache_seqlens is None:
         if k is not None:
             raise ValueError("k without cache_seqlens: give the rows that each sequence has before the append")

@@ -13,7 +13,7 @@ from typing import Any
 from cute_flash.integrations import bert_padding, flash_attn
 
 PACKAGE = "flash_attn"
-# The version of flash-attn whose signatures the adapters have.
+# The adapters have the signatures of this version of flash-attn.
 VERSION = "2.8.4"
 FUNCTIONS = (
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",

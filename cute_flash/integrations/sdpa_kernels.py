@@ -8,8 +8,8 @@ The contract of the operators:
     rng_state   (2), the seed of dropout, which the backward gets: int64 with dropout, else uint64 and not initialised
     unused      (), uint64, not initialised
 
-torch's own kernels return uint64 with dropout too, and check the dtype. So the backward raises an error if the forward
-ran with the other implementation, whose dropout mask differs.
+torch's own kernels return uint64 with dropout too. Both implementations check this dtype in the backward, so it raises
+an error if the other implementation ran the forward: the dropout masks of the two differ.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def flash_forward(
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         for name, x in (("seqused_k", seqused_k), ("block_table", block_table)):
             if x is not None:
-                raise UnsupportedError(f"{name} with tensors that require grad: torch's backward does not get it")
+                raise UnsupportedError(
+                    f"{name} with tensors that require grad: torch's backward does not get it; use torch.no_grad()"
+                )
     args = _args(query, value, dropout_p, is_causal, scale, window_size_left, window_size_right)
     if block_table is not None:
         lengths = cum_seq_k.diff() if seqused_k is None and cum_seq_k is not None else seqused_k

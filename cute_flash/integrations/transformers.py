@@ -192,7 +192,7 @@ def attention(
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         if is_complete or bias is not None or (attention_mask is not None and attention_mask.dtype == torch.bool):
             raise UnsupportedError(
-                "cu_seq_lens_q with an attention_mask or a position_bias: leave the mask or the offsets out"
+                "cu_seq_lens_q with an attention_mask or a position_bias: leave out cu_seq_lens_q, or mask and bias"
             )
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         out = attn_varlen(
@@ -224,6 +224,11 @@ def _check_keywords(keywords: dict[str, Any]) -> None:
         raise UnsupportedError("output_attentions=True: no kernel returns weights; use attn_implementation='eager'")
     for name, x in keywords.items():
         if name in ("cache", "k_cache", "v_cache", "block_table") and x is not None:
-            raise UnsupportedError(f"{name}, of continuous batching: use another attn_implementation for it")
+            raise UnsupportedError(
+                f"{name}, of continuous batching: call cute_flash.install_as_flash_attn(metadata=True) before "
+                "transformers is imported, and use attn_implementation='flash_attention_2'"
+            )
         if isinstance(x, Tensor) and name not in NOT_NEEDED:
-            raise UnsupportedError(f"{name} is a tensor that this attention cannot honour: use another implementation")
+            raise UnsupportedError(
+                f"{name} is a tensor that cute_flash does not support: use another attn_implementation"
+            )

@@ -122,9 +122,13 @@ class MetadataBuilder(base.AttentionMetadataBuilder[Metadata]):
     def build_for_cudagraph_capture(self, common_attn_metadata: base.CommonAttentionMetadata) -> Metadata:
         common = common_attn_metadata
         if common.causal is not True:
-            raise UnsupportedError(f"causal={common.causal} of vLLM's batch: {NAME} computes causal attention only")
+            raise UnsupportedError(
+                f"causal={common.causal} of vLLM's batch: {NAME} computes causal attention only; use another backend"
+            )
         if common.mm_req_doc_ranges is not None or common.rswa_prefix_lens is not None:
-            raise UnsupportedError(f"mm_req_doc_ranges and rswa_prefix_lens: {NAME} has no prefix masks")
+            raise UnsupportedError(
+                f"mm_req_doc_ranges and rswa_prefix_lens: {NAME} has no prefix masks; use another backend"
+            )
         return Metadata(
             num_tokens=common.num_actual_tokens,
             query_start_loc=common.query_start_loc,
@@ -142,7 +146,7 @@ class MetadataBuilder(base.AttentionMetadataBuilder[Metadata]):
 
 
 def _num_cached(common: base.CommonAttentionMetadata) -> tuple[int, int]:
-    """The number of requests before the trailing ones that have no key in the cache, and the number of their tokens."""
+    """The number of requests for `attn_decode`, and of their tokens. Later requests have no key in the cache."""
     num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
     if common.seq_lens_cpu_upper_bound is None:
         return num_reqs, num_tokens
@@ -176,7 +180,9 @@ class Impl(base.AttentionImpl[Metadata]):
         sinks: Tensor | None = None,
     ) -> None:
         if attn_type != base.AttentionType.DECODER:
-            raise UnsupportedError(f"attn_type={attn_type!r}: {NAME} computes decoder attention only")
+            raise UnsupportedError(
+                f"attn_type={attn_type!r}: {NAME} computes decoder attention only; use another backend"
+            )
         if sinks is not None and sinks.shape != (num_heads,):
             raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected ({num_heads},)")
         self.num_heads = num_heads

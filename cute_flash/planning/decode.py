@@ -34,7 +34,7 @@ MAX_SPLITS = 1024
 COUNTERS_STEP = 4096
 # Keys of a unit: a CTA computes whole units (`device/kv_splits.py`).
 UNIT_KEYS = 32
-# The limit of counts that the kernel keeps in 32 bits. It may round them up, so half of the range remains.
+# The limit of counts that the kernel keeps in 32 bits: half of the range, because the kernel may round them up.
 MAX_COUNT = 1 << 30
 
 
@@ -49,7 +49,7 @@ class DecodeStatic:
     has_left: bool = False
     has_right: bool = False
     features: tuple[str, ...] = ()  # of softcap, alibi, sinks
-    page_lookup: str = ""  # "": no pages; "chunk": a lookup for 16 keys; "row": a lookup for every key
+    page_lookup: str = ""  # "": no pages; "chunk": one page-table lookup for 16 keys; "row": one for every key
     has_seqlens: bool = True  # False: every sequence fills its cache
     ragged: bool = False  # q is (1, T, H, D), with cu_seqlens_q
     varlen_keys: bool = False  # all sequences share one cache (1, T, Hkv, D), with cu_seqlens_k
@@ -184,8 +184,8 @@ class DecodePlan:
     key: CompileKey
     tile: DecodeTile
     num_ctas: int
-    # K/V heads of a sequence that CTAs compute at the same time: all, because rows of the heads are neighbours in
-    # memory, and then HBM is faster; or 1, which leaves no CTA idle.
+    # The number of K/V heads of a sequence that CTAs compute at the same time. It is all heads if this leaves few CTAs
+    # idle: the heads of a key are adjacent in memory, so HBM is faster. Otherwise it is 1, which leaves no CTA idle.
     heads_at_once: int
     num_query_tiles: int  # an upper bound of the number of (sequence, K/V head, row tile)
     num_splits: int | None
@@ -210,7 +210,7 @@ def decode_tile(static: DecodeStatic, rows: int, num_heads: int, arch: ArchSpec)
     """
     widest = max(static.head_dim, static.width_v)
     head_dim = ceil_div(widest, 64) * 64
-    # 32 rows share the loads of K and V; at larger head dims their accumulators would spill.
+    # With 32 rows, more queries share the loads of K and V. Above head dim 128 their accumulators would spill.
     tile_m = 32 if rows > 16 and head_dim <= 128 else 16
     # 32 keys for each warp if three stages fit. Else 16 keys: two CTAs on an SM with at least three stages, or one CTA
     # with as many stages as fit.
@@ -230,7 +230,8 @@ def decode_tile(static: DecodeStatic, rows: int, num_heads: int, arch: ArchSpec)
         if wide.ctas_per_sm(arch) == 1 and num_heads * ceil_div(rows, tile_m) >= arch.num_sms // 2:
             tile = replace(wide, tile_n=16, stages=4)
     own = replace(tile, own_exchange=True)
-    # The output of a split stays in registers while the next one begins, which leaves no registers for an append.
+    # With `own_exchange`, the output of a split stays in registers while the next split begins. This leaves no
+    # registers for an append.
     has_registers = tile_m == 16 and not static.appends
     if has_registers and own.smem_bytes <= arch.smem_per_cta and own.ctas_per_sm(arch) == tile.ctas_per_sm(arch):
         tile = own
@@ -268,8 +269,8 @@ def plan_decode(
         heads_at_once, num_ctas = heads_kv, num_ctas // heads_kv * heads_kv
     if num_splits is not None:
         if num_splits > MAX_SPLITS:
-            raise UnsupportedError(f"num_splits={num_splits} on cuda: at most {MAX_SPLITS}")
-        # One unit for each CTA.
+            raise UnsupportedError(f"num_splits={num_splits} on cuda: use at most {MAX_SPLITS}, or None")
+        # Each CTA computes one unit.
         num_ctas = num_query_tiles * num_splits
     key = CompileKey.of("decode", static, tile, arch.name)
     plan = DecodePlan(
@@ -285,16 +286,16 @@ def plan_decode(
     elements = plan.num_slots * tile.tile_m * tile.head_dim
     products = ceil_div(capacity, UNIT_KEYS) * (num_splits or 1)
     if max(capacity, units, elements, products) >= MAX_COUNT:
-        fewer = ", or ask for fewer splits" if num_splits else ""
+        fewer = ", or use a smaller num_splits" if num_splits else ""
         raise UnsupportedError(
-            f"attn_decode with {num_query_tiles} tiles of queries and caches of {capacity} keys on cuda: split the "
-            f"call{fewer}"
+            f"attn_decode with {num_query_tiles} query tiles and caches of {capacity} keys on cuda: too many for the "
+            f"32-bit counts of the kernel; make several calls, each with fewer sequences{fewer}"
         )
     return plan
 
 
 def splits_keys(problem: Problem, arch: ArchSpec) -> bool:
-    """Whether `attn` and `attn_varlen` use the decode kernel: few queries and many keys, which leave most SMs idle.
+    """Whether `attn` and `attn_varlen` use the decode kernel, because the forward kernel would leave SMs idle.
 
     The host does not know the lengths of a varlen batch, so the average lengths decide. The total number of queries is
     limited, which bounds the longest sequence.

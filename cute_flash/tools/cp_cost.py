@@ -1,9 +1,10 @@
 """A cost model of context parallelism: bytes, computation and communication of each method. A model, not a measurement.
 
-Computation takes the FLOPs of a rank at the rate that one H200 was measured at; other GPUs are scaled by their peaks.
-Partial results add passes over memory. Communication takes the bytes of a rank at a share of the datasheet rate of its
-link, and a time for each message. A ring communicates during the computation, so only what is longer counts; the other
-methods communicate before and after it.
+The time of the computation is the FLOPs of a rank divided by the measured rate of one H200; other GPUs are scaled by
+their peaks. Merges, sums and copies add passes over memory. The time of the communication is the bytes of a rank
+divided by a fraction of the datasheet rate of the link, and a constant for each message. A ring communicates during the
+computation, so only the part of the communication that takes longer than the computation counts. The other methods
+communicate before and after the computation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from cute_flash.tools.roofline import visible_pairs
 
 # Measured TFLOP/s of bf16 by head dim, forward and backward: H200, S = 16384, full mask (profiling/results/h200).
 RATES = {64: (590.0, 579.0), 128: (750.0, 665.0), 256: (768.0, 501.0)}
-# The backward makes five products where the forward makes two.
+# The backward has five matrix products, the forward two.
 BACKWARD_FLOPS = 2.5
 # Assumed shares of the datasheet rates that messages, and passes over memory, reach.
 LINK_SHARE, HBM_SHARE = 0.8, 0.85
@@ -56,7 +57,7 @@ class Pass:
 
     Attributes:
         compute: The attention kernels.
-        passes: Passes over memory that one GPU does not make: merges, sums, statistics of each call.
+        passes: Passes over memory that the unsharded call does not need: merges, sums, copies.
         communication: All messages.
         exposed: The part of the communication that computation does not hide.
     """
@@ -124,7 +125,7 @@ class Model:
         return Shapes(p.batch, p.heads, p.heads_kv, self.sharding.shard_length, p.head_dim, p.width_v, size)
 
     def sent(self) -> dict[str, int]:
-        """The bytes by which `auto` chooses."""
+        """The bytes of each method, by which `auto` chooses."""
         return sent_bytes(self.ranks, self.shapes, Schedule(self.sharding, self.problem.band))
 
     def costs(self) -> list[Cost]:
@@ -183,7 +184,7 @@ class Model:
 
     def usp(self) -> Cost:
         if self.ranks <= NODE or self.ranks % NODE:
-            raise UnsupportedError(f"usp on {self.ranks} ranks: more than {NODE}, and a multiple of it")
+            raise UnsupportedError(f"usp on {self.ranks} ranks: use a multiple of {NODE} that is greater than {NODE}")
         check_divides(self.problem.heads, self.problem.heads_kv, NODE)
         sent = self._exchanged(NODE)
         time, copies = LINKS["nvlink"].ms(sent, 2), self.memory_ms(4 * sent)

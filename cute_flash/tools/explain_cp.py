@@ -51,8 +51,11 @@ class ContextParallelExplanation:
             *table,
             "",
             *notes,
-            "Times in ms, forward + backward. Passes: merges of partial results. Efficiency: speed-up / ranks.",
-            f"A model: {rates}, {LINK_SHARE:.0%} of the link and {HBM_SHARE:.0%} of HBM.",
+            "Times in ms, forward + backward. Total = compute + passes + not hidden.",
+            "Hops: groups of shards that a ring receives, or collectives. Sent: bytes of a rank, forward and backward.",
+            "Passes: merges, sums and copies in memory. Not hidden: communication that no computation overlaps.",
+            "Efficiency: speed-up over one GPU / ranks.",
+            f"A model: {rates}, {LINK_SHARE:.0%} of the link and {HBM_SHARE:.0%} of HBM. The times are not measured.",
         ]
 
     def as_dict(self) -> dict[str, Any]:

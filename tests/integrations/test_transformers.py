@@ -268,7 +268,7 @@ def test_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         (dict(output_attentions=True), "output_attentions=True: .*'eager'"),
         (dict(block_table=offsets), "block_table, of continuous batching"),
-        (dict(relative_bias=x), "relative_bias is a tensor that this attention cannot honour"),
+        (dict(relative_bias=x), "relative_bias is a tensor that cute_flash does not support"),
         (dict(sliding_window=3, is_causal=False), "sliding_window=3 without is_causal"),
         (dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, position_bias=x), "cu_seq_lens_q with an attention_mask"),
     ]

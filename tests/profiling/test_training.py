@@ -55,8 +55,8 @@ def test_tokens_per_second_of_all_sides():
     assert not training.failures(record) and not training.has_failed(record)
     assert training.table(record).rows[0] == (OURS, "32,000", "2.0", "32,000", "2.0")
     assert training.summary(record) == (
-        "Through cute_flash: at S = 16, 2.000 to 2.000 × the tokens per second of SDPA; "
-        "at S = 32, 2.000 to 2.000 × the tokens per second of SDPA, the fastest other way."
+        "Tokens per second of cute_flash over those of the fastest other library: "
+        "2.000 to 2.000 × at S = 16 (the other is SDPA); 2.000 to 2.000 × at S = 32 (the other is SDPA)."
     )
 
 
@@ -67,7 +67,7 @@ def test_a_side_with_other_results_is_not_timed(spoil):
     record = training.run_training(training.SMALL, tools(timer, sides))
     assert all(set(cell["sides"]) == {OURS} for cell in record["cells"])
     assert "not timed" in training.failures(record)[0] and not training.has_failed(record)
-    assert training.summary(record) == "No other way was measured."
+    assert training.summary(record) == "No other library was measured."
 
 
 def test_a_side_of_ours_that_fails():

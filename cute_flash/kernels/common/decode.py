@@ -9,12 +9,12 @@ computes its splits one after the other:
 
     begin      write the new keys (rotated) and values of the split to the cache, start to load Q and the first blocks
     stage      rotate Q, and write it as the operand of the MMA
-    loop       each warp, over its own 16 keys of every block, with its own pipeline and softmax statistics:
+    loop       each warp, over its own `tile_n` keys of every block, with its own pipeline and softmax statistics:
                    S = Q K^T;  m' = max(m, rowmax S);  P = exp(scale (S - m'))
                    l = l exp(scale (m - m')) + rowsum P;  O = O exp(scale (m - m')) + P V
     combine    combine the outputs of the warps through shared memory
-    finish     write out and LSE if the split has all keys; else write m, l and O to the workspace, and the
-               last CTAs to arrive merge the splits of the query tile
+    finish     write out and LSE if the split has all keys of its query tile; else write m, l and O to the workspace,
+               and the last CTAs to arrive merge the splits of the query tile
 
 The loop needs no CTA barrier, because a warp reads only keys that it has copied itself.
 """
@@ -90,7 +90,7 @@ class SharedStorage:
     sKV: cute.Tensor  # (tile_n, tile_d, stage): K and V alternate; all stages of warp 0, then of warp 1, ...
     exchange: cute.Tensor  # (tile_d, 8 rows, warp) fp32
     stats: cute.Tensor  # (2, 8 rows, warp) fp32: m and l
-    flag: cute.Tensor  # this CTA's share of a merge
+    flag: cute.Tensor  # the index of this CTA's share of a merge (`Decode.arrive`); -1: none
     cold: cute.Tensor  # the fields `COLD` and `CTAS` of the split, which would occupy registers during the main loop
 
     @staticmethod
@@ -265,8 +265,8 @@ class Decode(Kernel):
         division = p.splits.divide(cta)
         unit = division.interval * division.per_cta
         end_unit = unit + division.per_cta
-        # If the exchange has its own memory, `finish` runs while the next split loads. `is_open`: the previous split is
-        # not finished.
+        # If the exchange has its own memory, `finish` of a split runs while the next split loads. `is_open`: `finish`
+        # of the previous split has not run yet.
         is_open, is_first = cutlass.Boolean(False), cutlass.Boolean(True)
         while is_first or is_open:
             exists, split = self.begin(p, storage, unit, end_unit, division)
@@ -717,7 +717,7 @@ class Decode(Kernel):
 
     @cute.jit
     def combine(self, p: Params, storage: SharedStorage, split: Split, thread: Int32, part: tuple, target: tuple):
-        """Combine the warps; write the result to the output if the split has all keys, else to the workspace.
+        """Combine the warps. Write the output if the split has all keys of its query tile, else write to the workspace.
 
         Args:
             part: the first of the exchanged rows, and their number.
@@ -764,8 +764,8 @@ class Decode(Kernel):
     def slot(self, p: Params, cta: Int32, is_first: cutlass.Boolean) -> Int32:
         """The workspace slot of a CTA's split.
 
-        A CTA can have two splits of query tiles that it shares with others: the end of one and the beginning of
-        another. With a fixed number of splits it has one split.
+        A CTA shares at most two query tiles with other CTAs: it has the end of one and the beginning of another. So it
+        needs two slots. With a fixed number of splits it has one split.
         """
         own = 2 * cta + cutlass.select_(is_first, Int32(1), Int32(0))
         return cutlass.select_(p.splits.num_splits > 0, cta, own)

@@ -5,7 +5,7 @@ For each K/V tile, over the query heads that share it and their m_blocks i:
     S    = Qi K^T                       queries are rows; a warpgroup has half of the keys
     P    = exp(scale S - LSE)           0 outside the band
     dP   = dOi V^T
-    dS   = P (dP - D),  D = rowsum(dO O) - dLSE
+    dS   = P (dP - D),  D = rowsum(dO O) - dLSE   (here D is not the head dim)
     dV^T += dOi^T P                     P and dS pass through shared memory, transposed;
     dK^T += Qi^T dS                     a warpgroup has half of the rows; dK is scaled at the end
     dQi  += dS K                        half of the columns; fp32 additions in global memory
@@ -15,8 +15,8 @@ block, a warpgroup issues the following products. 0 and 1 are the halves of dV, 
 
     dQ0 dK0   S' dK1 dQ1   dV0' dP' dV1'
 
-It computes the exponentials while dK1 and dQ1 run, and computes, stores and waits for dS' while dV1' runs. dQ0 and dQ1
-complete at equal intervals, so that the additions to global memory keep up.
+While dK1 and dQ1 run, it computes the exponentials. While dV1' runs, it computes and stores dS', and waits for that of
+the other warpgroup. dQ0 and dQ1 complete at equal intervals, so that the additions to global memory keep up.
 
 | warpgroup | warps | role                                                           |
 |-----------|-------|----------------------------------------------------------------|
@@ -32,12 +32,13 @@ complete at equal intervals, so that the additions to global memory keep up.
 | sdO           | tile_m x tile_d             | dV0 to dV1                                  |
 | sP            | tile_n x tile_m             | exponentials to dV1                         |
 | sdS           | tile_n x tile_m             | dS to dQ1                                   |
-| sdQ           | half of dQ or 7/8 of it     | a half at a time; see `stage_dq`            |
+| sdQ           | dQ0 or dQ1, or 7/8 of it    | a half at a time; see `stage_dq`            |
 | sLSE, sD      | stages x tile_m, fp32       | one m_block                                 |
 
-There are two tiles (`planning.tiles.bwd_sm90`). Plain calls have as many keys as registers and shared memory allow.
-Fewer keys leave registers for score features and for the lengths of varlen sequences, and shared memory for all of dQ,
-so that adder warps do all additions and a semaphore can order them.
+There are two tile sizes (`planning.tiles.bwd_sm90`). Plain calls have as many keys per tile as registers and shared
+memory allow. Calls with score features, varlen and deterministic calls have fewer keys. This leaves registers for the
+features and for the lengths of varlen sequences, and shared memory for a complete half of dQ. Then the adder warps do
+all additions, and a semaphore can order them.
 """
 
 from dataclasses import dataclass, replace
@@ -74,7 +75,7 @@ from cute_flash.spec.problem import Static
 # Named barriers; 0 is the CTA barrier.
 FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED, DQ_ADDED = 1, 3, 4, 6, 7
 HALVES = 2
-ALL_PIECES = 8  # of half of a warpgroup's dQ: four registers of each thread
+ALL_PIECES = 8  # pieces of half of a warpgroup's dQ; a piece is four registers of each thread
 # The least number of k-steps of S and dP; with fewer, ptxas would serialise the products.
 MIN_STEPS = 8
 
@@ -112,7 +113,7 @@ class BwdSm90Wide(Kernel):
     def __init__(self, static: Static, tile: BwdTileSm90Wide):
         super().__init__(static, tile)
         assert not static.has_mods
-        # Additions outside the shared memory have no fixed order.
+        # Additions from registers (`add_rest`) have no fixed order.
         assert not static.deterministic or tile.dq_pieces == ALL_PIECES
         self.config = Config(static, tile)
         self.keys = tile.tile_n // NUM_WARPGROUPS  # of a warpgroup
@@ -134,8 +135,8 @@ class BwdSm90Wide(Kernel):
         # registers, and ptxas serialises its products.
         band = self.band(args)
         band = Band(band.left, Int32(FAR) if band.right is None else band.right)
-        # With a left bound the last tiles are the longest, and come first. With a semaphore the last tiles come first,
-        # because a tile that others wait for must have started.
+        # With a left bound, the last tiles take longest and are scheduled first. With a semaphore, the last tiles are
+        # scheduled first too, because a tile must have started before others wait for it.
         descends, semaphore = static.has_left or static.deterministic, None
         if cutlass.const_expr(static.deterministic):
             lengths = args.q.shape[2], seqlen_k
@@ -248,7 +249,7 @@ class BwdSm90Wide(Kernel):
     def semaphore_rank(self, p: Params, tile: KVTile, g: Int32, i: Int32) -> tuple:
         """The coordinate of the semaphore of the i-th m_block of the g-th head, and the rank of this tile.
 
-        They are computed again for the wait and for the arrival, for lack of registers.
+        The wait and the arrival each compute them, because there are no registers to keep them.
         """
         seqlen, m_block = replace(tile.seqlen, batch=rederived(tile.batch)), tile.block_iter.block(rederived(i))
         block = seqlen.padded_q_block(m_block, self.tile.tile_m)
@@ -687,7 +688,7 @@ class BwdSm90Wide(Kernel):
         """
         storage = state.storage
         if cutlass.const_expr(self.static.varlen):
-            # Read again, which saves registers in the main loop.
+            # Compute the tile again instead of keeping it in registers during the main loop.
             tile = p.tile()
         self.stage_output(state, state.acc_dV, storage.sV, self.dv_scale(p))
         self.stage_output(state, state.acc_dK, storage.sK, p.scale)
