@@ -344,9 +344,6 @@ def run_training(args: argparse.Namespace) -> int:
     return FAILED if training.has_failed(record) else OK
 
 
-COMMANDS = {"standard": run_standard, "numerics": run_numerics, "training": run_training}
-
-
 # ---- context parallelism
 
 
@@ -378,4 +375,9 @@ def run_context_parallel(args: argparse.Namespace) -> int:
     return OK if args.dry_run or (context_parallel.meets_goal(record) and not failures) else FAILED
 
 
-COMMANDS = {"standard": run_standard, "numerics": run_numerics, "context-parallel": run_context_parallel}
+COMMANDS = {
+    "standard": run_standard,
+    "numerics": run_numerics,
+    "training": run_training,
+    "context-parallel": run_context_parallel,
+}
