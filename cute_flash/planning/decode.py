@@ -226,9 +226,6 @@ def decode_tile(static: DecodeStatic, rows: int, num_heads: int, arch: ArchSpec)
     # 32 rows with 32 keys per warp would spill.
     if wide.smem_bytes <= arch.smem_per_cta and tile_m == 16:
         tile = wide
-        # Many query tiles: copies of 16 keys are faster. With few, the loop over 32 keys has fewer instructions.
-        if wide.ctas_per_sm(arch) == 1 and num_heads * ceil_div(rows, tile_m) >= arch.num_sms // 2:
-            tile = replace(wide, tile_n=16, stages=4)
     own = replace(tile, own_exchange=True)
     # With `own_exchange`, the output of a split stays in registers while the next split begins. This leaves no
     # registers for an append.

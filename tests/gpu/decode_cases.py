@@ -74,7 +74,7 @@ def head_dim_cases(head_dim: int) -> list[Case]:
     return [(case, torch.bfloat16), *fp8]
 
 
-# Many query tiles, for which plans choose another tile.
+# Many query tiles: no split of the keys, or few splits.
 LARGE_BATCH = replace(
     BASE, seqlens=tuple((37 * b * b) % 900 for b in range(200)), tokens=(1,) * 200, new=(0,) * 200
 )  # fmt: skip
