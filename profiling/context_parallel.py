@@ -185,7 +185,8 @@ def run(settings: Settings, device: torch.device, timer: Timer, save: Save) -> d
 
 def table(record: dict[str, Any]) -> Table:
     rows = []
-    for direction, found in record["directions"].items():
+    for direction in (x for x in DIRECTIONS if x in record["directions"]):
+        found = record["directions"][direction]
         times, num = found["ms"], record["settings"]["ranks"]
         ranks = [times[f"rank {i}"] for i in range(num) if f"rank {i}" in times]
         ratio = "-" if found["ratio"] is None else f"{found['ratio']:.3f}"

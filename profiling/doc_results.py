@@ -21,8 +21,8 @@ HOST = "results/h200/2026-11-16-host.json"
 FP32 = "results/h200/2026-11-16-fp32.json"
 DECODE = "results/h200/2026-11-16-decode.json"
 START = "results/h200/2026-11-15-host.json"
-TRAINING = "results/h200/2026-11-16-training.json"
-CONTEXT_PARALLEL = "results/h200/2026-11-16-context-parallel.json"
+TRAINING = "results/h200/2026-11-17-training.json"
+CONTEXT_PARALLEL = "results/h200/2026-11-17-context-parallel.json"
 # Kernel -> the result file, the distribution of the inputs, the peer, and the peer's name in the text.
 ACCURACY = {
     "forward sm90": (FORWARD, "normal", "fa3", "FlashAttention-3"),

@@ -50,7 +50,8 @@ RUNS = {
 }
 SHORT = 1024
 PEERS = {"sdpa-flash": "FA2", "sdpa-cudnn": "cuDNN", "sdpa-efficient": "memory-efficient", "fa3": "FA3", "fa4": "FA4"}
-SUPPORT = "results/h200/2026-11-16-support.json"
+# Family -> the record of its random calls.
+SUPPORT = {"sm90": "results/h200/2026-11-17-support-sm90.json", "sm80": "results/h200/2026-11-16-support.json"}
 Case = dict[str, Any]
 
 
@@ -378,13 +379,14 @@ PLACES = [(f, d) for f in ("sm90", "sm80") for d in ("forward", "backward")]
 
 def support() -> Table:
     """The number of random calls that matched the reference, bf16 + fp16; "-": unsupported, or none was made."""
-    right = json.loads((DATA / SUPPORT).read_text(encoding="utf-8"))["right"]
+    right = {family: json.loads((DATA / path).read_text(encoding="utf-8"))["right"] for family, path in SUPPORT.items()}
 
     def cell(row: str, family: str, direction: str) -> str:
-        counts = [right[row].get(f"{family} {direction} {dtype}", 0) for dtype in ("bf16", "fp16")]
+        found = right[family].get(row, {})
+        counts = [found.get(f"{family} {direction} {dtype}", 0) for dtype in ("bf16", "fp16")]
         return " + ".join(map(str, counts)) if any(counts) else "-"
 
-    rows = [(label, *(cell(row, *place) for place in PLACES)) for row, label in ROWS.items() if row in right]
+    rows = [(label, *(cell(row, *place) for place in PLACES)) for row, label in ROWS.items()]
     return Table("", ("calls that match fp64, bf16 + fp16", *(f"{f} {d}" for f, d in PLACES)), tuple(rows))
 
 
@@ -418,7 +420,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "cells_sm80": (lambda: _markdown(cells(FORWARD_SM80, BACKWARD_SM80)), (FORWARD_SM80, BACKWARD_SM80)),
     "example": (example, (FORWARD, BACKWARD)),
     "features": (lambda: _markdown(features(DATA)), (FEATURES,)),
-    "support": (lambda: _markdown(support()), (SUPPORT,)),
+    "support": (lambda: _markdown(support()), tuple(SUPPORT.values())),
     "bwd_layouts": (lambda: _markdown(bwd_layouts()), (COUNTERS,)),
     "by_instruction": (lambda: _markdown(by_instruction()), (BY_INSTRUCTION,)),
     "hbm_bytes": (lambda: _markdown(hbm_bytes()), (COUNTERS,)),

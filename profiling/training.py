@@ -253,9 +253,11 @@ def run_training(settings: Settings, tools: Tools) -> Record:
 
 
 def table(record: Record) -> Table:
-    """Tokens per second of each side, and the time of a step."""
+    """Tokens per second of each side, and the time of a step; the fastest side at the first length comes first."""
     cells = record["cells"]
-    names = dict.fromkeys(name for cell in cells for name in cell["sides"])
+    names: dict[str, None] = {}
+    for cell in cells:
+        names |= dict.fromkeys(sorted(cell["sides"], key=lambda name: cell["sides"][name]["ms"]))
     rows = []
     for name in names:
         texts = []
