@@ -52,6 +52,11 @@ class ObjectProxy:
         value = self.__value
         if is_numpy(value, "ndarray"):
             raise trace_error("a captured numpy array: capture torch.from_numpy(array)")
+        if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+            raise trace_error(
+                f"the torch.autograd.Function {value.__name__}: write its forward in the mod; the gradient is derived "
+                "from it, or given by score_mod_bwd"
+            )
         try:
             attribute = getattr(value, name)
         except AttributeError:

@@ -316,7 +316,22 @@ hooked = torch.nn.Identity()
 hooked.register_forward_hook(lambda *x: None)
 ARRAY, FRACTION, GENERATOR, COMPLEX = np.arange(4), fractions.Fraction(1, 3), random.Random(0), 1j
 KEYED, ITERATOR = {Holder: 1, Slotted(1): 2}, iter([1, 2])
+
+
+class StraightThrough(torch.autograd.Function):
+    """Its gradient is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
 REFUSED = [
+    (lambda s, b, h, q, kv: StraightThrough.apply(s), "the torch.autograd.Function StraightThrough: write its forward"),
     (lambda s, b, h, q, kv: s + ARRAY[h], "a captured numpy array: capture torch.from_numpy"),
     (lambda s, b, h, q, kv: s + ARRAY, "a numpy array: capture torch.from_numpy"),
     (lambda s, b, h, q, kv: s + len(ARRAY), "a captured numpy array: capture torch.from_numpy"),
