@@ -329,6 +329,7 @@ def _bench(args: argparse.Namespace) -> int:
     select([args.reference])
     available, unavailable = _available(args, args.direction)
     if not available:
+        print("Nothing was measured. `cute-flash explain` predicts the time of a call without a GPU.", file=sys.stderr)
         return NOT_MEASURED
     save_run: Callable[[Run], None] = partial(save, path=args.out) if args.out else lambda run: None
     with steps(f"timing {args.direction}, suite {args.suite}", len(shapes)) as done:

@@ -43,8 +43,12 @@ def show(tables: Sequence[Table], stream: TextIO | None = None) -> None:
 
 
 def print_unavailable(reasons: dict[str, str]) -> None:
+    """Print a line for each reason, with the names that share it."""
+    names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
-        print(f"{name} is not available: {reason}", file=sys.stderr)
+        names.setdefault(reason, []).append(name)
+    for reason, shared in names.items():
+        print(f"{', '.join(shared)} {'are' if len(shared) > 1 else 'is'} not available: {reason}", file=sys.stderr)
 
 
 def print_lines(title: str, lines: Sequence[str]) -> None:
