@@ -41,8 +41,7 @@ def table() -> Table:
 def ratios() -> str:
     """The ratios that the model predicts for `python -m profiling context-parallel` with its defaults."""
     s = Settings()
-    ring = Model(s.problem, s.ranks, LINKS["nvlink"]).ring()
-    forward, backward = (1 + x.passes / x.compute for x in (ring.forward, ring.backward))
+    forward, backward = Model(s.problem, s.ranks, LINKS["nvlink"]).kernel_ratios()
     shape = f"S = {s.seqlen}, {s.ranks} ranks, H = {s.heads}, Hkv = {s.heads_kv}, D = {s.head_dim}"
     return (
         f"For {shape}, the model predicts a sum over ranks of {forward:.2f} (forward) and {backward:.2f} (backward) "

@@ -15,7 +15,7 @@ from cute_flash.distributed.accumulate import Saved, Scores
 from cute_flash.distributed.allgather import AllGather
 from cute_flash.distributed.choice import Choice, Shapes, check_method, choose
 from cute_flash.distributed.comm import SINGLE, Axes, Axis, Group, broadcast
-from cute_flash.distributed.ring import Ring, Schedule
+from cute_flash.distributed.ring import Ring, Schedule, max_steps
 from cute_flash.distributed.sharding import Sharding
 from cute_flash.distributed.varlen import VarlenAllGather
 from cute_flash.errors import UnsupportedError
@@ -380,10 +380,11 @@ class _Call:
         chunk = self.sharding.chunk * self.head_axis.size
         return Sharding(self.sharding.kind, self.kv_axis.size, self.sharding.seqlen, chunk)
 
-    def strategy(self, by_segment: bool) -> Strategy:
+    def strategy(self, by_segment: bool, heads: int, heads_kv: int) -> Strategy:
+        """The strategy on `kv_axis`, where a rank has these numbers of heads."""
         if self.choice.method == "allgather":
             return AllGather(self.kv_axis, self.kv_sharding, self.band, by_segment)
-        return Ring(self.kv_axis, Schedule(self.kv_sharding, self.band, by_segment))
+        return Ring(self.kv_axis, Schedule(self.kv_sharding, self.band, by_segment, max_steps(heads, heads_kv)))
 
     @torch.compiler.disable
     def run(
@@ -403,7 +404,8 @@ class _Call:
         if alibi is not None:
             positions = self.kv_sharding.positions(self.kv_axis.index, q.device).int()
         first_head = axis.index * q.shape[1] if axis.size > 1 else 0
-        strategy, heads_of_call = self.strategy(by_segment=bool(args.dropout)), (first_head, heads)
+        strategy = self.strategy(bool(args.dropout), q.shape[1], k.shape[1])
+        heads_of_call = first_head, heads
         out, lse = ShardedAttention.apply(strategy, args, positions, heads_of_call, rng, q, k, v, alibi, sinks)
         if axis.size > 1:
             out, lse = ulysses.GatherHeads.apply(axis, kind, out, lse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_flash.distributed.comm import Axes
-from cute_flash.distributed.ring import Schedule
+from cute_flash.distributed.ring import Schedule, max_steps
 from cute_flash.distributed.sharding import Sharding
 from cute_flash.distributed.ulysses import check_divides
 from cute_flash.errors import UnsupportedError
@@ -80,7 +80,8 @@ def choose(method: str, axes: Axes, shapes: Shapes, sharding: Sharding, band: Ba
         )
     if method == "ulysses":
         check_divides(shapes.heads, shapes.heads_kv, n)
-    sent = sent_bytes(n, shapes, Schedule(sharding, band))
+    schedule = Schedule(sharding, band, max_steps=max_steps(shapes.heads, shapes.heads_kv))
+    sent = sent_bytes(n, shapes, schedule)
     if method != "auto":
         return Choice(method, "requested", sent)
     return choice_by_bytes(sent)

@@ -1,8 +1,8 @@
 """Ring attention: each rank attends to the K/V shards of the ranks before it, while the next shards arrive.
 
 At step s, rank r attends to the shard r - s (mod n), which rank r - s owns. Step 0 is its own shard. The other steps
-form groups of `GROUP_STEPS`. The shards of a group arrive side by side in one buffer, so that one call can attend to
-all of them. For each group, in both passes, a rank does the following:
+form groups. The shards of a group arrive side by side in one buffer, so that one call can attend to all of them. For
+each group, in both passes, a rank does the following:
 
     1. start to receive the shards of the next group from their owners, and to send its own shard to other ranks
     2. run the calls between its queries and the group
@@ -11,8 +11,18 @@ all of them. For each group, in both passes, a rank does the following:
     4. wait for the shards of the next group
 
 A rank receives only keys that its queries see. Shares of dk and dv are sent in the dtype of the kernels if one call
-computed them. The owner adds them in fp32, in the order of steps. All ranks derive the same schedule from the mask and
-the sharding, so the two ends of a message always agree.
+computed them. The owner adds them in fp32, in the order of steps. All ranks derive the same schedule from the mask, the
+sharding and the numbers of heads, so the two ends of a message always agree.
+
+Each call costs a partial output in fp32, a merge, and idle SMs at its end. Large groups need fewer calls, so the groups
+grow. The steps of 8 ranks with 32 heads and 8 K/V heads:
+
+    forward     0 | 1 2 | 3 4 5 6 7
+    backward    0 | 1 2 | 3 4 5 | 6 7
+
+The first group is small, so that it arrives during step 0. A group is about `GROWTH` times as large as the group before
+it, because only the calls of that group hide its messages. In the backward, nothing hides the shares of the last group,
+so it is small too. `max_steps` bounds the memory of a group.
 """
 
 from __future__ import annotations
@@ -30,8 +40,20 @@ from cute_flash.distributed.comm import NOTHING, Axis, Message, Pair, Pending, c
 from cute_flash.distributed.sharding import Sharding
 from cute_flash.spec.band import Band
 
-# Steps of a group. A larger number means fewer merges of partial results, and more memory for shards.
-GROUP_STEPS = 2
+# Steps of the first group, and of the last group of the backward.
+EDGE_STEPS = 2
+# The largest size of a group relative to the group before it, without a small rest that joins it.
+GROWTH = 3
+
+
+def max_steps(heads: int, heads_kv: int) -> int:
+    """The largest number of steps of a group for a rank with these heads.
+
+    With 16-bit tensors and D = Dv, K and V of one step take as much memory as an fp32 output of Hkv heads: two tensors
+    of 2 bytes an element against one of 4 bytes. So K and V of 2 H / Hkv steps take as much as two fp32 outputs of all
+    H heads, and a merge of outputs holds two of these anyway. Without GQA, a group has two steps.
+    """
+    return max(EDGE_STEPS, 2 * heads // max(heads_kv, 1))
 
 
 @dataclass(frozen=True)
@@ -65,11 +87,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The calls of each rank, and the keys that it needs for them."""
+    """The calls of each rank, and the keys that it needs for them.
+
+    Attributes:
+        sharding: The positions of each rank's tokens.
+        band: The mask.
+        by_segment: See `band_calls`.
+        max_steps: The largest number of steps of a group (`max_steps`).
+    """
 
     sharding: Sharding
     band: Band
-    by_segment: bool = False  # see `band_calls`
+    by_segment: bool = False
+    max_steps: int = EDGE_STEPS
 
     def calls(self, rank: int, shard: int) -> tuple[BandCall, ...]:
         return band_calls(self.sharding.segments(rank), self.sharding.segments(shard), self.band, self.by_segment)
@@ -88,12 +118,27 @@ class Schedule:
 
     @property
     def groups(self) -> tuple[range, ...]:
-        """The steps of each group; the first group is step 0."""
-        num = self.num_steps
-        return range(1), *(range(i, min(i + GROUP_STEPS, num)) for i in range(1, num, GROUP_STEPS))
+        """The steps of each group in the forward; the first group is step 0.
+
+        Calls by segment are not joined, so large groups would save no call.
+        """
+        return _groups(self.num_steps, EDGE_STEPS if self.by_segment else self.max_steps)
+
+    @property
+    def backward_groups(self) -> tuple[range, ...]:
+        """The steps of each group in the backward.
+
+        A rank holds dk and dv of a group beside its k and v, so a group has at most half of `max_steps`. The last group
+        has at most `EDGE_STEPS`.
+        """
+        num, limit = self.num_steps, EDGE_STEPS if self.by_segment else max(EDGE_STEPS, self.max_steps // 2)
+        begin = max(1 + EDGE_STEPS, num - EDGE_STEPS)
+        if limit == EDGE_STEPS or begin >= num:
+            return _groups(num, limit)
+        return *_groups(begin, limit), range(begin, num)
 
     def group(self, rank: int, steps: range) -> Group:
-        """The group of steps, one of `groups[1:]`."""
+        """The group of steps, one of `groups[1:]` or `backward_groups[1:]`."""
         return _group(self, rank, steps)
 
     @property
@@ -105,8 +150,27 @@ class Schedule:
         """Keys that all ranks together send in a forward pass."""
         return _sizes(self)[1]
 
-    def num_calls(self, rank: int) -> int:
-        return len(self.calls(rank, rank)) + sum(len(self.group(rank, steps).calls) for steps in self.groups[1:])
+    def num_calls(self, rank: int, groups: tuple[range, ...]) -> int:
+        """The calls of a rank in one pass, whose groups are `groups` or `backward_groups`."""
+        return len(self.calls(rank, rank)) + sum(len(self.group(rank, steps).calls) for steps in groups[1:])
+
+
+def _groups(num_steps: int, limit: int) -> tuple[range, ...]:
+    """Step 0, and groups of the other steps, each with at most `limit` steps.
+
+    A group has up to `GROWTH` times the steps of the group before it. If the steps after it are at most half as many,
+    they join it.
+    """
+    groups, begin, size = [range(1)], 1, EDGE_STEPS
+    while begin < num_steps:
+        rest = num_steps - begin
+        size = min(size, rest)
+        if 2 * (rest - size) <= size and rest <= limit:
+            size = rest
+        groups.append(range(begin, begin + size))
+        begin += size
+        size = min(GROWTH * size, limit)
+    return tuple(groups)
 
 
 @lru_cache(maxsize=4096)
@@ -164,8 +228,9 @@ class Ring:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         rank, schedule = self.axis.index, self.schedule
         connect(self.axis, q.device)
-        output = Output(q, v, schedule.num_calls(rank) + (sinks is not None))
-        for _steps, kv, calls, positions in self._groups(k, v, scores):
+        groups = schedule.groups
+        output = Output(q, v, schedule.num_calls(rank, groups) + (sinks is not None))
+        for _steps, kv, calls, positions in self._groups(groups, k, v, scores):
             for call in calls:
                 output.add(kv, call, scores, positions)
         num_rows = sum(segment.length for segment in schedule.sharding.segments(rank))
@@ -177,7 +242,7 @@ class Ring:
         gradients = Gradients(saved, scores)
         own: Pair | None = None
         incoming: tuple[range, Pending] = (range(0), NOTHING)
-        for steps, kv, calls, positions in self._groups(k, v, scores):
+        for steps, kv, calls, positions in self._groups(self.schedule.backward_groups, k, v, scores):
             shares = gradients.add(kv, calls, positions)
             own = self._add_received(gradients, (k, v), own, *incoming)
             if steps == range(1):
@@ -190,11 +255,10 @@ class Ring:
         return gradients.dq, *own, gradients.dalibi, dsinks
 
     def _groups(
-        self, k: Tensor, v: Tensor, scores: Scores
+        self, groups: tuple[range, ...], k: Tensor, v: Tensor, scores: Scores
     ) -> Iterator[tuple[range, Pair, tuple[BandCall, ...], Tensor | None]]:
         """Steps, (k, v), calls and key positions of each group. The next group is received while the caller works."""
         rank, schedule = self.axis.index, self.schedule
-        groups = schedule.groups
         own = (keys_first(k), keys_first(v)) if len(groups) > 1 else (k, v)
         pending = NOTHING
         for i, steps in enumerate(groups):

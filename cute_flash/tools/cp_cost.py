@@ -3,8 +3,9 @@
 The time of the computation is the FLOPs of a rank divided by the measured rate of one H200; other GPUs are scaled by
 their peaks. Merges, sums and copies add passes over memory. The time of the communication is the bytes of a rank
 divided by a fraction of the datasheet rate of the link, and a constant for each message. A ring communicates during the
-computation, so only the part of the communication that takes longer than the computation counts. The other methods
-communicate before and after the computation.
+computation, so only the part of the communication that takes longer than the computation counts. The calls of a group
+of shards hide K and V of the next group, and dK and dV of the group before it. The other methods communicate before and
+after the computation.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from cute_flash.distributed.calls import BandCall
 from cute_flash.distributed.choice import Shapes, sent_bytes
-from cute_flash.distributed.ring import Group, Schedule
+from cute_flash.distributed.ring import Group, Schedule, max_steps
 from cute_flash.distributed.sharding import Sharding
 from cute_flash.distributed.ulysses import check_divides
 from cute_flash.errors import UnsupportedError
@@ -30,6 +31,10 @@ RATES = {64: (590.0, 579.0), 128: (750.0, 665.0), 256: (768.0, 501.0)}
 BACKWARD_FLOPS = 2.5
 # Assumed shares of the datasheet rates that messages, and passes over memory, reach.
 LINK_SHARE, HBM_SHARE = 0.8, 0.85
+# The share of the HBM rate that merges reach: torch does not vectorise a kernel with broadcast weights. Measured on an
+# H200 (`python -m profiling context-parallel`): 0.32 ms for four merges of 4096 rows, 32 heads and D = 128, and for the
+# copies and the conversion of the rank.
+MERGE_SHARE = 0.75
 # Assumed time to start a message, and to launch the kernels of a merge, in ms.
 MESSAGE_MS, MERGE_LAUNCH_MS = 0.01, 0.008
 FP32_BYTES = 4
@@ -97,6 +102,9 @@ class Cost:
         return {**asdict(self), "ms": self.ms, "efficiency": self.efficiency}
 
 
+NO_GROUP = Group((), ())
+
+
 @dataclass(frozen=True)
 class Model:
     """A problem on n ranks of one kind of GPU, with a zigzag sharding."""
@@ -126,7 +134,7 @@ class Model:
 
     def sent(self) -> dict[str, int]:
         """The bytes of each method, by which `auto` chooses."""
-        return sent_bytes(self.ranks, self.shapes, Schedule(self.sharding, self.problem.band))
+        return sent_bytes(self.ranks, self.shapes, self._schedule(self.ranks, self.shapes))
 
     def costs(self) -> list[Cost]:
         """The methods that support the problem. "usp" has Ulysses over NVLink in a node, and a ring between nodes."""
@@ -153,8 +161,8 @@ class Model:
         scale = 1e9 * self.gpu.tensor_tflops / H200.tensor_tflops
         return flops / (rates[0] * scale), BACKWARD_FLOPS * flops / (rates[1] * scale)
 
-    def memory_ms(self, num_bytes: float) -> float:
-        return num_bytes / (self.gpu.hbm_tbps * HBM_SHARE * 1e9)
+    def memory_ms(self, num_bytes: float, share: float = HBM_SHARE) -> float:
+        return num_bytes / (self.gpu.hbm_tbps * share * 1e9)
 
     @property
     def single_ms(self) -> float:
@@ -164,6 +172,16 @@ class Model:
 
     def ring(self) -> Cost:
         return self._ring(self.ranks, self.link, self.shapes)
+
+    def kernel_ratios(self) -> tuple[float, float]:
+        """Kernels of all ranks of a ring over those of the unsharded call; forward and backward."""
+        schedule = self._schedule(self.ranks, self.shapes)
+        ranks = [self._ring_passes(schedule, rank, self.link, self.shapes) for rank in range(self.ranks)]
+        forward, backward = (
+            sum(x.compute + x.passes for x in passes) / whole
+            for passes, whole in zip(zip(*ranks), self.compute_ms(self.pairs))
+        )
+        return forward, backward
 
     def allgather(self) -> Cost:
         shapes, n = self.shapes, self.ranks
@@ -207,34 +225,50 @@ class Model:
         repeated = shapes.kv_elements * max(1, n // max(shapes.heads_kv, 1))
         return (shapes.q_out_elements + repeated) * shapes.element_bytes * (n - 1) // n
 
-    def _ring(self, n: int, link: Link, shapes: Shapes) -> Cost:
-        schedule = Schedule(Sharding.of(self.kind, n, self.problem.seqlen_q), self.problem.band)
-        rank = n // 2  # with zigzag, all ranks have equal work under a causal mask
-        groups = [Group((), schedule.calls(rank, rank))]
-        groups += [schedule.group(rank, steps) for steps in schedule.groups[1:]]
-        key_bytes = shapes.kv_elements // shapes.length * shapes.element_bytes
-        totals, has_output = [[0.0] * 4, [0.0] * 4], False
-        for group, following in zip(groups, [*groups[1:], Group((), ())]):
-            # During the calls of a group, the next one arrives; in the backward, dK and dV of this one also leave.
-            moved, messages = following.length * key_bytes, 2 * len(following.parts)
-            sums, more = group.length * key_bytes, 2 * len(group.parts)
-            communication = link.ms(moved, messages), link.ms(moved + sums, messages + more)
-            times = [0.0, 0.0]
-            for call in group.calls:
-                compute, passes = self._call(call, shapes, merges=has_output)
-                has_output = True
-                for i in range(2):
-                    totals[i][0] += compute[i]
-                    totals[i][1] += passes[i]
-                    times[i] += compute[i] + passes[i]
-            for i in range(2):
-                totals[i][2] += communication[i]
-                totals[i][3] += max(0.0, communication[i] - times[i])
-        sent = sent_bytes(n, shapes, schedule)["ring"]
-        forward, backward = (Pass(*x) for x in totals)
-        return Cost("ring", self.ranks, len(groups) - 1, sent, forward, backward, self.single_ms)
+    def _schedule(self, n: int, shapes: Shapes) -> Schedule:
+        sharding = Sharding.of(self.kind, n, self.problem.seqlen_q)
+        return Schedule(sharding, self.problem.band, max_steps=max_steps(shapes.heads, shapes.heads_kv))
 
-    def _call(self, call: BandCall, shapes: Shapes, merges: bool) -> tuple[list[float], tuple[float, float]]:
+    def _ring(self, n: int, link: Link, shapes: Shapes) -> Cost:
+        schedule = self._schedule(n, shapes)
+        # With zigzag and a causal mask, all ranks have equal work, but the last has the most rows in its calls, and the
+        # first receives the most keys.
+        ranks = [self._ring_passes(schedule, rank, link, shapes) for rank in sorted({0, n // 2, n - 1})]
+        forward, backward = (max(passes, key=lambda x: x.total) for passes in zip(*ranks))
+        sent = sent_bytes(n, shapes, schedule)["ring"]
+        return Cost("ring", self.ranks, len(schedule.groups) - 1, sent, forward, backward, self.single_ms)
+
+    def _ring_passes(self, schedule: Schedule, rank: int, link: Link, shapes: Shapes) -> tuple[Pass, Pass]:
+        """The forward and the backward of one rank."""
+        # K and V of the own shard are copied before they are sent, and the merged output is converted.
+        copied = self.memory_ms(2 * shapes.kv_elements * shapes.element_bytes)
+        outputs = shapes.batch * shapes.heads * shapes.head_dim_v * shapes.length
+        converted = self.memory_ms((FP32_BYTES + shapes.element_bytes) * outputs)
+        found = []
+        for backward, all_steps in enumerate((schedule.groups, schedule.backward_groups)):
+            groups = [Group((), schedule.calls(rank, rank)), *(schedule.group(rank, x) for x in all_steps[1:])]
+            is_partial = sum(len(group.calls) for group in groups) > 1
+            compute = communication = exposed = 0.0
+            passes = (copied if len(groups) > 1 else 0.0) + (converted if is_partial and not backward else 0.0)
+            has_output = False
+            # During the calls of a group, the next one arrives, and dK and dV of the one before leave. No call hides dK
+            # and dV of the last group.
+            for before, group, after in zip([NO_GROUP, *groups], [*groups, NO_GROUP], [*groups[1:], *2 * [NO_GROUP]]):
+                busy = 0.0
+                for call in group.calls:
+                    kernels, memory = self._call(call, shapes, is_partial, merges=has_output)
+                    has_output = True
+                    compute, passes = compute + kernels[backward], passes + memory[backward]
+                    busy += kernels[backward] + memory[backward]
+                moving = link_ms(link, (after, before) if backward else (after,), shapes)
+                communication += moving
+                exposed += max(0.0, moving - busy)
+            found.append(Pass(compute, passes, communication, exposed))
+        return found[0], found[1]
+
+    def _call(
+        self, call: BandCall, shapes: Shapes, is_partial: bool, merges: bool
+    ) -> tuple[list[float], tuple[float, float]]:
         """Times of the kernels of one call, and of its passes over memory; forward and backward."""
         rows, keys = call.rows[1] - call.rows[0], call.keys[1] - call.keys[0]
         # After an exchange of heads, a rank has only some of them.
@@ -242,12 +276,15 @@ class Model:
         compute = [share * x for x in self.compute_ms(visible(call.band, rows, keys))]
         row_elements = shapes.batch * shapes.heads * shapes.head_dim_v * rows
         key_elements = shapes.batch * shapes.heads_kv * (shapes.head_dim + shapes.head_dim_v) * keys
-        # Forward: read two fp32 outputs and write one. Backward: read out and dout, clear and convert dq; add dq, dk
-        # and dv to their sums.
-        merge = self.memory_ms(3 * FP32_BYTES * row_elements) + MERGE_LAUNCH_MS if merges else 0.0
+        # Forward: write a partial output in fp32; a merge reads two and writes one. Backward: read out and dout, clear
+        # and convert dq; add dq, dk and dv to their sums.
+        output = FP32_BYTES * row_elements
+        forward = self.memory_ms(output) if is_partial else 0.0
+        if merges:
+            forward += self.memory_ms(3 * output, MERGE_SHARE) + MERGE_LAUNCH_MS
         shares = (3 * size + 2 * FP32_BYTES) * row_elements
         sums = (2 * FP32_BYTES + size) * (row_elements + key_elements)
-        return compute, (merge, self.memory_ms(shares + sums))
+        return compute, (forward, self.memory_ms(shares + sums))
 
     def _cost(
         self,
@@ -261,6 +298,12 @@ class Model:
     ) -> Cost:
         forward, backward = (Pass(*x) for x in zip(compute, passes, communication, exposed))
         return Cost(method, self.ranks, hops, sent, forward, backward, self.single_ms)
+
+
+def link_ms(link: Link, groups: tuple[Group, ...], shapes: Shapes) -> float:
+    """The messages of K and V, or dK and dV, of some groups."""
+    key_bytes = shapes.kv_elements // max(shapes.length, 1) * shapes.element_bytes
+    return link.ms(key_bytes * sum(x.length for x in groups), 2 * sum(len(x.parts) for x in groups))
 
 
 def visible(band: Band, rows: int, keys: int) -> int:

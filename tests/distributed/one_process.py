@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,21 +22,13 @@ def ring(schedule: Schedule, tensors: list[Tensor], scores: Scores) -> list[Tens
     for rank in range(n):
         positions = schedule.sharding.positions(rank, q[0].device).int()
         of_rank = Scores(scores.args, scores.alibi, False, positions, scores.rng, scores.heads)
-        groups: list[Any] = [((k[rank], v[rank]), schedule.calls(rank, rank), positions, None)]
-        for steps in schedule.groups[1:]:
-            group = schedule.group(rank, steps)
-            if group.parts:
-                pieces = [[x[part.shard][:, :, slice(*part.keys)] for part in group.parts] for x in (k, v)]
-                kv = tuple(heads_first(keys_first(torch.cat(x, dim=2))) for x in pieces)
-                places = [schedule.sharding.positions(x.shard, q[0].device)[slice(*x.keys)] for x in group.parts]
-                groups.append((kv, group.calls, torch.cat(places).int(), group.parts))
-        output = Output(q[rank], v[rank], schedule.num_calls(rank))
-        for kv, calls, key_positions, _ in groups:
+        output = Output(q[rank], v[rank], schedule.num_calls(rank, schedule.groups))
+        for kv, calls, key_positions, _ in arrived(schedule, schedule.groups, rank, k, v):
             for call in calls:
                 output.add(kv, call, of_rank, key_positions)
         out, lse = output.result(None, q[rank].shape[2])
         gradients = Gradients(Saved(dout[rank], None, q[rank], out, lse), of_rank)
-        for kv, calls, key_positions, parts in groups:
+        for kv, calls, key_positions, parts in arrived(schedule, schedule.backward_groups, rank, k, v):
             shares = gradients.add(kv, calls, key_positions)
             if parts is None:
                 sums[rank] = gradients.sum_keys(kv, sums[rank], shares)
@@ -47,3 +40,16 @@ def ring(schedule: Schedule, tensors: list[Tensor], scores: Scores) -> list[Tens
         dqs.append(gradients.dq)
     found = outs, dqs, [x[0] for x in sums], [x[1] for x in sums]
     return [join(torch.stack(list(shards)), 2, kind) for shards in found]
+
+
+def arrived(schedule: Schedule, groups: tuple[range, ...], rank: int, k: Any, v: Any) -> Iterator[Any]:
+    """(k, v), calls, key positions and parts of each group of a rank. The own shard has no parts."""
+    device = k[rank].device
+    yield (k[rank], v[rank]), schedule.calls(rank, rank), schedule.sharding.positions(rank, device).int(), None
+    for steps in groups[1:]:
+        group = schedule.group(rank, steps)
+        if group.parts:
+            pieces = [[x[part.shard][:, :, slice(*part.keys)] for part in group.parts] for x in (k, v)]
+            kv = tuple(heads_first(keys_first(torch.cat(x, dim=2))) for x in pieces)
+            places = [schedule.sharding.positions(x.shard, device)[slice(*x.keys)] for x in group.parts]
+            yield kv, group.calls, torch.cat(places).int(), group.parts

@@ -36,6 +36,11 @@ def cases(size: int) -> Iterator[Case]:
         ):  # fmt: skip
             yield Case(method, sharding, heads=8, heads_kv=8, batch=2, seqlen=seqlen, dropout=0.4, **mask)
         yield Case("ring", sharding, dropout=0.3, alibi=1, sinks=True, softcap=2.0, seqlen=61)
+        # Few K/V heads, so that groups have many steps.
+        yield Case("ring", sharding, heads=8, heads_kv=1, alibi=1, sinks=True, softcap=2.0, seqlen=61)
+        yield Case("ring", sharding, heads=8, heads_kv=1, dtype=torch.float64, head_dim_v=16, window=(30, 5), seqlen=59)
+        yield Case("ring", sharding, heads=8, heads_kv=2, dropout=0.4, seqlen=61)
+        yield Case("usp", sharding, heads=8, heads_kv=1, sinks=True, causal=False, seqlen=61)
     yield Case("ulysses", heads=8, heads_kv=1, alibi=2, batch=2, sinks=True, seqlen=61, layout="bshd")
     yield Case("usp", heads=8, heads_kv=8, alibi=1, sinks=True, window=(20, None), dtype=torch.float64)
     yield Case("ring", dtype=torch.bfloat16, heads_kv=1)

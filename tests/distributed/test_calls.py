@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cute_flash.distributed.calls import BandCall, band_calls, key_range
-from cute_flash.distributed.ring import Schedule
+from cute_flash.distributed.ring import EDGE_STEPS, GROWTH, Schedule, max_steps
 from cute_flash.distributed.sharding import SHARDINGS, Sharding, join, split
 from cute_flash.spec.band import Band
 
@@ -102,17 +102,18 @@ def test_a_rank_receives_only_keys_that_it_sees(kind: str, band: Band, keys: lis
 
 @settings(max_examples=150, deadline=None)
 @given(
-    kind=st.sampled_from(SHARDINGS), n=st.integers(1, 6), seqlen=st.integers(0, 40), left=BOUND, right=BOUND,
-    by_segment=st.booleans(),
+    kind=st.sampled_from(SHARDINGS), n=st.integers(1, 9), seqlen=st.integers(0, 40), left=BOUND, right=BOUND,
+    by_segment=st.booleans(), limit=st.integers(2, 9), backward=st.booleans(),
 )  # fmt: skip
 def test_groups_cover_each_visible_score_once(
-    kind: str, n: int, seqlen: int, left: int | None, right: int | None, by_segment: bool
+    kind: str, n: int, seqlen: int, left: int | None, right: int | None, by_segment: bool, limit: int, backward: bool
 ) -> None:
-    schedule = Schedule(Sharding.of(kind, n, seqlen), Band(left, right), by_segment)
+    schedule = Schedule(Sharding.of(kind, n, seqlen), Band(left, right), by_segment, limit)
     length = schedule.sharding.shard_length
+    groups = schedule.backward_groups if backward else schedule.groups
     for rank in range(n):
         seen = {rank}
-        for steps in schedule.groups[1:]:
+        for steps in groups[1:]:
             group = schedule.group(rank, steps)
             masks = []
             for part in group.parts:
@@ -128,13 +129,72 @@ def test_groups_cover_each_visible_score_once(
             assert not by_position(schedule.sharding, rank, shard, schedule.band).any()
 
 
+@pytest.mark.parametrize("heads_kv", [32, 8, 1])
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
-def test_a_group_of_steps_is_one_call_unless_it_mixes_earlier_and_later_shards(n: int) -> None:
-    schedule = Schedule(Sharding.of("zigzag", n, 64 * n), Band(None, 0))
-    for rank in range(n):
-        calls = [len(schedule.group(rank, steps).calls) for steps in schedule.groups[1:]]
-        assert sum(calls) <= len(calls) + 1 and len(calls) == n // 2
-    assert Schedule(Sharding.of("zigzag", n, 64 * n), Band()).num_calls(0) == 1 + n // 2
+def test_a_group_of_steps_is_one_call_unless_it_mixes_earlier_and_later_shards(n: int, heads_kv: int) -> None:
+    limit = max_steps(32, heads_kv)
+    causal, full = (Schedule(Sharding.of("zigzag", n, 64 * n), x, max_steps=limit) for x in (Band(None, 0), Band()))
+    for groups in (causal.groups, causal.backward_groups):
+        for rank in range(n):
+            assert len(groups) <= causal.num_calls(rank, groups) <= len(groups) + 1
+        assert full.num_calls(0, groups) == len(groups)
+
+
+def sizes(n: int, heads: int, heads_kv: int) -> tuple[list[int], list[int]]:
+    """The steps of each group after step 0, forward and backward, for a causal mask."""
+    schedule = Schedule(Sharding.of("zigzag", n, 64 * n), Band(None, 0), max_steps=max_steps(heads, heads_kv))
+    forward, backward = ([len(steps) for steps in x[1:]] for x in (schedule.groups, schedule.backward_groups))
+    return forward, backward
+
+
+@pytest.mark.parametrize(
+    "n, heads, heads_kv, forward, backward",
+    [
+        (1, 32, 8, [], []),
+        (2, 32, 8, [1], [1]),
+        (3, 32, 8, [2], [2]),
+        (4, 32, 8, [3], [2, 1]),
+        (8, 32, 8, [2, 5], [2, 3, 2]),
+        (11, 32, 8, [2, 8], [2, 4, 2, 2]),
+        (12, 32, 8, [2, 6, 3], [2, 4, 3, 2]),
+        (16, 32, 8, [2, 6, 7], [2, 4, 4, 3, 2]),
+        (8, 8, 8, [2, 2, 2, 1], [2, 2, 2, 1]),
+        (8, 8, 4, [2, 4, 1], [2, 2, 2, 1]),
+        (16, 8, 1, [2, 6, 7], [2, 6, 5, 2]),
+        (64, 64, 8, [2, 6, 16, 16, 16, 7], [2, 6, 8, 8, 8, 8, 8, 8, 5, 2]),
+    ],
+)
+def test_groups_grow_with_the_query_heads_of_a_key_head(
+    n: int, heads: int, heads_kv: int, forward: list[int], backward: list[int]
+) -> None:
+    assert sizes(n, heads, heads_kv) == (forward, backward)
+
+
+@settings(max_examples=100, deadline=None)
+@given(n=st.integers(1, 80), heads_kv=st.integers(1, 8), ratio=st.integers(1, 16), by_segment=st.booleans())
+def test_every_step_is_in_one_group_of_bounded_size(n: int, heads_kv: int, ratio: int, by_segment: bool) -> None:
+    limit = max_steps(ratio * heads_kv, heads_kv)
+    schedule = Schedule(Sharding.of("contiguous", n, n), Band(), by_segment, limit)
+    for groups in (schedule.groups, schedule.backward_groups):
+        assert [step for steps in groups for step in steps] == list(range(n))
+        lengths = [len(steps) for steps in groups[1:]]
+        assert all(1 <= x <= (EDGE_STEPS if by_segment else limit) for x in lengths)
+        # The steps that join a group are at most half of it.
+        assert all(y <= 1.5 * GROWTH * x for x, y in zip([1, *lengths], lengths))
+    assert all(len(steps) <= EDGE_STEPS for steps in schedule.backward_groups[2:][-1:])
+
+
+@pytest.mark.parametrize("heads_kv", [32, 8, 2, 1])
+@pytest.mark.parametrize("n", [2, 4, 8, 16, 64])
+def test_a_buffer_is_at_most_two_outputs_in_fp32(n: int, heads_kv: int) -> None:
+    sharding, limit = Sharding.of("zigzag", n, 64 * n), max_steps(32, heads_kv)
+    for band in (Band(), Band(None, 0)):
+        schedule = Schedule(sharding, band, max_steps=limit)
+        for rank in {0, n // 2, n - 1}:
+            for groups, outputs in ((schedule.groups, 2), (schedule.backward_groups, 2 if heads_kv == 32 else 1)):
+                keys = max(schedule.group(rank, steps).length for steps in groups[1:])
+                # Bytes for one element of the head dim: K and V in 16 bit, and the outputs.
+                assert 2 * 2 * heads_kv * keys <= outputs * 4 * 32 * sharding.shard_length
 
 
 @settings(max_examples=50, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,17 @@ def test_the_ratio_sums_over_ranks() -> None:
     for found in record["directions"].values():
         found["ratio"] = 1.05
     assert context_parallel.meets_goal(record)
+
+
+def test_groups_are_those_of_the_ring() -> None:
+    settings = replace(DRY_SETTINGS, ranks=8, heads=4, heads_kv=1)
+    record = context_parallel.run(settings, torch.device("cpu"), FakeTimer(), lambda record: None)
+    # Rank 0 sees only later shards: one call for its own shard, and one for each group.
+    assert {name: found["calls_of_a_rank"] for name, found in record["directions"].items()} == {
+        "forward": 3,
+        "backward": 4,
+    }
+    assert all(error < 0.02 for error in record["errors"].values())
 
 
 def test_lengths_must_divide(capsys: pytest.CaptureFixture[str]) -> None:

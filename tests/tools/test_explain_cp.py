@@ -56,9 +56,45 @@ def test_a_ring_hides_messages_behind_computation() -> None:
     assert costs(8)["allgather"].forward.exposed == costs(8)["allgather"].forward.communication
 
 
+def test_no_computation_hides_the_gradients_of_the_last_group() -> None:
+    for ranks, steps in ((2, 1), (4, 1), (8, 2), (16, 2)):
+        model = Model(PROBLEM, ranks, LINKS["nvlink"])
+        shapes = model.shapes
+        # Rank 0 is the earliest, so it sees all keys of the other shards.
+        schedule = model._schedule(ranks, shapes)
+        forward, backward = model._ring_passes(schedule, 0, model.link, shapes)
+        one = model.link.ms(shapes.kv_elements * shapes.element_bytes, 2)
+        assert forward.exposed == 0 and backward.exposed == pytest.approx(steps * one)
+        assert forward.communication == pytest.approx((ranks - 1) * one)
+        assert backward.communication == pytest.approx(2 * forward.communication)
+
+
+def test_a_group_is_hidden_by_the_group_before_it() -> None:
+    # The link is so slow that it is busy during all calls except those of the last group.
+    model = Model(PROBLEM, 8, replace(LINKS["nvlink"], gbps=1.0))
+    shapes, schedule = model.shapes, model._schedule(8, model.shapes)
+    forward, _ = model._ring_passes(schedule, 0, model.link, shapes)
+    own, (other,) = schedule.calls(0, 0), schedule.group(0, schedule.groups[1]).calls
+    times = [model._call(*own, shapes, True, merges=False), model._call(other, shapes, True, merges=True)]
+    hidden = sum(compute[0] + passes[0] for compute, passes in times)
+    assert forward.communication - forward.exposed == pytest.approx(hidden)
+
+
+def test_ratios_are_over_all_ranks() -> None:
+    model = Model(replace(PROBLEM, seqlen_q=1 << 16, seqlen_k=1 << 16), 8, LINKS["nvlink"])
+    forward, backward = model.kernel_ratios()
+    slowest = model.ring()
+    whole = [x / 8 for x in model.compute_ms(model.pairs)]
+    assert 1.02 < forward < (slowest.forward.compute + slowest.forward.passes) / whole[0]
+    assert 1.02 < backward < 1.1
+    # Measured with groups of two steps: 1.13 and 1.05. Without GQA, groups have two steps.
+    two_steps = Model(replace(model.problem, heads_kv=32), 8, LINKS["nvlink"]).kernel_ratios()
+    assert 1.08 < two_steps[0] < 1.13 and two_steps[0] > forward + 0.02
+
+
 def test_windows_need_fewer_hops() -> None:
     narrow = Model(replace(PROBLEM, band=Band(4096, 0)), 8, LINKS["nvlink"], kind="contiguous").ring()
-    assert narrow.hops == 1 and costs(8)["ring"].hops == 4
+    assert narrow.hops == 1 and costs(8)["ring"].hops == 2
 
 
 def test_methods_that_do_not_fit_are_left_out() -> None:
