@@ -45,7 +45,7 @@ def ratios() -> str:
     shape = f"S = {s.seqlen}, {s.ranks} ranks, H = {s.heads}, Hkv = {s.heads_kv}, D = {s.head_dim}"
     return (
         f"For {shape}, the model predicts a sum over ranks of {forward:.2f} (forward) and {backward:.2f} (backward) "
-        f"times the unsharded call; the goal is {GOAL}."
+        f"times the unsharded call. Our goal is at most {GOAL}."
     )
 
 
