@@ -10,7 +10,21 @@ import torch
 from torch import Tensor
 
 from cute_flash.score_mod.graph import CASTS, COMPARISONS, LOGIC, OPERATIONS, TORCH_NAMES, Builder
-from cute_flash.score_mod.proxy import METHODS, TORCH, ScalarProxy, node_of, op, trace_error
+from cute_flash.score_mod.proxy import (
+    METHODS,
+    REDUCTIONS,
+    TORCH,
+    RowProxy,
+    ScalarProxy,
+    TensorProxy,
+    by_element,
+    call,
+    elements_of,
+    is_row,
+    node_of,
+    op,
+    trace_error,
+)
 
 # Powers with integer exponents up to this are computed by multiplication.
 MAX_PRODUCT = 64
@@ -174,6 +188,77 @@ def _reflected(name: str) -> Callable:
     return lambda a, b: op(name, b, a)
 
 
+# ---- rows
+
+
+def _reduced(name: str, row: Any, dim: Any, keepdim: bool, cast: str = "") -> Any:
+    """Combine the elements of a row, in pairs."""
+    if dim not in (None, 0, -1, (0,), (-1,), [0], [-1]):
+        raise trace_error(f"dim={dim} of a row of values, which has one dimension")
+    values = [op(cast, x) if cast else x for x in elements_of(row)]
+    while len(values) > 1:
+        pairs = [op(name, a, b) for a, b in zip(values[::2], values[1::2])]
+        values = pairs + values[len(values) - len(values) % 2 :]
+    return RowProxy(values) if keepdim else values[0]
+
+
+def _sum(row: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    is_bool = elements_of(row)[0]._kind == "bool"
+    return _reduced("add", row, dim, keepdim, "to_int" if is_bool else "")
+
+
+def _mean(row: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return op("div", _reduced("add", row, dim, keepdim, "to_float"), float(len(row)))
+
+
+def _reduction(name: str, cast: str = "") -> Callable:
+    return lambda row, dim=None, keepdim=False: _reduced(name, row, dim, keepdim, cast)
+
+
+def _extremum(name: str) -> Callable:
+    """`max` and `min` of two rows, or of the elements of one."""
+
+    def extremum(row: Any, other: Any = None, **kwargs: Any) -> Any:
+        if kwargs or isinstance(other, int):
+            raise trace_error(f"{name} with dim: use a{name}, which returns the values alone")
+        return _reduced(name, row, None, False) if other is None else op(name, row, other)
+
+    return extremum
+
+
+def _dot(a: Any, b: Any) -> Any:
+    if not (is_row(a) and is_row(b)):
+        raise trace_error("a dot product of a row and a value: it takes two rows")
+    return _sum(by_element(lambda x, y: op("mul", x, y), (a, b)))
+
+
+def _unsqueeze(x: ScalarProxy, dim: int) -> RowProxy:
+    if dim not in (0, -1):
+        raise trace_error(f"unsqueeze({dim}) of a value, which has no dimensions: use 0 or -1")
+    return RowProxy([x])
+
+
+def _second_dimension(row: Any, dim: int) -> Any:
+    raise trace_error("unsqueeze of a row: values in a mod have at most one dimension")
+
+
+def _squeeze(row: Any, dim: int = 0) -> Any:
+    elements = elements_of(row)
+    return elements[0] if len(elements) == 1 else row
+
+
+REDUCTIONS.update({
+    "sum": _sum, "mean": _mean, "prod": _reduction("mul"), "amax": _reduction("max"), "amin": _reduction("min"),
+    "any": _reduction("or", "to_bool"), "all": _reduction("and", "to_bool"),
+    "max": _extremum("max"), "min": _extremum("min"),
+    "dot": _dot, "inner": _dot, "vdot": _dot, "matmul": _dot,
+    "unsqueeze": _second_dimension, "squeeze": _squeeze,
+})  # fmt: skip
+
+
+# ---- the table
+
+
 _ALIASES = {
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne", "negative": "neg",
     "absolute": "abs", "fmin": "min", "fmax": "max", "multiply": "mul", "true_divide": "div",
@@ -207,7 +292,7 @@ METHODS.update({
     "relu": lambda x, inplace=False: op("max", x, 0),
     "silu": lambda x, inplace=False: op("mul", x, op("sigmoid", x)),
     "masked_fill": lambda x, mask, value: op("where", mask, value, x),
-    "to": _to, "type": _to, "type_as": _to,
+    "to": _to, "type": _to, "type_as": _to, "unsqueeze": _unsqueeze,
     "zeros_like": _full_like(0), "ones_like": _full_like(1), "full_like": _full_like(None),
     "clone": lambda x, **_: x, "detach": _detached, "contiguous": lambda x: x, "positive": lambda x: x,
 })  # fmt: skip
@@ -224,9 +309,17 @@ _OPERATORS = {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv", "mod": "mod",
     "and": "and", "or": "or", "xor": "xor", "lshift": "shl", "rshift": "shr",
 }  # fmt: skip
+
+
+def _set_operator(name: str, handler: Callable) -> None:
+    setattr(ScalarProxy, name, handler)
+    for row in (RowProxy, TensorProxy):
+        setattr(row, name, lambda *args: call(handler, args, {}))
+
+
 for _python, _op in _OPERATORS.items():
     for _method, _handler in ((f"__{_python}__", _of(_op)), (f"__r{_python}__", _reflected(_op))):
-        setattr(ScalarProxy, _method, _handler)
+        _set_operator(_method, _handler)
         if hasattr(Tensor, _method):
             TORCH[getattr(Tensor, _method)] = _handler
 _UNREFLECTED: dict[str, Callable] = {
@@ -234,4 +327,6 @@ _UNREFLECTED: dict[str, Callable] = {
     **{"invert": _of("not"), "pos": lambda x: x, "pow": _pow, "rpow": lambda x, base: _pow(base, x)},
 }
 for _python, _handler in _UNREFLECTED.items():
-    setattr(ScalarProxy, f"__{_python}__", _handler)
+    _set_operator(f"__{_python}__", _handler)
+for _class in (RowProxy, TensorProxy):
+    setattr(_class, "__matmul__", _dot)  # noqa: B010

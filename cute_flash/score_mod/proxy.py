@@ -2,13 +2,15 @@
 
 A `ScalarProxy` behaves like a zero-dimensional tensor in Python operators, torch functions and tensor methods
 (`overrides` defines them); each operation adds a node to the graph. A `TensorProxy` replaces a captured tensor, which
-the mod can index.
+the mod can index. A tensor with one dimension left, and a value after `unsqueeze`, are rows: a `RowProxy` has a
+`ScalarProxy` for each element, operations apply to each element, and reductions are unrolled.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from traceback import walk_stack
 from types import FrameType
 from typing import Any
@@ -22,12 +24,16 @@ from cute_flash.score_mod.graph import TYPES, Builder, Node
 
 DTYPES = {"bool": torch.bool, "int": torch.int32, "float": torch.float32}
 USE_WHERE = "use torch.where(condition, a, b), and &, | and ~ instead of and, or and not"
+# Rows are unrolled, so long rows would take long to compile and to run.
+MAX_ROW = 32
 NOT_SUPPORTED = "{} is not supported in a mod: use an operation that docs/mods.md lists"
 
 
-# Handlers of tensor methods, by name, and of torch functions; `overrides` fills both.
+# Handlers of tensor methods, by name, and of torch functions; `overrides` fills them.
 METHODS: dict[str, Callable] = {}
 TORCH: dict[Any, Callable] = {}
+# Functions and methods that reduce a row, by name.
+REDUCTIONS: dict[str, Callable] = {}
 
 
 class Specialise(BaseException):
@@ -96,18 +102,10 @@ class ScalarProxy:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = TORCH.get(func)
-        if handler is None:
-            raise trace_error(NOT_SUPPORTED.format(_name(func)))
-        return handler(*args, **(kwargs or {}))
+        return call_torch(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        handler = METHODS.get(name)
-        if handler is None:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            raise trace_error(NOT_SUPPORTED.format(f".{name} of a value"))
-        return lambda *args, **kwargs: handler(self, *args, **kwargs)
+        return _method(self, name, "a value")
 
     # Conversions to Python values, for constants and captured numbers only
 
@@ -182,8 +180,10 @@ def node_of(builder: Builder, x: Any) -> int:
     raise trace_error(f"{x!r} as an operand: expected a number or a tensor")
 
 
-def op(name: str, *operands: Any) -> ScalarProxy:
-    """Record an operation and return its result."""
+def op(name: str, *operands: Any) -> Any:
+    """Record an operation and return its result, a row if an operand is a row."""
+    if any(map(is_row, operands)):
+        return by_element(partial(op, name), operands)
     builder = next(x._builder for x in operands if isinstance(x, (ScalarProxy, TensorProxy)))
     nodes = [node_of(builder, x) for x in operands]
     try:
@@ -232,6 +232,8 @@ class TensorProxy:
         raise trace_error("assignment into a captured tensor: a mod must not change captured values")
 
     def __getattr__(self, name: str) -> Any:
+        if self.ndim == 1:
+            return _method(self, name, "a row of a captured tensor")
         if name.startswith("__"):
             raise AttributeError(name)
         raise trace_error(f".{name} of a captured tensor: compute it outside the mod, and capture the result")
@@ -240,4 +242,112 @@ class TensorProxy:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__ and isinstance(args[0], TensorProxy):
             return args[0][args[1]]
+        if any(map(is_row, args)):
+            return call_torch(func, args, kwargs or {})
         raise trace_error(f"{_name(func)} of a captured tensor: index it with an int for each dimension")
+
+
+class RowProxy:
+    """A row of values, such as the last dimension of a captured tensor."""
+
+    def __init__(self, elements: Sequence[ScalarProxy]) -> None:
+        self._elements = tuple(elements)
+        self.ndim, self.shape, self.device = 1, torch.Size((len(self._elements),)), torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._elements[0].dtype
+
+    def dim(self) -> int:
+        return 1
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return len(self._elements)
+
+    def __iter__(self) -> Iterator[ScalarProxy]:
+        return iter(self._elements)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int) or (isinstance(key, ScalarProxy) and key._python_type is not None):
+            return self._elements[key]
+        raise trace_error(f"indexing a row of values with {key}: use a constant, or index the tensor")
+
+    __hash__ = object.__hash__
+    __array_ufunc__ = None
+
+    def __bool__(self) -> bool:
+        raise trace_error(f"the truth of a row of values: use .any() or .all(), and {USE_WHERE}")
+
+    def __getattr__(self, name: str) -> Any:
+        return _method(self, name, "a row of values")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call_torch(func, args, kwargs or {})
+
+
+def is_row(x: Any) -> bool:
+    return isinstance(x, RowProxy) or (isinstance(x, TensorProxy) and x.ndim == 1)
+
+
+def elements_of(x: Any) -> tuple[ScalarProxy, ...]:
+    """The elements of a row."""
+    if isinstance(x, RowProxy):
+        return x._elements
+    if not 0 < len(x) <= MAX_ROW:
+        raise trace_error(
+            f"a row of {len(x)} elements of a captured tensor: use 1 to {MAX_ROW}, or compute it outside the mod"
+        )
+    return tuple(x[i] for i in range(len(x)))
+
+
+def by_element(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> RowProxy:
+    """Apply a function to each element of rows of equal lengths. Values, and rows of one element, are repeated."""
+    kwargs = kwargs or {}
+    rows = {id(x): elements_of(x) for x in (*args, *kwargs.values()) if is_row(x)}
+    lengths = {len(row) for row in rows.values()} - {1} or {1}
+    if len(lengths) > 1:
+        raise trace_error(f"rows of {' and '.join(map(str, sorted(lengths)))} elements: they must have equal lengths")
+
+    def element(x: Any, i: int) -> Any:
+        row = rows.get(id(x))
+        return x if row is None else row[i if len(row) > 1 else 0]
+
+    return RowProxy(
+        [
+            function(*(element(x, i) for x in args), **{name: element(x, i) for name, x in kwargs.items()})
+            for i in range(lengths.pop())
+        ]
+    )
+
+
+def call(handler: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call the handler of an operation; if an argument is a row, for each element."""
+    if not any(map(is_row, (*args, *kwargs.values()))):
+        return handler(*args, **kwargs)
+    return by_element(handler, args, kwargs)
+
+
+def call_torch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    reduction = REDUCTIONS.get(getattr(func, "__name__", ""))
+    if reduction is not None and is_row(args[0]):
+        return reduction(*args, **kwargs)
+    handler = TORCH.get(func)
+    if handler is None:
+        raise trace_error(NOT_SUPPORTED.format(_name(func)))
+    return call(handler, args, kwargs)
+
+
+def _method(x: Any, name: str, what: str) -> Callable:
+    """The method of a proxy by name."""
+    handler = (REDUCTIONS if is_row(x) and name in REDUCTIONS else METHODS).get(name)
+    if handler is None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise trace_error(NOT_SUPPORTED.format(f".{name} of {what}"))
+    if handler is REDUCTIONS.get(name):
+        return lambda *args, **kwargs: handler(x, *args, **kwargs)
+    return lambda *args, **kwargs: call(handler, (x, *args), kwargs)

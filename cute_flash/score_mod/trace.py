@@ -20,7 +20,7 @@ from cute_flash.errors import TraceError
 from cute_flash.score_mod.captures import CaptureTracer, Source, code_of, definition_of
 from cute_flash.score_mod.graph import Builder, Graph, drop_unused_arguments
 from cute_flash.score_mod.overrides import inputs
-from cute_flash.score_mod.proxy import ScalarProxy, Specialise, TensorProxy, node_of, user_line, without_line
+from cute_flash.score_mod.proxy import ScalarProxy, Specialise, TensorProxy, is_row, node_of, user_line, without_line
 
 # The inputs of each kind of mod.
 ROLES = {
@@ -154,6 +154,8 @@ def _traced(mod: Callable, role: str) -> Trace:
 
 def output_node(builder: Builder, result: Any, role: str) -> int:
     """The node of a mod's result, cast to the kind that its role requires."""
+    if is_row(result):
+        raise TraceError("it returns a row of values: index or reduce it")
     if isinstance(result, TensorProxy) or not isinstance(result, (ScalarProxy, bool, int, float, Tensor)):
         raise TraceError(f"it returns a {type(result).__name__}: return a value, such as the score")
     node = node_of(builder, result)

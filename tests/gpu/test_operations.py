@@ -10,6 +10,7 @@ import torch
 
 import cute_flash
 from cute_flash import UnsupportedError
+from tests import row_mods
 from tests.operations import SCORE_MODS, score_mods
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
@@ -90,3 +91,18 @@ def test_tables_of_small_ints() -> None:
 
         found.append(cute_flash.attn(*inputs(device), mask_mod=mask).detach().cpu().float())
     torch.testing.assert_close(*found, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", row_mods.MODS)
+def test_rows(name) -> None:
+    """Reductions of rows of a captured tensor, and their gradients."""
+    found = []
+    for device in ("cuda", "cpu"):
+        q = row_mods.queries(torch.bfloat16, device=device, head_dim=64)
+        table = row_mods.row_table(device=device).requires_grad_()
+        out = cute_flash.attn(q, q, q, score_mod=row_mods.MODS[name](table))
+        (grad,) = torch.autograd.grad(out.float().square().sum(), table)
+        found.append((out.detach().cpu().float(), grad.cpu()))
+    (out, grad), (expected_out, expected_grad) = found
+    torch.testing.assert_close(out, expected_out, rtol=2e-2, atol=1e-2)
+    assert (grad - expected_grad).norm() < 3e-2 * expected_grad.norm() + 1e-3

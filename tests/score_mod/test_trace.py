@@ -207,7 +207,7 @@ BAD = [
     (lambda s, b, h, q, kv: (s > 0) and s, r"use torch.where\(condition, a, b\), and &, \| and ~"),
     (lambda s, b, h, q, kv: max(s, 1), "min, max"),
     (lambda s, b, h, q, kv: float(s), "the Python float"),
-    (lambda s, b, h, q, kv: TABLE[h] + s, "a captured tensor of 1 dimension"),
+    (lambda s, b, h, q, kv: TABLE[h] + s, "it returns a row of values"),
     (lambda s, b, h, q, kv: TABLE[h, q, kv] + s, "3 indices into a captured tensor of 2"),
     (lambda s, b, h, q, kv: TABLE[h, s] + s, "not an int: cast it"),
     (lambda s, b, h, q, kv: TABLE[:, 0] + s, "indexing a captured tensor with slice"),
