@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Any text. The same text gives the same cases, whose results can be compared between versions.
-SEED = "gpu23"
+SEED = "first sample"
 # Cases of a group differ in these parameters only, and so share most of their kernels.
 LENGTHS = {"seqlen", "seqlen_q", "seqlen_k", "swap_sq_sk", "seqlen_new_eq_seqlen_q"}
 MAX_TRIES = 20_000
