@@ -243,7 +243,7 @@ def _replay(role: str, steps: tuple[Step, ...]) -> tuple[Builder, list[Any]]:
     for step in steps:
         if step[0] == "capture":
             _, dtype, rank = step
-            values.append(capture(builder, dtype, rank, tuple))  # sizes are not needed: Dynamo reads them
+            values.append(capture(builder, dtype, rank, _no_sizes))
             continue
         func, args, kwargs = step
         args = _decoded(args, values)
@@ -253,6 +253,11 @@ def _replay(role: str, steps: tuple[Step, ...]) -> tuple[Builder, list[Any]]:
         handler = TORCH.get(func) or _handler(func if isinstance(func, str) else func.__name__)
         values.append(handler(*args, **{key: _decoded(x, values) for key, x in kwargs}))
     return builder, values
+
+
+def _no_sizes() -> tuple:
+    """Dynamo reads sizes, except the length of a row."""
+    raise TraceError("a row of a captured tensor in torch.compile(fullgraph=True): index it with constants")
 
 
 def _handler(name: str) -> Callable:

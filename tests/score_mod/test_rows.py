@@ -66,6 +66,19 @@ def test_another_length_of_the_row() -> None:
         torch.testing.assert_close(attn(q, q, q, score_mod=mod), expected, rtol=1e-6, atol=1e-6)
 
 
+def test_torch_compile_breaks_the_graph() -> None:
+    q, mod = queries(torch.float32), MODS["dot"](row_table())
+
+    def layer(q):
+        return 2 * attn(2 * q, q, q, score_mod=mod)
+
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(layer, backend="aot_eager")(q), layer(q))
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(q)
+
+
 LONG, ROWS, OTHER = torch.ones(12, MAX_ROW + 1), row_table(), torch.ones(12, 3)
 REFUSED = [
     (lambda s, b, h, i, j: s + ROWS[i], "it returns a row of values: index or reduce it"),
