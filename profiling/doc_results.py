@@ -184,14 +184,13 @@ def decode_variants(data: Path) -> Table:
 
 
 def decode_line(data: Path) -> str:
-    """Decoding: geometric means and host time in two sentences."""
+    """Decoding: geometric means in one sentence."""
     record = _read_decode(data)
     few, every = decode.ratios(record, decode.SMALL_BATCH), decode.ratios(record)
-    host = record["host"]["us"][decode.OURS]
     return (
         f"Geometric means of the speed over the best peer: {geometric_mean(few):.2f} × for B ≤ {decode.SMALL_BATCH}, "
-        f"{geometric_mean(every):.2f} × for all cells ({min(every):.2f} or more). The host time of a warm call is "
-        f"{host:.1f} µs. Commit `{record['machine']['git_commit'][:7]}` ([data]({DECODE}))."
+        f"{geometric_mean(every):.2f} × for all cells ({min(every):.2f} or more). "
+        f"Commit `{record['machine']['git_commit'][:7]}` ([data]({DECODE}))."
     )
 
 

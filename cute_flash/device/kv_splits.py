@@ -198,7 +198,7 @@ class KvSplits:
     def aligned(self, per_cta: Int32, num_splits: Int32, counts: tuple) -> tuple[Int32, Int32]:
         """Lengthen the intervals so that no CTA has splits of two query tiles, if this adds at most 1/16 and two units.
 
-        Returns `Division.per_cta` and `Division.multiple`, which are `per_cta` and 1 if the intervals stay as they are.
+        Returns `Division.per_cta` and `Division.multiple`. Without a change these are `per_cta` and 1.
 
         Args:
             per_cta: units of a CTA, without regard to query tiles.

@@ -276,7 +276,7 @@ class Ring:
                 all_positions = torch.cat(slices) if slices else None
                 yield steps, (heads_first(kv[0]), heads_first(kv[1])), group.calls, all_positions
             else:
-                # This rank sees no key of the group, but may receive shares of dk and dv of its own keys.
+                # This rank has no call in the group, but other ranks may send it shares of dk and dv.
                 yield steps, (k[:, :, :0], v[:, :, :0]), (), None
 
     def _fetch(self, steps: range, own: Pair) -> Pending:

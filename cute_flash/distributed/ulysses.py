@@ -1,4 +1,4 @@
-"""Ulysses: all-to-all messages give each rank some heads of all tokens, instead of all heads of its own tokens.
+"""Ulysses: an all-to-all exchanges all heads of a rank's own tokens for some heads of all tokens.
 
 Rank i of n gets the query heads i H / n to (i + 1) H / n - 1 of the tokens of all n ranks, and the K/V heads that they
 use. If there are fewer K/V heads than ranks, each one goes to n / Hkv ranks.

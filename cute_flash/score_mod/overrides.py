@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -208,7 +209,7 @@ def _sum(row: Any, dim: Any = None, keepdim: bool = False) -> Any:
 
 
 def _mean(row: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    return op("div", _reduced("add", row, dim, keepdim, "to_float"), float(len(row)))
+    return _reduced("add", row, dim, keepdim, "to_float") / float(len(row))
 
 
 def _reduction(name: str, cast: str = "") -> Callable:
@@ -221,7 +222,7 @@ def _extremum(name: str) -> Callable:
     def extremum(row: Any, other: Any = None, **kwargs: Any) -> Any:
         if kwargs or isinstance(other, int):
             raise trace_error(f"{name} with dim: use a{name}, which returns the values alone")
-        return _reduced(name, row, None, False) if other is None else op(name, row, other)
+        return _reduced(name, row, None, False) if other is None else by_element(partial(op, name), (row, other))
 
     return extremum
 
@@ -229,7 +230,7 @@ def _extremum(name: str) -> Callable:
 def _dot(a: Any, b: Any) -> Any:
     if not (is_row(a) and is_row(b)):
         raise trace_error("a dot product of a row and a value: it takes two rows")
-    return _sum(by_element(lambda x, y: op("mul", x, y), (a, b)))
+    return _sum(by_element(partial(op, "mul"), (a, b)))
 
 
 def _unsqueeze(x: ScalarProxy, dim: int) -> RowProxy:
@@ -312,9 +313,8 @@ _OPERATORS = {
 
 
 def _set_operator(name: str, handler: Callable) -> None:
-    setattr(ScalarProxy, name, handler)
-    for row in (RowProxy, TensorProxy):
-        setattr(row, name, lambda *args: call(handler, args, {}))
+    for proxy in (ScalarProxy, RowProxy, TensorProxy):
+        setattr(proxy, name, lambda *args: call(handler, args, {}))
 
 
 for _python, _op in _OPERATORS.items():

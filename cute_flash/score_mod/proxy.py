@@ -180,10 +180,8 @@ def node_of(builder: Builder, x: Any) -> int:
     raise trace_error(f"{x!r} as an operand: expected a number or a tensor")
 
 
-def op(name: str, *operands: Any) -> Any:
-    """Record an operation and return its result, a row if an operand is a row."""
-    if any(map(is_row, operands)):
-        return by_element(partial(op, name), operands)
+def op(name: str, *operands: Any) -> ScalarProxy:
+    """Record an operation and return its result."""
     builder = next(x._builder for x in operands if isinstance(x, (ScalarProxy, TensorProxy)))
     nodes = [node_of(builder, x) for x in operands]
     try:
@@ -343,11 +341,11 @@ def call_torch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 def _method(x: Any, name: str, what: str) -> Callable:
     """The method of a proxy by name."""
-    handler = (REDUCTIONS if is_row(x) and name in REDUCTIONS else METHODS).get(name)
+    if is_row(x) and name in REDUCTIONS:
+        return partial(REDUCTIONS[name], x)
+    handler = METHODS.get(name)
     if handler is None:
         if name.startswith("__"):
             raise AttributeError(name)
         raise trace_error(NOT_SUPPORTED.format(f".{name} of {what}"))
-    if handler is REDUCTIONS.get(name):
-        return lambda *args, **kwargs: handler(x, *args, **kwargs)
     return lambda *args, **kwargs: call(handler, (x, *args), kwargs)

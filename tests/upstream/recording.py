@@ -36,7 +36,7 @@ class _CudaRecorder(gpu.Gpu):
 
 @contextmanager
 def recording() -> Iterator[list[CompileKey]]:
-    """The kernels of all launches, which do nothing. Without a GPU, CPU tensors stand in, as on an H200."""
+    """Yield the list of kernels that calls launch. Nothing is launched. Without a GPU, plans are those of an H200."""
     recorder = _CudaRecorder() if HAS_GPU else RecordingGpu(H200)
     with ExitStack() as stack:
         stack.enter_context(gpu.use_gpu(recorder))
