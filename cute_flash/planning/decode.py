@@ -34,6 +34,9 @@ MAX_SPLITS = 1024
 COUNTERS_STEP = 4096
 # Keys of a unit: a CTA computes whole units (`device/kv_splits.py`).
 UNIT_KEYS = 32
+# Programmatic dependent launch saves 1 to 2 % of a call with few query tiles and costs as much with many: it is used
+# with fewer than this many query tiles per SM (profiling/notes/decode.md).
+MAX_OVERLAP_TILES_PER_SM = 0.5
 # The limit of counts that the kernel keeps in 32 bits: half of the range, because the kernel may round them up.
 MAX_COUNT = 1 << 30
 
@@ -269,6 +272,8 @@ def plan_decode(
             raise UnsupportedError(f"num_splits={num_splits} on cuda: use at most {MAX_SPLITS}, or None")
         # Each CTA computes one unit.
         num_ctas = num_query_tiles * num_splits
+    if num_query_tiles >= MAX_OVERLAP_TILES_PER_SM * arch.num_sms:
+        static = replace(static, overlaps_previous=False)
     key = CompileKey.of("decode", static, tile, arch.name)
     plan = DecodePlan(
         key=key,

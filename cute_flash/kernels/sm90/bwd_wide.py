@@ -22,7 +22,7 @@ the other warpgroup. dQ0 and dQ1 complete at equal intervals, so that the additi
 |-----------|-------|----------------------------------------------------------------|
 | 0         | 0     | load K, V, Q, dO, LSE and D by TMA                             |
 | 0         | 1, 2  | add one warpgroup's dQ to global memory by bulk reductions, if |
-|           |       | deterministic in the order of a semaphore                      |
+|           |       | deterministic in the order of semaphores                       |
 | 1, 2      | all   | MMA: half of the keys, half of the columns of the gradients    |
 
 | shared memory | elements                    | lifetime                                    |
@@ -73,7 +73,7 @@ from cute_flash.spec.band import FAR
 from cute_flash.spec.problem import Static
 
 # Named barriers; 0 is the CTA barrier.
-FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED, DQ_ADDED = 1, 3, 4, 6, 7
+FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED = 1, 3, 4, 6
 HALVES = 2
 ALL_PIECES = 8  # pieces of half of a warpgroup's dQ; a piece is four registers of each thread
 # The least number of k-steps of S and dP; with fewer, ptxas would serialise the products.
@@ -218,8 +218,8 @@ class BwdSm90Wide(Kernel):
     def add_dq(self, p: Params, storage: SharedStorage, wg: Int32):
         """Add the dQ of one warpgroup to global memory.
 
-        Each MMA warpgroup has its own adder warp, so that neither waits for the part of the other. With a semaphore,
-        both add a block after all K/V tiles of lower rank have added theirs.
+        Each MMA warpgroup has its own adder warp, so that neither waits for the part of the other. Each half of a
+        warpgroup's part of a block has its own semaphore, so that a half waits only for the same half of other tiles.
         """
         tile, accum_block, iteration = p.tile(), Int32(0), Int32(0)
         accum_block = p.first_accum_block(tile)
@@ -227,56 +227,51 @@ class BwdSm90Wide(Kernel):
         source = storage.sdQ[None, None, None, wg].iterator
         for g in cutlass.range(p.heads_per_kv, unroll=1):
             for i in cutlass.range(tile.block_iter.num, unroll=1):
-                if cutlass.const_expr(p.dq_semaphore is not None):
-                    self.wait_semaphore(p, tile, g, i)
                 first = p.mdQ_accum.iterator + Int64(accum_block + i) * elements
                 for half in cutlass.range_constexpr(HALVES):
                     staged = (HALVES * (iteration + i) + half) * NUM_WARPGROUPS + wg
+                    part = HALVES * wg + half
+                    if cutlass.const_expr(p.dq_semaphore is not None):
+                        self.wait_semaphore(p, tile, g, i, part)
                     storage.dq.wait_full(staged)
                     with cute.arch.elect_one():
-                        part = (HALVES * wg + half) * (elements // (HALVES * NUM_WARPGROUPS))
-                        bulk_add(first + part, source, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces)
+                        target = first + part * (elements // (HALVES * NUM_WARPGROUPS))
+                        bulk_add(target, source, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces)
                         cute.arch.cp_async_bulk_commit_group()
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                     storage.dq.release(staged)
-                if cutlass.const_expr(p.dq_semaphore is not None):
-                    self.arrive_semaphore(p, tile, g, i, wg)
+                    if cutlass.const_expr(p.dq_semaphore is not None):
+                        self.arrive_semaphore(p, tile, g, i, part)
             iteration += tile.block_iter.num
             accum_block += p.mdQ_accum.shape[2]
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
 
-    def semaphore_rank(self, p: Params, tile: KVTile, g: Int32, i: Int32) -> tuple:
-        """The coordinate of the semaphore of the i-th m_block of the g-th head, and the rank of this tile.
+    def semaphore_rank(self, p: Params, tile: KVTile, g: Int32, i: Int32, part: Int32) -> tuple:
+        """The coordinate of the semaphore of a part of the i-th m_block of the g-th head, and the rank of this tile.
 
         The wait and the arrival each compute them, because there are no registers to keep them.
         """
         seqlen, m_block = replace(tile.seqlen, batch=rederived(tile.batch)), tile.block_iter.block(rederived(i))
-        block = seqlen.padded_q_block(m_block, self.tile.tile_m)
+        block = seqlen.padded_q_block(m_block, self.tile.tile_m) * self.tile.dq_semaphores + part
         coord = (tile.head_kv * p.heads_per_kv + g, 0 if seqlen.is_varlen else seqlen.batch, block)
         return coord, p.dq_semaphore.rank(tile.n_block, m_block, seqlen if seqlen.is_varlen else None)
 
     @cute.jit
-    def wait_semaphore(self, p: Params, tile: KVTile, g: Int32, i: Int32):
-        """Wait until all K/V tiles of lower rank have added to a block. Called by both adder warps."""
-        coord, rank = self.semaphore_rank(p, tile, g, i)
+    def wait_semaphore(self, p: Params, tile: KVTile, g: Int32, i: Int32, part: Int32):
+        """Wait until all K/V tiles of lower rank have added this part of a block."""
+        coord, rank = self.semaphore_rank(p, tile, g, i, part)
         with cute.arch.elect_one():
             p.dq_semaphore.wait(coord, rank)
         cute.arch.sync_warp()
 
     @cute.jit
-    def arrive_semaphore(self, p: Params, tile: KVTile, g: Int32, i: Int32, wg: Int32):
-        """Let the next K/V tile add to a block, after both adder warps have added to it."""
+    def arrive_semaphore(self, p: Params, tile: KVTile, g: Int32, i: Int32, part: Int32):
+        """Let the next K/V tile add this part of a block, after the additions of this tile are complete."""
+        coord, rank = self.semaphore_rank(p, tile, g, i, part)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
-            # Orders the additions before the release by the other warp's thread.
-            cute.arch.inline_ptx("fence.proxy.async.global;")
-        cute.arch.sync_warp()
-        cute.arch.barrier(barrier_id=DQ_ADDED, number_of_threads=32 * NUM_WARPGROUPS)
-        if wg == 0:
-            coord, rank = self.semaphore_rank(p, tile, g, i)
-            with cute.arch.elect_one():
-                p.dq_semaphore.arrive(coord, rank)
+            p.dq_semaphore.arrive(coord, rank)
         cute.arch.sync_warp()
 
     @property

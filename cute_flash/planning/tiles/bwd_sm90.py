@@ -61,6 +61,7 @@ class BwdTileSm90Wide(Tile):
 
     needs_wgmma: ClassVar[bool] = True
     num_threads: ClassVar[int] = 3 * 128
+    dq_semaphores: ClassVar[int] = 4  # two halves of each warpgroup's part of dQ
     registers: ClassVar[tuple[int, int]] = 24, 240  # per thread of the producer, and of the consumer warpgroups
 
     @property
