@@ -2,7 +2,7 @@
 
     S   = softcap(scale q·k) - slope |distance| + bias
     P   = exp(score_mod(S) - LSE),  0 where the band or mask_mod masks
-    dS' = P (Z dP - D),  Z = 0 or 1 / (1 - dropout)
+    dS' = P (Z dP - Δ),  Z = 0 or 1 / (1 - dropout)
     dS  = score_mod'(S) dS', 0 where P is 0; then times the derivative of softcap
 
 Rows are keys and columns are queries. P takes the registers of S while dP is computed. If the gradient needs S itself,
@@ -319,7 +319,7 @@ class ModScores:
         return cutlass.select_(bits[r, c] == MASKED_BITS, Float32(0.0), P) if self.masks_by_bits else P
 
     @cute.jit
-    def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rD: cute.Tensor, dalibi):
+    def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rDelta: cute.Tensor, dalibi):
         """Replace the values that `exponentiate` kept by dS, and sum the gradients of slope, bias and captured tensors.
 
         The caller must call `finish` of the sums that are returned.
@@ -342,7 +342,7 @@ class ModScores:
                     shifted = x + zero
                     P = opaque.prob(shifted, (r, c), rLSE, score_mod, query, bits)
                     S = opaque.mod_input(shifted, r, c)
-                dS = P * (dP - self.plain.of_query(rD, r, c))
+                dS = P * (dP - self.plain.of_query(rDelta, r, c))
                 if cutlass.const_expr(gradient is not None):
                     outputs = gradient.at(r, column, S, dS)
                     is_zero = P == 0.0

@@ -197,7 +197,7 @@ def _pieces(problem: Problem, tile: Any, *heads_and_rows: tuple[str, int, int]) 
     """The workspace of fp32 calls: the fp16 pieces of the tensors, and the norms that set the scale of the pieces."""
     batch, width = problem.batch_dim, 2 * tile.head_dim
     buffers = [Buffer(f"{name}_pieces", (batch, heads, rows, width), "float16") for name, heads, rows in heads_and_rows]
-    # Norms of each tensor, then the largest |D| of the backward. In a varlen batch, padding is one more sequence.
+    # Norms of each tensor, then the largest |Δ| of the backward. In a varlen batch, padding is one more sequence.
     num_sequences = problem.batch + 1 if problem.varlen else batch
     return [*buffers, Buffer("norms", (len(buffers) + 1, num_sequences, problem.heads), init="zeros")]
 

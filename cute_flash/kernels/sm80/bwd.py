@@ -5,7 +5,7 @@ For each K/V tile, over the query heads that share it and their m_blocks i:
     S^T  = K Qi^T                       keys are rows
     P^T  = exp(scale S^T - LSE)         0 outside the band
     dP^T = V dOi^T
-    dS^T = P^T (dP^T - D),  D = rowsum(dO O) - dLSE
+    dS^T = P^T (dP^T - Δ),  Δ = rowsum(dO O) - dLSE
     dV  += P^T dOi
     dK  += dS^T Qi                      times scale at the end
     dQi += dS K                         fp32 atomic additions in global memory, times scale in postprocess
@@ -18,7 +18,7 @@ keys, a warp's P^T and dS^T are operands of its dV and dK directly from register
 | sKV           | 2 x tile_n x tile_d          | the tile; dK and dV are stored through it      |
 | sQdO          | 2 x stages x tile_m x tile_d | one m_block                                    |
 | sdSP          | 2 x tile_n x tile_m          | one block; only dS if P stays in registers     |
-| sRows         | 2 x stages x tile_m, fp32    | LSE and D of one m_block                       |
+| sRows         | 2 x stages x tile_m, fp32    | LSE and Δ of one m_block                       |
 """
 
 import cutlass
@@ -101,7 +101,7 @@ class BwdSm80(Kernel):
             mV=args.v,
             mdO=args.dout_cast,
             mLSE=args.lse_log2,
-            mD=args.delta,
+            mDelta=args.delta,
             mdQ_accum=args.dq_accum,
             mdK=args.dk,
             mdV=args.dv,
@@ -278,7 +278,7 @@ class BwdSm80(Kernel):
         op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
         atom = cute.make_copy_atom(op, Float32, num_bits_per_copy=32 * FLOATS)
         if thread < tile.tile_m // FLOATS:
-            for i, mY in enumerate((p.mLSE, p.mD)):
+            for i, mY in enumerate((p.mLSE, p.mDelta)):
                 row = seqlen.padded_q_block(m_block, tile.tile_m) * tile.tile_m + thread * FLOATS
                 source = (seqlen.slice_head(mY, head).iterator + row).align(16)
                 sY = storage.sRows[None, stage + i * tile.stages]
@@ -356,7 +356,7 @@ class BwdSm80(Kernel):
             for i, piece in enumerate(pieces):
                 state.store_p.shifted(i).store(piece)
 
-        # dP^T = V dO^T;  dS^T = P^T (dP^T - D)
+        # dP^T = V dO^T;  dS^T = P^T (dP^T - Δ)
         if cutlass.const_expr(self.static.is_fp32):
             self.gemm_fp32(p.mma_s, acc_dP, state.v, state.do, stage, factors.dp)
         else:
@@ -472,7 +472,7 @@ class BwdSm80(Kernel):
         return p.mma_s.get_slice(rederived(state.thread)).partition_C(coords)
 
     def column_statistic(self, p: Params, state: MainloopState, stage) -> cute.Tensor:
-        """LSE or D of the queries of this thread's columns of S^T (`device.mask.column_offset`)."""
+        """LSE or Δ of the queries of this thread's columns of S^T (`device.mask.column_offset`)."""
         columns = as_mn(self.coordinates(p, state))
         pairs = cute.make_layout((2, cute.size(columns, mode=[1]) // 2), stride=(1, 8))
         first = (state.storage.sRows[None, stage].iterator + columns[0, 0][1]).align(8)

@@ -34,7 +34,7 @@ class Params:
     mV: cute.Tensor
     mdO: cute.Tensor
     mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
-    mD: cute.Tensor  # (B, H, Sq padded)
+    mDelta: cute.Tensor  # (B, H, Sq padded)
     mdQ_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32, in register order
     mdK: cute.Tensor
     mdV: cute.Tensor
@@ -50,7 +50,7 @@ class Params:
     mma_kv: cute.TiledMma  # P^T dO and dS^T Q: keys x head_dim
     mma_q: cute.TiledMma  # dS K: queries x head_dim
     score_params: BwdScoreParams | None  # None: without score features
-    # fp32 calls, where mQ, mK, mV and mdO are pieces: (5, B, H), the norms of Q, K, V and dO, and the largest |D|.
+    # fp32 calls, where mQ, mK, mV and mdO are pieces: (5, B, H), the norms of Q, K, V and dO, and the largest |Δ|.
     norms: cute.Tensor | None = None
 
 
@@ -70,7 +70,7 @@ class Factors:
         head_kv = head // (p.mQ.shape[1] // p.mK.shape[1])
         norms = [p.norms[i, seqlen.batch, head_kv if i in (1, 2) else head] for i in range(5)]
         q, k, v, do = (split_fp32.factor(norm) for norm in norms[:4])
-        # |dS| <= |dP| + |D|, as P is at most 1; dropout scales dP.
+        # |dS| <= |dP| + |Δ|, as P is at most 1; dropout scales dP.
         dp = norms[2] * norms[3]
         if p.score_params is not None and p.score_params.dropout_scale is not None:
             dp = dp * p.score_params.dropout_scale
@@ -89,7 +89,7 @@ class SharedStorage:
     sKV: cute.Tensor  # (tile_n, tile_d, K or V)
     sQdO: cute.Tensor  # (tile_m, tile_d, stages of Q, then those of dO)
     sdSP: cute.Tensor  # (tile_n, tile_m, pieces of dS, then those of P)
-    sRows: cute.Tensor  # (tile_m, stages of LSE, then those of D)
+    sRows: cute.Tensor  # (tile_m, stages of LSE, then those of Δ)
 
     @staticmethod
     def allocate(tile: BwdTileSm80, dtype, k: SmemTile, q: SmemTile, s: SmemTile) -> "SharedStorage":
