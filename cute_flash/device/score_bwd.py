@@ -3,7 +3,7 @@
     t   = tanh(scale q·k / softcap)
     P   = exp(softcap t - slope |distance| - LSE)
     dS' = P (Z dP - Δ),  Z = 0 or 1 / (1 - dropout)     the gradient of the slope is the sum of -dS' |distance|
-    dS  = dS' (1 - t²)
+    dS  = dS' (1 - t²),  Δ = rowsum(dO O) - dLSE
 
 A kernel contains only the code of its features. The registers of S hold P (1 - t²) until dP is computed, so softcap
 needs no registers of its own. With ALiBi and softcap they hold t instead, and P is computed twice, because the gradient
@@ -111,7 +111,7 @@ class BlockScores:
 
     @cute.jit
     def apply_softcap(self, acc_S: cute.Tensor):
-        """S -> t, before the mask."""
+        """Replace Q K^T by t. Called before the mask."""
         if cutlass.const_expr(self.score.rate is not None):
             # With ALiBi or dropout there are not enough registers for both methods of tanh.
             looks_near = self.score.slope_log2 is None and self.dropout_bits is None
@@ -145,7 +145,7 @@ class BlockScores:
 
     @cute.jit
     def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rDelta: cute.Tensor, dalibi):
-        """Replace the values that `exponentiate` kept by dS, and add the gradient of the slope to `dalibi` (1)."""
+        """Replace the values that `exponentiate` kept by dS, and add the gradient of the slope to dalibi[0]."""
         S_mn, dP_mn = as_mn(acc_S), as_mn(acc_dP)
         opaque = self.opaque(dP_mn)
         for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):

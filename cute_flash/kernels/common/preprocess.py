@@ -32,7 +32,7 @@ class Params:
     dq_semaphore: cute.Tensor | None  # (B, H, m_blocks)
     dlse: cute.Tensor | None
     q_tile_list: cute.Tensor | None  # of a varlen batch
-    norms: cute.Tensor | None = None  # (5, sequences, H) of an fp32 call; the last one is the largest |Δ|
+    norms: cute.Tensor | None = None  # (5, sequences, H) of an fp32 call; norms[4] is the largest |Δ|
 
 
 class BwdPreprocess(MBlockKernel):
@@ -123,6 +123,7 @@ class BwdPreprocess(MBlockKernel):
 
     @cute.jit
     def raise_delta_max(self, norms: cute.Tensor, sequence: tuple, largest: Float32):
+        """Raise the largest |Δ| of the head to that of this warp, atomically."""
         seqlen, head = sequence
         for step in cutlass.range_constexpr(5):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
