@@ -50,17 +50,18 @@ class Params:
     mma_kv: cute.TiledMma  # P^T dO and dS^T Q: keys x head_dim
     mma_q: cute.TiledMma  # dS K: queries x head_dim
     score_params: BwdScoreParams | None  # None: without score features
-    # fp32 calls, where mQ, mK, mV and mdO are pieces: (5, B, H), the norms of Q, K, V and dO, and the largest |Δ|.
+    # (5, B, H) in fp32 calls: the largest row norms of Q, K, V and dO, and the largest |Δ|. mQ, mK, mV and mdO are
+    # then fp16 pieces (`device.split_fp32`).
     norms: cute.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors of products of pieces, for one head. See `device.split_fp32`."""
+    """The factors that turn products of fp16 pieces into the true products, for one head. See `device.split_fp32`."""
 
     s: Float32  # of K Q^T
     dp: Float32  # of V dO^T
-    ds: Float32  # of dS, before it is split
+    ds: Float32  # multiplies dS before it is split
     dv: Float32
     dk: Float32
     dq: Float32
@@ -70,7 +71,8 @@ class Factors:
         head_kv = head // (p.mQ.shape[1] // p.mK.shape[1])
         norms = [p.norms[i, seqlen.batch, head_kv if i in (1, 2) else head] for i in range(5)]
         q, k, v, do = (split_fp32.factor(norm) for norm in norms[:4])
-        # |dS| <= |dP| + |Δ|, as P is at most 1; dropout scales dP.
+        # |dS| <= |dP| + |Δ| <= 2 bound, because P is at most 1. The scaled dS is then below 2^15, in the range of fp16.
+        # Dropout scales dP.
         dp = norms[2] * norms[3]
         if p.score_params is not None and p.score_params.dropout_scale is not None:
             dp = dp * p.score_params.dropout_scale
@@ -115,7 +117,7 @@ class MainloopState:
     q: MmaOperand
     v: MmaOperand  # dP^T = V dO^T
     do: MmaOperand
-    p: MmaOperand  # dV += P^T dO, if P is in shared memory; its high piece
+    p: MmaOperand  # dV += P^T dO, if P is in shared memory; in fp32 calls the high piece, which the low one follows
     do_t: MmaOperand
     ds: MmaOperand  # dK += dS^T Q, if dS is in shared memory
     q_t: MmaOperand

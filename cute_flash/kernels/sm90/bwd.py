@@ -14,7 +14,7 @@ For each K/V tile, over the query heads that share it and their m_blocks i, in p
 |-----------|-------|----------------------------------------------------------|
 | 0         | 0     | load K, V, Q, dO, LSE and Δ by TMA                       |
 | 0         | 1     | add dQ to global memory by bulk reductions               |
-| 0         | 2     | the same for every other block, if deterministic         |
+| 0         | 2     | if deterministic: the same, alternating with warp 1      |
 | 1, 2      | all   | MMA: 64 keys of the tile and half of dQ each             |
 
 | shared memory | elements                    | lifetime                                             |
@@ -235,7 +235,8 @@ class BwdSm90(Kernel):
         operands = tuple(cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
         total = p.num_m_blocks(tile)
         storage.v.wait_full(tile.count)
-        # The number of a block within its head is incremented, because computing it takes a slow division.
+        # The number of a block within its head is incremented, because computing it from the iteration takes a slow
+        # division.
         position = (Int32(0),)
         if cutlass.const_expr(self.has_score_params):
             position = (Int32(0), tile.head_kv * p.heads_per_kv)

@@ -156,7 +156,7 @@ class Params:
         tile_n, tile_m = self.config.tile.tile_n, self.config.tile.tile_m
         seqlen = self.seqlen_info(coord)
         blocks = self.band.blocks(coord[0], tile_n, tile_m, seqlen.k_len, seqlen.q_len)
-        # Without a mask every tile starts at another m_block, so that few tiles add to the same m_block at a time. A
+        # Without a mask each tile starts at a different m_block, so that few tiles add to one m_block at a time. A
         # semaphore serialises the additions, so the start does not matter.
         shift, num_sparse = None, None
         if self.block_indices is not None:
@@ -177,7 +177,10 @@ class Params:
 
     @property
     def num_adders(self) -> int:
-        """The number of warps that add dQ. With a semaphore there are two, because each waits for its own additions."""
+        """The number of warps that add dQ.
+
+        With a semaphore there are two: one adds while the other waits until its additions are complete.
+        """
         return 1 if self.dq_semaphore is None else DETERMINISTIC_ADDERS
 
 

@@ -15,14 +15,14 @@ block, a warpgroup issues the following products. 0 and 1 are the halves of dV, 
 
     dQ0 dK0   S' dK1 dQ1   dV0' dP' dV1'
 
-While dK1 and dQ1 run, it computes the exponentials. While dV1' runs, it computes and stores dS', and waits for that of
+While dK1 and dQ1 run, it computes the exponentials. While dV1' runs, it computes and stores dS', and waits for dS' of
 the other warpgroup. dQ0 and dQ1 complete at equal intervals, so that the additions to global memory keep up.
 
 | warpgroup | warps | role                                                           |
 |-----------|-------|----------------------------------------------------------------|
 | 0         | 0     | load K, V, Q, dO, LSE and Δ by TMA                             |
-| 0         | 1, 2  | add one warpgroup's dQ to global memory by bulk reductions, if |
-|           |       | deterministic in the order of a semaphore                      |
+| 0         | 1, 2  | adder warps: each adds one warpgroup's dQ to global memory by  |
+|           |       | bulk reductions; if deterministic, in the order of a semaphore |
 | 1, 2      | all   | MMA: half of the keys, half of the columns of the gradients    |
 
 | shared memory | elements                    | lifetime                                    |
@@ -72,7 +72,7 @@ from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.band import FAR
 from cute_flash.spec.problem import Static
 
-# Named barriers; 0 is the CTA barrier.
+# Named barriers; 0 is the CTA barrier. A name with FIRST_ is the first of two, one per warpgroup.
 FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED, DQ_ADDED = 1, 3, 4, 6, 7
 HALVES = 2
 ALL_PIECES = 8  # pieces of half of a warpgroup's dQ; a piece is four registers of each thread
@@ -269,7 +269,7 @@ class BwdSm90Wide(Kernel):
         """Let the next K/V tile add to a block, after both adder warps have added to it."""
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
-            # Orders the additions before the release by the other warp's thread.
+            # Orders the additions of this warp before the arrival, which the other adder warp may do.
             cute.arch.inline_ptx("fence.proxy.async.global;")
         cute.arch.sync_warp()
         cute.arch.barrier(barrier_id=DQ_ADDED, number_of_threads=32 * NUM_WARPGROUPS)
@@ -704,9 +704,9 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def store_columns(self, tma: TmaTiles, sX: cute.Tensor, width: cutlass.Constexpr, coord: tuple):
-        """Store a warpgroup's columns if the matrix has them.
+        """Store a warpgroup's columns of dK or dV, if they exist.
 
-        If the matrix is one tile wide, the second warpgroup's columns would overwrite those of the first.
+        If dK or dV is only one TMA tile wide, a store of the second warpgroup's columns would overwrite the first's.
         """
         wg = coord[3]
         sY = cute.local_tile(sX, (tma.rows, tma.cols), (0, wg))

@@ -65,6 +65,7 @@ class Params:
         """The K/V tile of this CTA."""
         tile_n, tile_m = self.config.tile.tile_n, self.config.tile.tile_m
         n_block, head_kv, seqlen = self.tile_coord()
+        # The band with keys as rows and queries as columns.
         of_keys = Band(self.band.right, self.band.left)
         blocks = of_keys.blocks(n_block, tile_n, tile_m, seqlen.k_len, seqlen.q_len)
         block_iter = BlockIterator.of(blocks, ascends=True)
