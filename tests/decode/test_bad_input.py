@@ -111,12 +111,12 @@ WRONG = [
 # Wrong values of lengths and indices, which the CPU path reads.
 WRONG_VALUES = [
     (call(cache_seqlens=ints(5, -1)), "cache_seqlens[1]=-1 is negative"),
-    (call(cache_seqlens=ints(25, 1)), "cache_seqlens[0]=25: a sequence has at most 24 rows"),
-    (call(cache_seqlens=24, k_new=NEW, v_new=NEW), "cache_seqlens[0]=24 and 1 new rows: a sequence has at most 24"),
-    (paged(cache_seqlens=ints(0, 25)), "cache_seqlens[1]=25: a sequence has at most 24 rows"),
+    (call(cache_seqlens=ints(25, 1)), "cache_seqlens[0]=25: the cache holds 24 rows per sequence"),
+    (call(cache_seqlens=24, k_new=NEW, v_new=NEW), "cache_seqlens[0]=24 and 1 new rows: the cache holds 24 rows"),
+    (paged(cache_seqlens=ints(0, 25)), "cache_seqlens[1]=25: the cache holds 24 rows per sequence"),
     (paged(page_table=torch.full((2, 3), 6, dtype=torch.int32)), "page_table[0, 0]=6: there are 6 pages"),
     (paged(page_table=torch.tensor([[0, 1, 2], [3, -1, 5]]).int()), "page_table[1, 1]=-1: there are 6 pages"),
-    (call(cache_batch_idx=ints(0, 2)), "cache_batch_idx[1]=2: the cache has 2 rows of sequences"),
+    (call(cache_batch_idx=ints(0, 2)), "cache_batch_idx[1]=2: the cache has 2 sequences, numbered from 0"),
     (call(leftpad=ints(0, -3)), "leftpad[1]=-3 is negative"),
     (call(q=Q3, cu_seqlens_q=ints(0, 1, 3)), "cu_seqlens_q ends with 3: there are 2 tokens in q"),
     (call(q=Q3, cu_seqlens_q=ints(0, 2, 1)), "offsets may not decrease"),
