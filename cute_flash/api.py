@@ -90,19 +90,20 @@ def attn(
     sinks, softmax, dropout. docs/semantics.md defines each step.
 
     The mask aligns the last query with the last key (bottom right): query i sees the keys j with
-    ``i + Sk - Sq - left <= j <= i + Sk - Sq + right``. A query that sees no key has output 0, LSE -inf and gradients 0.
+    ``i + Sk - Sq - left <= j <= i + Sk - Sq + right``. A query that sees no key has output 0 and gradient 0. Its LSE is
+    -inf or, with `sinks`, the sink of its head.
 
     On CUDA, q, k and v are fp16, bf16 or fp32; D and Dv are multiples of 8 up to 256, or up to 128 for fp32. fp32 calls
-    have fp32 accuracy (docs/numerics.md), use mma.sync on every GPU, and have no gradient of a score_mod. On the CPU,
-    q, k and v are fp16, bf16, fp32 or fp64 with any D and Dv, and a slower reference path computes the result. Under
-    autocast, q, k and v are cast to the autocast dtype. Kernels read tensors in place if the last dimension is
+    have fp32 accuracy (docs/numerics.md), use mma.sync on every GPU, and have no backward pass with a score_mod. On the
+    CPU, q, k and v are fp16, bf16, fp32 or fp64 with any D and Dv, and a slower reference path computes the result.
+    Under autocast, q, k and v are cast to the autocast dtype. Kernels read tensors in place if the last dimension is
     contiguous and rows start at multiples of 16 bytes; other tensors are copied first. Jagged NestedTensors are passed
     on to `attn_nested`.
 
     Gradients flow through out and lse. On CUDA, dq is accumulated by atomic additions in no fixed order, so its bits
     may differ between calls unless `deterministic` is set. On sm_90, gradients use wgmma, except in three cases, which
-    use the slower mma.sync: D > 128 with mods, a bias or a block mask; long mods; and deterministic gradients of
-    captured tensors.
+    use the slower mma.sync: D > 128 with a score_mod, mask_mod, bias or block mask; mods with many operations; and
+    deterministic gradients of tensors that score_mod captures.
 
     Args:
         q: Queries, (B, H, Sq, D), or (B, Sq, H, D) with `layout="bshd"`; (B, Sq, D) or (Sq, D) for a single head.
@@ -221,7 +222,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
         check_are_tensors(q=q, k=k, v=v)
         as_bool("return_lse", values.return_lse)
         if q.is_nested:
-            raise UnsupportedError("q is a NestedTensor: supports takes dense tensors, such as the longest sequence")
+            raise UnsupportedError("q is a NestedTensor: supports() takes dense tensors; pass the longest sequence")
         args = _args(
             q, values.causal, values.window, values.scale, values.deterministic, values.softcap,
             values.return_max_logit, values.out_dtype, values.batch_invariant,
@@ -649,7 +650,7 @@ def _with_bias(score_mod: Callable | None, bias: Any, sizes: tuple[int, int], *m
     Dimensions in which the bias has size 1 are not indexed.
     """
     if score_mod is not None and not callable(score_mod):
-        return score_mod  # `score_mod.trace.bind` will raise an error, because it is not a function
+        return score_mod  # `score_mod.trace.bind` raises the error for a score_mod that is not a function
     bias = _checked_bias_type(bias, "(B, H, max_seqlen_q, max_seqlen_k)")
     if bias.dim() > 4 or not bias.is_floating_point():
         raise ValueError(

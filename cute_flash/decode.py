@@ -88,7 +88,8 @@ def attn_decode(
         cache_seqlens: (B), int32: the number of rows of each sequence before the append; or one number for all.
         page_table: (B, max_pages), int32: row j of sequence b is row ``j % page_size`` of page
             ``page_table[b, j // page_size]``. Pages can have any size. Entries past the end of a sequence are not used.
-        cache_batch_idx: (B), int32: the row of the caches that sequence b uses; None: b. Not with `page_table`.
+        cache_batch_idx: (B), int32: the index of sequence b along dimension 0 of the caches; None: b. Not with
+            `page_table`.
         leftpad: (B), int32: the number of rows to skip at the start of each sequence.
         k_new: Keys to append, (B, Tn, Hkv, D), or (T, Hkv, D) with `cu_seqlens_q`; in the dtype of q. They are written
             in place after the rows of each sequence. Tn may differ from T.
@@ -167,7 +168,7 @@ def decode_supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, **keywords: Any
         >>> bool(cute_flash.decode_supports(q, cache, cache, cache_seqlens=10))
         True
         >>> cute_flash.decode_supports(q, cache, cache, cache_seqlens=10, num_splits=0).reason
-        'num_splits=0: use 1 or more, or None to let the runtime choose'
+        'num_splits=0: use 1 or more, or None to let the kernel choose'
     """
     try:
         q, k_cache, v_cache, args = bind(q, k_cache, v_cache, **keywords)

@@ -149,7 +149,7 @@ def _check_integers(name: str, x: Any) -> None:
 
 
 def tree(parents: Tensor, prefix: int = 0) -> Mask:
-    """A tree of draft tokens, for speculative decoding: a token sees itself, its ancestors, and the first keys.
+    """A tree of draft tokens, for speculative decoding: a token sees itself, its ancestors, and the prefix.
 
     Args:
         parents: (N), integers: the parent of each token, or -1 for a root. Parents precede their children. Token i is
@@ -185,7 +185,7 @@ def _ancestors(parents: list[int]) -> Tensor:
     ancestors = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
-            raise ValueError(f"parents[{node}]={parent}: expected -1 or a node before it")
+            raise ValueError(f"parents[{node}]={parent}: expected -1, or the index of an earlier token")
         if parent >= 0:
             ancestors[node] |= ancestors[parent]
     return ancestors
@@ -280,7 +280,7 @@ def sliding_window(window: int, num_global: int = 0) -> Mask:
              +..++
     """
     if window < 1 or num_global < 0:
-        raise ValueError(f"sliding_window: window={window}, num_global={num_global}: use at least 1, and at least 0")
+        raise ValueError(f"sliding_window: window={window} must be at least 1, and num_global={num_global} at least 0")
 
     def mask(b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx

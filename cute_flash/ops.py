@@ -169,7 +169,7 @@ def _refuse_tangents(*inputs: Tensor | None) -> None:
 
 
 def _refuse_mapped(*tensors: Tensor) -> None:
-    """Raise `UnsupportedError` if `vmap` maps one of these tensors of mods: it does not unwrap lists of tensors."""
+    """Raise `UnsupportedError` if `vmap` maps a tensor of a mod or block mask: vmap does not unwrap lists."""
     functorch = torch._C._functorch
     for x in tensors:
         while functorch.is_functorch_wrapped_tensor(x):
@@ -456,7 +456,7 @@ torch.library.register_vmap("cute_flash::attention_fwd", _fwd_vmap, lib=LIBRARY)
 torch.library.register_vmap("cute_flash::attention_bwd", _bwd_vmap, lib=LIBRARY)
 
 
-# ---- deprecated operators of version 0.1, kept for one minor version
+# ---- deprecated operators for plain attention, kept for one minor version
 # ----------------------------------------------------------------------------------------------------------
 
 LIBRARY.define(

@@ -75,7 +75,7 @@ def refuse_grad(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -
     for name, x in zip(_TENSOR_NAMES, (q, k_cache, v_cache, *tensors_of(args))):
         if x is not None and x.requires_grad:
             raise UnsupportedError(
-                f"{name} requires grad, but attn_decode computes no gradients: use attn, or call it under "
+                f"{name} requires grad, but attn_decode computes no gradients: use attn, or call attn_decode under "
                 "torch.no_grad()"
             )
 

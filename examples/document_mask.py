@@ -1,8 +1,8 @@
 """Packed pre-training: documents of different lengths share a sequence, and no query sees another document.
 
-A `BlockMask` of `masks.document`, with `causal=True`, lists the 128 x 128 blocks of scores that are empty, partial or
-full. Kernels skip empty blocks and apply the mask in partial blocks only. All layers use the same block mask. The
-script compares outputs and gradients with one call for each document.
+A `BlockMask` of `masks.document`, with `causal=True`, says which 128 x 128 blocks of scores are empty, partial or full.
+Kernels skip empty blocks and apply the mask in partial blocks only. All layers use the same block mask. The script
+compares outputs and gradients with one call for each document.
 
     python examples/document_mask.py
 """

@@ -30,7 +30,7 @@ def ring_forward(shards: list[Shard]) -> list[tuple[Tensor, Tensor]]:
 
 
 def ring_backward(shards: list[Shard], results: list[tuple[Tensor, Tensor]], douts: tuple[Tensor, ...]) -> list[Shard]:
-    """The gradients of each rank, summed in fp32; dk and dv travel with their shard."""
+    """The gradients of each rank, summed in fp32; dk and dv get contributions of the rank and all later ranks."""
     gradients = [tuple(torch.zeros_like(x, dtype=torch.float32) for x in shard) for shard in shards]
     for rank, ((q, _, _), (out, lse), dout) in enumerate(zip(shards, results, douts)):
         for source in range(rank, -1, -1):

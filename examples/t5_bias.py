@@ -2,7 +2,7 @@
 
 T5 adds a learned number to each score: one for each head and bucket of distances. The bias depends on the distance
 alone, so the kernel reads it from a table of 2 S - 1 distances and no S x S bias is stored. The gradient of the table
-comes from the backward kernel. The script compares it with a bias in memory, then learns the table of another layer.
+comes from the backward kernel. The script compares results with a dense layer, then learns the table of another layer.
 
     python examples/t5_bias.py
 """

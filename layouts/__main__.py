@@ -98,7 +98,9 @@ def _marked(uses: Sequence[Use], operand: str, instruction: str | None) -> tuple
         mine = [use for use in mine if use.instruction == instruction]
         if not mine:
             known = sorted({use.instruction for use in uses if use.operand == operand})
-            raise ValueError(f"--instruction {instruction}: {operand} has {', '.join(known) or 'none'}")
+            raise ValueError(
+                f"--instruction {instruction}: the instructions of {operand} are {', '.join(known) or 'not counted'}"
+            )
     mine.sort(key=lambda use: use.instruction == "cp.async")
     return mine[0].access.phases if mine else ()
 
@@ -106,7 +108,7 @@ def _marked(uses: Sequence[Use], operand: str, instruction: str | None) -> tuple
 def _kernel(args: argparse.Namespace) -> Subject:
     variants, tiles_of, uses_of = KERNELS[args.kernel]
     if args.variant not in variants:
-        raise ValueError(f"--variant {args.variant}: {args.kernel} has {', '.join(variants)}")
+        raise ValueError(f"--variant {args.variant}: use one of {', '.join(variants)} for {args.kernel}")
     row = _kernel_tile(args)
     uses = {variant: uses_of(replace(row, layout=variant)) for variant in variants}
     phases = _marked(uses[args.variant], args.operand, args.instruction)

@@ -1,8 +1,8 @@
 """Shared-memory accesses of the backward kernels, and the bank conflicts that follow from their addresses.
 
 As in `layouts.kernels`, these are the instructions of the load/store units: ldmatrix and stmatrix, ld.shared and
-st.shared, and the writes of cp.async. TMA, the operands of wgmma, bulk additions and mbarriers are not among them. A
-CTA has one tile of keys and visits blocks of queries, so `Use.is_per_block` means "for every block of queries".
+st.shared, and the writes of cp.async. TMA, the operands of wgmma, cp.reduce.async.bulk and mbarriers are not among
+them. A CTA has one tile of keys and visits blocks of queries, so `Use.is_per_block` means "for every block of queries".
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def bwd_sm80_uses(tile: Sm80BwdTile, variant: str = "swizzled") -> tuple[Use, ..
     def reads(name: str, smem: SmemTile, access: Access, repeats: int) -> Use:
         return Use(name, "ldmatrix", access, smem, repeats, is_per_block=True)
 
-    # `along` warps share the rows of a product, and the others its columns: A is read once for every warp across, B
-    # once for every warp along.
+    # The warps form a grid over a product: each column of the grid reads all of operand A, and each row reads all of B.
+    # The grid has `warps_s`, `warps_kv` or `warps_q` rows.
     for a, b in (("K", "Q"), ("V", "dO")):
         uses.append(reads(a, kv, every_block(kv, layout_of(kv), ldmatrix_a), warps // tile.warps_s))
         uses.append(reads(b, q, every_block(q, layout_of(q), ldmatrix_b), tile.warps_s))
@@ -116,15 +116,15 @@ def bwd_sm80_uses(tile: Sm80BwdTile, variant: str = "swizzled") -> tuple[Use, ..
 
 @lru_cache(maxsize=16)
 def bwd_sm90_uses(tile: Sm90BwdTile) -> tuple[Use, ...]:
-    """Uses of the wgmma kernel: row statistics, dS, dQ before its bulk additions, and the published tile."""
+    """Uses of the wgmma kernel: row statistics, dS, dQ before cp.reduce.async.bulk, and the published coordinates."""
     ds, warps = SmemTile(tile.tile_n, tile.tile_m), NUM_WARPGROUPS * WARPGROUP_WARPS
     statistic = column_statistic(tile.tile_m)
-    pieces = tile.tile_m * tile.head_dim // (4 * WARP * warps)  # of 4 registers of a thread
+    pieces = tile.tile_m * tile.head_dim // (4 * WARP * warps)  # stores of a warp, 4 registers per thread
     return (
         *(Use(name, "ld.shared", statistic, repeats=warps, is_per_block=True) for name in ("LSE", "D")),
         Use("dS", "stmatrix", every_block(ds, layout_of(ds), ldmatrix_a), ds, is_per_block=True),
         Use("dQ", "st.shared", join([contiguous_warp()] * pieces), repeats=warps, is_per_block=True),
-        # Read by the MMA warps and the warp that adds dQ; stored as 8 and 4 bytes.
+        # Coordinates, read by the MMA warps and the warp that adds dQ, and written by stores of 8 and 4 bytes.
         Use("tile", "ld.shared", BROADCAST, repeats=warps + 1),
         Use("tile", "st.shared", ONE_THREAD, repeats=2),
     )
@@ -189,8 +189,8 @@ def contiguous_warp() -> Access:
 def store_transposed(tile: SmemTile, first_row: int, rows: int, first_column: int) -> Access:
     """stmatrix.trans of a warpgroup: `rows` rows of 64 columns, two 8 x 8 matrices (16 columns) per warp.
 
-    A lane passes the address of 8 columns of one row, as `device/stmatrix.py` computes it. An odd number of eight rows
-    ends with an instruction of two matrices instead of four.
+    A lane passes the address of 8 columns of one row, as `device/stmatrix.py` computes it. If `rows` is an odd
+    multiple of 8, the last instruction stores two matrices instead of four.
     """
     accesses = []
     for warp in range(WARPGROUP_WARPS):

@@ -202,7 +202,7 @@ def ldmatrix_v(layout: AnyLayout, d0: int, key0: int) -> Access:
 
 
 def ldmatrix_a_transposed(layout: AnyLayout, row0: int, col0: int) -> Access:
-    """ldmatrix.x4.trans of an operand A seen as (rows, k), `layout.transposed`: 16 rows of 16 k."""
+    """ldmatrix.x4.trans of an operand A, viewed as (rows, k) by `layout.transposed`: 16 rows x 16 columns of k."""
     coords = [
         (row0 + lane // _MATRIX % 2 * _MATRIX, col0 + lane // _BLOCK * _MATRIX + lane % _MATRIX) for lane in range(WARP)
     ]

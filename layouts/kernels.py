@@ -1,8 +1,8 @@
 """The shared-memory accesses of the forward kernels, and their bank conflicts per tile and per launch.
 
-Like a profiler, it counts only accesses through the load/store units: ldmatrix, stmatrix, ld.shared, st.shared, and
-the writes of cp.async. TMA and the operands of wgmma reach the banks in other ways, and no counter shows their
-conflicts. In the Hopper kernel only the epilogue and the published tiles are counted.
+As in a profiler, only accesses through the load/store units count: ldmatrix, stmatrix, ld.shared, st.shared, and the
+writes of cp.async. TMA and the operands of wgmma reach the banks in other ways, and no counter shows their conflicts.
+In the Hopper kernel, only the epilogue and the coordinates of the next tile, which one warp publishes, count.
 """
 
 from __future__ import annotations

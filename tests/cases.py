@@ -106,7 +106,7 @@ def assert_lse_close(lse: Tensor, oracle_lse: Tensor) -> None:
     allowed = LSE_ATOL[lse.dtype] + LSE_RTOL[lse.dtype] * expected.abs()
     elsewhere = ((lse == -torch.inf) != empty).sum()
     differs, wrong, excess = together(elsewhere, (~found.isfinite()).sum(), ((found - expected).abs() - allowed).max())
-    assert differs == 0, "lse: -inf exactly where a row sees no key"
+    assert differs == 0, "lse: must be -inf exactly where a row sees no key"
     assert wrong == 0, "lse: not finite"
     assert excess <= 0, f"lse: beyond its tolerance by {excess:.3e}"
 

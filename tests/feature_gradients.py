@@ -80,7 +80,7 @@ def assert_feature_gradients(
         not_finite = ((~y.isfinite()).sum() for y in (value, *errors))
         wrong, *no_measure = cases.together(*not_finite)
         assert wrong == 0, f"d{name}: not finite"
-        assert not any(no_measure), "a yardstick that is not finite"
+        assert not any(no_measure), f"d{name}: a yardstick (unfused PyTorch or the CPU path) is not finite"
         if name in ("alibi", "sinks"):
             noise = _noise(name, tensors, case.features.get("dropout", 0.0))
             _assert_sums_agree(name, value, fused[name], oracle, noise)

@@ -47,7 +47,7 @@ def assert_gradients(
     most = max(map(largest, exact))
     for name, x, value, oracle, low in zip("qkv", inputs, mine, exact, rough, strict=True):
         assert (value.shape, value.dtype) == (x.shape, x.dtype), f"d{name}: {value.shape} of {value.dtype}"
-        assert torch.isfinite(low).all(), "a yardstick that is not finite"
+        assert torch.isfinite(low).all(), f"d{name}: the yardstick (unfused PyTorch) is not finite"
         if largest(oracle) <= 1e-12 * most:
             # Each query sees at most one key, so dS = P (dP - Δ) is 0, up to rounding of two sums.
             assert torch.isfinite(value).all() and largest(value) <= 1e-4 * most, f"d{name}: should be 0"

@@ -25,6 +25,8 @@ from tests.mod_cases import Case
 
 # The largest number of kernels to compile for a kind and a family; cases that need other kernels are skipped.
 MOST_KERNELS = 2
+# Tolerances for a bias, captured tensors and sinks: factors of the CPU path's distance from the oracle, and of the
+# gradient's size.
 YARDSTICK = 0.2
 FLOOR = {torch.float32: 3e-3, torch.float16: 4e-3, torch.bfloat16: 1e-2}
 
@@ -97,7 +99,7 @@ def assert_gradients(case: Case, **more: Any) -> dict[str, Tensor]:
             _assert_agrees(name, value, fused[name], oracle)
             continue
         errors = [(y[name].double() - oracle).abs() for y in (rough, fused)]
-        assert all(error.isfinite().all() for error in errors), "a yardstick that is not finite"
+        assert all(error.isfinite().all() for error in errors), f"d{name}: a yardstick is not finite"
         if largest(oracle) <= 1e-12 * most:
             assert largest(value) <= 1e-4 * most + 2 * largest(errors[1]), f"d{name}: should be 0"
         else:

@@ -16,7 +16,7 @@ from tests.gpu import feature_combinations
 from tests.lock.cases import compile_key, reachable
 
 FAMILIES = ("sm80", "sm90")
-# The GPU that runs the tests; the tables of others are compiled for it too, but not run.
+# The architecture of the GPU that runs the tests. Tiles of other architectures are compiled (`tests.lock`), not run.
 ARCH = ARCHS["sm_90"]
 # Direction, family, tile, and whether the mask has a bound.
 Row = tuple[str, str, object, bool]
@@ -47,7 +47,7 @@ def rows_of(problems: list[Problem]) -> set[Row]:
 
 
 def reachable_rows() -> dict[Row, str]:
-    """Row -> the name of a plain call that takes it. Deterministic gradients have the tiles of the others."""
+    """Row -> the name of a plain call that takes it. Deterministic gradients have the same tiles and are left out."""
     wanted = [case for case in reachable() if case.arch == ARCH.name and not case.deterministic]
     return {row_of(case.direction, case.family, compile_key(case)): case.name for case in wanted}
 

@@ -1,4 +1,4 @@
-"""The window mask as a band, for the traced integers of a kernel. `spec.band` has the formulas.
+"""The window mask as a band, on the run-time integers of a kernel. `spec.band` has the formulas.
 
 `minimum`, `maximum` and `select` accept Python values too, so that constants fold at compile time.
 """

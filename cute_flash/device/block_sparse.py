@@ -1,7 +1,7 @@
 """The index lists of a block mask in a kernel. `score_mod.block_mask` builds the lists.
 
 In the forward a tile of queries has a list of K/V blocks. In the backward a K/V tile has a list of the query blocks of
-all heads that share it, each packed into one integer by `score_mod.block_sparse`.
+all heads that share it. `score_mod.block_sparse` packs each query block with its head into one integer.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class BlockSparseIterator:
 
     indices: BlockIndices
     where: tuple  # (batch, head, query block of the mask)
-    counts: tuple  # full and partial blocks of the mask
+    counts: tuple  # the numbers of full and of partial blocks of the mask
     parts: cutlass.Constexpr
     # The blocks of the band, which may mask blocks that are full in the block mask; None: no band.
     blocks: BlockRange | None = None

@@ -11,7 +11,10 @@ VECTOR_BYTES = 16
 
 
 def row_copy(op, num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
-    """A tiled copy in 16-byte vectors. Neighbouring threads cover `row_elements` of a row, then of the next rows."""
+    """A tiled copy in 16-byte vectors.
+
+    Neighbouring threads copy `row_elements` consecutive elements of a row, the next threads those of the next row.
+    """
     atom = cute.make_copy_atom(op, dtype, num_bits_per_copy=VECTOR_BYTES * 8)
     vector = VECTOR_BYTES * 8 // dtype.width
     per_row = row_elements // vector
@@ -46,8 +49,8 @@ def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Te
 class RowTiles:
     """This thread's share of the tiles of one (rows, head_dim) matrix.
 
-    The tile is `tile_d` wide, and columns past `head_dim` are zero-filled. Rows past the end of the matrix are
-    zero-filled with `check_rows`; only the last tile needs that.
+    The tile is `tile_d` wide, and columns past `head_dim` are zero-filled. With `check_rows`, rows past the end of the
+    matrix are zero-filled too; only the last tile needs that.
     """
 
     copy: cute.TiledCopy
@@ -88,5 +91,5 @@ class RowTiles:
 
 
 def assume_aligned(pointer: cute.Pointer, num_bytes: int) -> cute.Pointer:
-    """The same pointer, known to be aligned. `pointer.align` would round the address up by three instructions."""
+    """The same pointer, known to be aligned. `pointer.align` would round the address up with three instructions."""
     return cute.make_ptr(pointer.dtype, pointer.toint(), pointer.memspace, assumed_align=num_bytes)

@@ -1,13 +1,13 @@
 """Dropout in the backward: one keep bit per score of a block, used for dV and for dP.
 
-`DropoutBits` is for blocks of keys by queries, `RowDropoutBits` for blocks of queries by keys, whose threads hold whole
-words of a call.
+`DropoutBits` is for blocks of keys by queries. `RowDropoutBits` is for blocks of queries by keys, where a thread holds
+both keys of every Philox word that it uses, so threads exchange nothing.
 
-One Philox call serves the scores {i, i + 8, i + 16, i + 24} x {j, j + 1, j + 8, j + 9}, queries by keys
-(`spec.dropout`). In blocks of keys by queries, a thread holds queries i and i + 1, and the queries 8, 16 and 24 after
-each. It holds only one of the keys j and j + 1, and the key 8 after it. So the threads of keys j and j + 1, which are 4
-lanes apart, need the results of the same calls. Each makes half of the calls: the first thread for query i, the second
-for query i + 1, each for both keys. Then a shuffle exchanges the bits of 32 scores.
+One Philox call serves the scores {i, i + 8, i + 16, i + 24} x {j, j + 1, j + 8, j + 9}, queries by keys, in a rectangle
+of 32 queries and 16 keys (`spec.dropout`). In blocks of keys by queries, a thread holds queries i and i + 1, and the
+queries 8, 16 and 24 after each. It holds only one of the keys j and j + 1, and the key 8 after it. So the threads of
+keys j and j + 1, which are 4 lanes apart, need the results of the same calls. Each makes half of the calls: the first
+thread for query i, the second for query i + 1, each for both keys. Then a shuffle exchanges the bits of 32 scores.
 
 A step is one call per thread. It gives the bits of 2 rows and 8 columns of a thread, or of 4 columns if the thread has
 only 4. Up to MAX_UNROLLED steps are unrolled; more run as a loop, while the tensor cores compute the scores. The first
@@ -28,7 +28,7 @@ from cute_flash.spec.dropout import CALL_STRIDE, ROW_16_FACTOR
 
 HALF_COLUMNS = 4  # columns of a thread in 16 queries, half of a Philox rectangle
 MAX_UNROLLED = 4  # steps
-LOW_BITS = 0x00010001  # the lowest bit of both halves
+LOW_BITS = 0x00010001  # the lowest bit of both halves of a word
 NEIGHBOUR = 4  # distance in lanes of the threads of keys j and j + 1
 # prmt selectors that combine this thread's word and its neighbour's. The thread of the even key takes both low halves,
 # its own (even queries) first; the thread of the odd key both high halves, the neighbour's (even queries) first.

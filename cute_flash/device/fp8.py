@@ -46,7 +46,7 @@ def output_column(tile: int, column: Int32) -> Int32:
 
 
 def widened(word: Int32, has_cvt: bool) -> tuple[Int32, Int32]:
-    """Four FP8 numbers as two registers of two fp16 numbers each."""
+    """Four FP8 numbers as two registers of two fp16 numbers each. `has_cvt`: the GPU has an instruction for it."""
     if has_cvt:
         text = (
             "{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, {$r0};\n\t"
@@ -59,7 +59,7 @@ def widened(word: Int32, has_cvt: bool) -> tuple[Int32, Int32]:
 def _shifted(spread: Int32) -> Int32:
     """Convert FP8 in the high bytes of two halves to fp16: shift exponent and mantissa right by 1, multiply by 2^8.
 
-    The shift turns NaN, and no other number, into 1.875. The result is then set to all ones, which is NaN.
+    The shift turns NaN, and nothing else, into 1.875. Where it does, the result is set to all ones, which is NaN.
     """
     bits = (spread & Int32(-0x7FFF8000)) | ((spread >> 1) & Int32(0x3F803F80))
     # Copy to .b32 registers, the type that f16x2 instructions expect.
@@ -123,7 +123,7 @@ def add_output(tiled_mma: cute.TiledMma, acc: cute.Tensor, rP: cute.Tensor, wher
     registers = cute.recast_tensor(fragment, Int32)
     acc_tiles = cute.logical_divide(acc, (None, None, 4))
     for c in cutlass.range_constexpr(cute.size(acc, mode=[2]) // 4):
-        column = 2 * c + chunk  # 16-byte chunk of this lane's row address
+        column = 2 * c + chunk  # the 16-byte chunk of the row that this lane's address points to
         inside = ((column % 8) ^ (key % 8)) * 16 + (2 * c // 8) * num_keys * ATOM_BYTES
         acc_c = acc_tiles[None, None, (None, c)]
         for k in cutlass.range_constexpr(num_keys // 16):

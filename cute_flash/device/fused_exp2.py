@@ -29,7 +29,7 @@ class FusedExp2:
     """The pass over a block. Subclasses compute the exponents of a k-step."""
 
     def exponents(self, scores: list, k: int, reference: tuple) -> list:
-        """The exponents of scores[row][column] of the k-th k-step, minus the reference of their row."""
+        """The exponents of scores[row][column] of the k-th k-step, minus the reference (row max) of their row."""
         raise NotImplementedError
 
     @cute.jit
@@ -84,7 +84,7 @@ class LinearExp2(FusedExp2):
 class SoftcapExp2(FusedExp2):
     """Softcap by a polynomial in parts whose scores are near 0. The scores of other parts are already capped."""
 
-    series: tuple
+    series: tuple  # c0, c1 and c2
     are_near: tuple  # for each part of PART_STEPS k-steps, whether its scores are near 0 and not yet capped
 
     def capped(self, x: Float32, reference: Float32) -> Float32:

@@ -45,7 +45,7 @@ class GradientSums:
         self.depends[name] = depends
 
     def finish_column(self) -> None:
-        """Add the sums of a column, whose entries depend on the query, to global memory."""
+        """Add the sums whose entries depend on the query to global memory. Call it after each column."""
         # All lanes add, most of them 0, because a branch in the middle of a block would cost registers.
         for value, coord, gradient, lanes in self._finished(ROW):
             add_at(gradient, coord, cutlass.select_(is_first(lanes), value, Float32(0.0)))

@@ -1,8 +1,8 @@
 """Asynchronous copies of K and V from a cache to the shared memory of one warp.
 
 A cache is (B, S, Hkv, D), or pages (num_pages, page_size, Hkv, D) with a page table. A warp copies 16 keys at a
-time. One instruction copies 128 bytes of each of four rows, with eight lanes per row. Keys outside [first_key, key_len)
-are zero-filled and not read: they may be uninitialised, and 0 times NaN would be NaN.
+time. One instruction copies 128 bytes of each of four rows, with eight lanes per row. Keys before `first_key` and after
+`last_key` are zero-filled and not read: they may be uninitialised, and 0 times NaN would be NaN.
 """
 
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ class WarpLoader:
                     for j in cutlass.range_constexpr(smem.cols * cache.element_bytes // ATOM_BYTES):
                         begin, key_offset = j * ATOM_BYTES, first_offset + row
                         if cutlass.const_expr(begin + ATOM_BYTES > row_bytes):
-                            # -1 is not less than `num_keys` as an unsigned number.
+                            # As an unsigned number -1 exceeds `num_keys`, so `copy_if_less` writes zeros.
                             exists = begin + lane_chunk * VECTOR_BYTES < row_bytes
                             key_offset = cutlass.select_(exists, key_offset, Int32(-1))
                         offset = j * smem.rows * ATOM_BYTES + (row + lane_row) * ATOM_BYTES + swizzled
@@ -120,7 +120,7 @@ class WarpLoader:
 
     @cute.jit
     def existing(self, first: Int32) -> Int32:
-        """The key of a chunk whose page this lane reads: the first, or with a lookup for every key, key `lane % 16`.
+        """The key whose page this lane looks up: the chunk's first; with a lookup for every key, its key `lane % 16`.
 
         Keys that do not exist have no page, so the key is clamped to keys that exist.
         """
@@ -133,7 +133,7 @@ class WarpLoader:
     def chunk_addresses(self, key: Int32, chunk: cutlass.Constexpr, pages: cute.Tensor | None) -> list[Int64]:
         """The addresses in K and V of row `lane // 8` of a chunk; with a lookup for every key, of row `lane % 16`.
 
-        The key may not exist; its address is then not used. With one lookup for a chunk, all its keys are in one page.
+        The address of a key that does not exist is not used. With one lookup for a chunk, all its keys are in one page.
         """
         first = key + chunk * CHUNK
         if cutlass.const_expr(self.lookup == "row"):

@@ -1,12 +1,12 @@
 """Divides the keys of all sequences of a decode call among the CTAs of the grid, on the device.
 
 A *query tile* is a tile of query rows of one sequence and K/V head. Its visible keys are divided into *units*: 32 keys
-each, or `num_splits` equal parts if the caller fixes their number. The units of all query tiles are numbered
+each, or `num_splits` equal parts if the caller passes `num_splits`. The units of all query tiles are numbered
 consecutively, and each CTA computes an interval of them; all intervals have the same length. A CTA's part of one query
 tile is a *split*. The device reads the lengths, so the host neither synchronizes nor plans again when they change.
 
-If `heads_at_once` is the number of K/V heads, only the units of one head are numbered, and each interval has one CTA
-for each head.
+`heads_at_once` is 1 or the number of K/V heads. In the second case only the units of one head are numbered, and every
+head has its own CTA for each interval.
 
 A CTA with splits of two query tiles ends later than other CTAs, and delays the merges of both. To avoid this,
 `KvSplits.aligned` makes the intervals slightly longer if then each CTA has one split, or only complete query tiles.
@@ -34,11 +34,11 @@ class Split:
     head_kv: Int32
     row_tile: Int32
     query_tile: Int32  # index among all query tiles
-    begin: Int32  # range of keys, multiples of `UNIT_KEYS`; the last split of a query tile may end after its last key
+    begin: Int32  # range of keys, multiples of `UNIT_KEYS`; the end may be after the last key of the sequence
     end: Int32
-    next_unit: Int32  # the first unit after the split
-    tile_unit: Int32  # the first unit of the query tile
-    tile_end: Int32  # the first unit after the query tile
+    unit_end: Int32  # the first unit after the split
+    tile_unit_begin: Int32  # the first unit of the query tile
+    tile_unit_end: Int32  # the first unit after the query tile
     is_first: cutlass.Boolean  # the split starts at the first unit of the query tile
 
     @staticmethod
@@ -50,11 +50,11 @@ class Split:
 class Division:
     """How the numbered units are divided among the CTAs."""
 
-    head: Int32  # of the `heads_at_once` heads
+    head: Int32  # this CTA's index among the `heads_at_once` heads
     interval: Int32  # the index of this CTA's interval
     per_cta: Int32  # units of a CTA
-    # The number of units of a query tile is padded to a multiple of this. 1: no padding. `per_cta`: every query tile
-    # begins at a new CTA, so no CTA has units of two query tiles. Units of the padding have no keys.
+    # The number of units of a query tile is rounded up to a multiple of this. 1: no change. `per_cta`: every query tile
+    # begins at a new CTA, so no CTA has units of two query tiles. The added units have no keys.
     multiple: Int32
     first_counts: tuple[Int32, Int32]  # `KvSplits.tile_counts` of the first sequences, one per lane
 
@@ -74,7 +74,7 @@ class Lengths:
 
     key_len: Int32  # keys in the cache after the append
     tokens: Int32  # queries
-    first_key: Int32  # the first key that a query sees
+    first_key: Int32  # the first key that any query sees
 
     @staticmethod
     def none() -> "Lengths":
@@ -90,26 +90,26 @@ class KvSplits:
     num_sequences: Int32
     cu_seqlens_q: cute.Tensor | None  # (B + 1); None: every sequence has `tokens` queries
     leftpad: cute.Tensor | None  # (B)
-    tokens: Int32
-    new_tokens: Int32 | None  # keys appended to each sequence; None: none, or with cu_seqlens_q one per query
+    tokens: Int32  # queries of each sequence; with cu_seqlens_q, of all sequences together
+    new_tokens: Int32 | None  # keys appended to each sequence; None: no keys, or with cu_seqlens_q one per query
     appends: cutlass.Constexpr
     window_left: Int32 | None
     capacity: Int32  # keys that fit into the cache of a sequence
     group: cute.FastDivmodDivisorV2  # query heads of a K/V head
     heads_at_once: Int32  # K/V heads whose CTAs have the same intervals
     head_groups: Int32  # K/V heads divided by `heads_at_once`
-    num_splits: Int32  # 0: units have `UNIT_KEYS` keys
+    num_splits: Int32  # units of a query tile, if the caller fixes their number; 0: units have `UNIT_KEYS` keys
     num_intervals: cute.FastDivmodDivisorV2  # CTAs divided by `heads_at_once`
-    max_query_tiles: Int32  # the number of counters in the workspace
+    max_query_tiles: Int32  # the number of arrival counters in the workspace
     tile_m: cutlass.Constexpr
-    least_units: cutlass.Constexpr  # the minimum number of units per CTA, with which all its warps have keys
+    least_units: cutlass.Constexpr  # the minimum number of units per CTA, so that all its warps have keys
 
     def first_token(self, batch: Int32) -> Int32:
         """The index of a sequence's first query in a varlen batch, clamped to [0, `tokens`]."""
         return cutlass.min(cutlass.max(self.cu_seqlens_q[batch], 0), self.tokens)
 
     def old_len(self, batch: Int32) -> Int32:
-        """The number of keys before the call appends some."""
+        """The number of keys of a sequence before the call appends new ones."""
         length = self.capacity
         if self.cu_seqlens_k is not None:
             first = self.first_row(batch)
@@ -196,14 +196,14 @@ class KvSplits:
 
     @cute.jit
     def aligned(self, per_cta: Int32, num_splits: Int32, counts: tuple) -> tuple[Int32, Int32]:
-        """Lengthen the intervals so that no CTA has splits of two query tiles, if this adds at most 1/16 and two units.
+        """Lengthen the intervals by up to 1/16 plus two units, if each CTA then has one split or complete query tiles.
 
         Returns `Division.per_cta` and `Division.multiple`. Without a change these are `per_cta` and 1.
 
         Args:
             per_cta: units of a CTA, without regard to query tiles.
-            num_splits: the number of such intervals that fit into a query tile of this lane.
-            counts: query tiles of this lane, and the fewest and most units of one.
+            num_splits: the number of such intervals that fit into this lane's largest query tile.
+            counts: the number of query tiles of this lane, and the fewest and most units of one query tile.
         """
         (tiles, smallest, largest), multiple = counts, Int32(1)
         most = per_cta + quotient(per_cta, 16) + 2
@@ -225,21 +225,21 @@ class KvSplits:
         return per_cta, multiple
 
     def ctas(self, split: Split, division: Division) -> TileCtas:
-        """The CTAs that compute splits of the query tile of a split."""
+        """The CTAs that compute the splits of `split`'s query tile."""
         per_cta, base = division.per_cta, division.head * self.num_intervals.divisor
-        first, last = quotient(split.tile_unit, per_cta), quotient(split.tile_end - 1, per_cta)
-        continues = cutlass.select_(split.tile_end < (last + 1) * per_cta, Int32(1), Int32(0))
+        first, last = quotient(split.tile_unit_begin, per_cta), quotient(split.tile_unit_end - 1, per_cta)
+        continues = cutlass.select_(split.tile_unit_end < (last + 1) * per_cta, Int32(1), Int32(0))
         return TileCtas(base + first, base + last, last - first + 1 - continues)
 
     @cute.jit
-    def split(self, unit: Int32, end_unit: Int32, division: Division) -> tuple[cutlass.Boolean, Split, Lengths]:
-        """Find the split that begins at `unit`. It ends at `end_unit` or at the end of its query tile.
+    def split(self, unit: Int32, cta_unit_end: Int32, division: Division) -> tuple[cutlass.Boolean, Split, Lengths]:
+        """Find the split that begins at `unit`. It ends at `cta_unit_end` or with its query tile.
 
         Returns whether there is such a split, the split, and the lengths of its sequence. Invalid `cu_seqlens_q` may
         give more query tiles than the workspace has counters; the surplus is ignored.
         """
         lane, num_sequences, multiple = cute.arch.lane_idx(), self.num_sequences, division.multiple
-        first, batch = Int32(0), Int32(-1)  # the sequence of lane 0; the sequence of `unit`, or -1
+        first, batch = Int32(0), Int32(-1)  # the sequence of lane 0; the sequence of `unit`, -1 until it is found
         tiles_before, units_before = Int32(0), Int32(0)
         while batch < 0 and first < num_sequences:
             tiles, units = division.first_counts
@@ -254,12 +254,12 @@ class KvSplits:
                     if lane >= 1 << step:
                         tiles_end, units_end = tiles_end + other_tiles, units_end + other_units
             # Exclude lanes past the last sequence: their prefix sums are incomplete.
-            is_past = vote_count(first + lane < num_sequences and unit >= units_before + units_end)
-            # The sequences of the first `is_past` lanes end before `unit`, so `unit` belongs to lane `is_past`.
-            if is_past < cutlass.min(num_sequences - first, LANES):
-                batch = first + is_past
-                tiles_before += cute.arch.shuffle_sync(tiles_end - tiles, is_past)
-                units_before += cute.arch.shuffle_sync(units_end - units, is_past)
+            num_past = vote_count(first + lane < num_sequences and unit >= units_before + units_end)
+            # The sequences of the first `num_past` lanes end before `unit`, so `unit` belongs to lane `num_past`.
+            if num_past < cutlass.min(num_sequences - first, LANES):
+                batch = first + num_past
+                tiles_before += cute.arch.shuffle_sync(tiles_end - tiles, num_past)
+                units_before += cute.arch.shuffle_sync(units_end - units, num_past)
             else:
                 tiles_before += cute.arch.shuffle_sync(tiles_end, LANES - 1)
                 units_before += cute.arch.shuffle_sync(units_end, LANES - 1)
@@ -270,15 +270,15 @@ class KvSplits:
         per_tile = num_units
         if self.num_splits > 0:
             per_tile = self.num_splits
-        numbers = rounded_up(per_tile, multiple)
-        index = quotient(unit - units_before, numbers)
+        padded_units = rounded_up(per_tile, multiple)
+        index = quotient(unit - units_before, padded_units)
         head_kv, row_tile = index, Int32(0)
         if row_tiles > 1:
             head_kv = quotient(index, row_tiles)
             row_tile = index - head_kv * row_tiles
-        tile_unit = units_before + index * numbers
-        next_unit = cutlass.min(end_unit, tile_unit + numbers)
-        begin, end = unit - tile_unit, cutlass.min(next_unit - tile_unit, per_tile)
+        tile_unit_begin = units_before + index * padded_units
+        unit_end = cutlass.min(cta_unit_end, tile_unit_begin + padded_units)
+        begin, end = unit - tile_unit_begin, cutlass.min(unit_end - tile_unit_begin, per_tile)
         if self.num_splits > 0:
             begin, end = quotient(begin * num_units, per_tile), quotient(end * num_units, per_tile)
         first_unit = self.first_unit(sequence)
@@ -289,10 +289,10 @@ class KvSplits:
             query_tile=(tiles_before + index) * self.heads_at_once + division.head,
             begin=(first_unit + begin) * UNIT_KEYS,
             end=(first_unit + end) * UNIT_KEYS,
-            next_unit=next_unit,
-            tile_unit=tile_unit,
-            tile_end=tile_unit + numbers,
-            is_first=unit == tile_unit,
+            unit_end=unit_end,
+            tile_unit_begin=tile_unit_begin,
+            tile_unit_end=tile_unit_begin + padded_units,
+            is_first=unit == tile_unit_begin,
         )
         return is_found and split.query_tile < self.max_query_tiles, split, sequence
 

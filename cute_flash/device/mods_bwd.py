@@ -2,7 +2,7 @@
 
     S   = softcap(scale q·k) - slope |distance| + bias
     P   = exp(score_mod(S) - LSE),  0 where the band or mask_mod masks
-    dS' = P (Z dP - D),  Z = 0 or 1 / (1 - dropout)
+    dS' = P (Z dP - Δ),  Z = 0 or 1 / (1 - dropout),  Δ = rowsum(dO O) - dLSE
     dS  = score_mod'(S) dS', 0 where P is 0; then times the derivative of softcap
 
 Rows are keys and columns are queries. P takes the registers of S while dP is computed. If the gradient needs S itself,
@@ -65,7 +65,7 @@ class BwdGraphs:
         return any(node.op == "input" and node.value == "score" for node in nodes)
 
     def output(self, outputs: tuple, i: int, is_zero) -> Float32:
-        """The i-th output of the gradient graph, and 0 where P is 0, even if the derivative there is not finite."""
+        """The i-th output of the gradient graph; 0 where P is 0, because the derivative may not be finite there."""
         assert self.gradient is not None
         node, value = self.gradient.nodes[self.gradient.outputs[i]], Float32(outputs[i])
         # The incoming gradient is already 0 where P is 0.
@@ -179,7 +179,7 @@ class ModScores:
 
     @property
     def scales(self) -> bool:
-        """Whether Q K^T is scaled before ALiBi, bias or score_mod change it. Else the exponent includes the scale."""
+        """Whether Q K^T is scaled before ALiBi, bias or score_mod. Else softcap or the exponent includes the scale."""
         changes = self.has_alibi or self.bias is not None or self.graphs.score is not None
         return changes and not self.has_softcap
 
@@ -203,7 +203,7 @@ class ModScores:
 
     @cute.jit
     def apply_softcap(self, acc_S: cute.Tensor):
-        """Q K^T -> S, or -> tanh with softcap, before the mask."""
+        """Replace Q K^T by the tanh of softcap, or by S if the registers keep S. Called before the mask."""
         S_mn = as_mn(acc_S)
         if cutlass.const_expr(self.has_softcap):
             self.plain.score.apply_cap(acc_S)
@@ -319,7 +319,7 @@ class ModScores:
         return cutlass.select_(bits[r, c] == MASKED_BITS, Float32(0.0), P) if self.masks_by_bits else P
 
     @cute.jit
-    def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rD: cute.Tensor, dalibi):
+    def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rDelta: cute.Tensor, dalibi):
         """Replace the values that `exponentiate` kept by dS, and sum the gradients of slope, bias and captured tensors.
 
         The caller must call `finish` of the sums that are returned.
@@ -342,7 +342,7 @@ class ModScores:
                     shifted = x + zero
                     P = opaque.prob(shifted, (r, c), rLSE, score_mod, query, bits)
                     S = opaque.mod_input(shifted, r, c)
-                dS = P * (dP - self.plain.of_query(rD, r, c))
+                dS = P * (dP - self.plain.of_query(rDelta, r, c))
                 if cutlass.const_expr(gradient is not None):
                     outputs = gradient.at(r, column, S, dS)
                     is_zero = P == 0.0

@@ -46,19 +46,19 @@ def half_factor(i: Int32) -> Uint32:
 
 @dataclass(frozen=True)
 class DropoutOrigin:
-    """The place of a shard in the full call, whose dropout mask it has.
+    """The position of a shard in the full call. The shard applies its part of the full call's dropout mask.
 
     Shards begin with a Philox rectangle, so an offset of rows or keys is an offset of a word of the counter.
     """
 
     query: Uint32 | Int32  # `query_index` of the first row
     key: Uint32 | Int32  # `key_index` of the first key
-    head: Int32
+    head: Int32  # the first head
     heads: Int32  # of the full call
 
 
 def batch_head_index(origin: DropoutOrigin | None, batch: Int32, head: Int32, heads: Int32) -> Int32:
-    """b H + h, of the full call for a shard."""
+    """b H + h; for a shard, b H + h in the full call."""
     if origin is None:
         return batch * heads + head
     return batch * origin.heads + origin.head + head
@@ -82,11 +82,11 @@ class Dropout:
         return Dropout((low, high), offset, Uint32(threshold), origin)
 
     def first_query(self, index: Uint32) -> Uint32:
-        """A `query_index`, in the full call for a shard."""
+        """A `query_index`, converted from a shard to the full call."""
         return index if self.origin is None else index + Uint32(self.origin.query)
 
     def first_key(self, index: Uint32) -> Uint32:
-        """A `key_index`, in the full call for a shard."""
+        """A `key_index`, converted from a shard to the full call."""
         return index if self.origin is None else index + Uint32(self.origin.key)
 
     def words(self, batch_head: Int32, query: Uint32, key: Uint32) -> tuple:

@@ -37,8 +37,8 @@ MAX_EXPONENT = 30.0
 TOGETHER = 4  # scores that share a reciprocal
 # tanh x / x = 1 + x² (c1 + x² c2) up to |x| = NEAR, with a relative error of 1.4e-6 (minimax).
 NEAR, SERIES = 0.3, (-0.33315445, 0.12683149)
-# PART: scores of a thread that use the same method. SUMS: partial sums of squares of a part. MAX_SQUARES: upper limit
-# of `Score.near`.
+# PART: number of scores of a thread that use the same method. SUMS: number of partial sums of squares in a part.
+# MAX_SQUARES: upper limit of `Score.near`.
 PART, SUMS, MAX_SQUARES = 8 * PART_STEPS, 2, 1e37
 # Lower limit of c2: it must not underflow to 0, because the polynomial of a masked score (-inf) must be -inf.
 LEAST = 1e-37

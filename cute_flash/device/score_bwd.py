@@ -2,8 +2,8 @@
 
     t   = tanh(scale q·k / softcap)
     P   = exp(softcap t - slope |distance| - LSE)
-    dS' = P (Z dP - D),  Z = 0 or 1 / (1 - dropout)     the gradient of the slope is the sum of -dS' |distance|
-    dS  = dS' (1 - t²)
+    dS' = P (Z dP - Δ),  Z = 0 or 1 / (1 - dropout)     the gradient of the slope is the sum of -dS' |distance|
+    dS  = dS' (1 - t²),  Δ = rowsum(dO O) - dLSE
 
 A kernel contains only the code of its features. The registers of S hold P (1 - t²) until dP is computed, so softcap
 needs no registers of its own. With ALiBi and softcap they hold t instead, and P is computed twice, because the gradient
@@ -96,7 +96,7 @@ class BlockScores:
     heads: Int32
     dropout_bits: KeepBits | None
     dropout_scale: Float32 | None  # 1 / (1 - dropout)
-    is_transposed: cutlass.Constexpr  # rows are keys: LSE and D belong to columns
+    is_transposed: cutlass.Constexpr  # rows are keys: LSE and Δ belong to columns
     row_step: cutlass.Constexpr
 
     @property
@@ -111,7 +111,7 @@ class BlockScores:
 
     @cute.jit
     def apply_softcap(self, acc_S: cute.Tensor):
-        """S -> t, before the mask."""
+        """Replace Q K^T by t. Called before the mask."""
         if cutlass.const_expr(self.score.rate is not None):
             # With ALiBi or dropout there are not enough registers for both methods of tanh.
             looks_near = self.score.slope_log2 is None and self.dropout_bits is None
@@ -144,8 +144,8 @@ class BlockScores:
         return P if self.dropout_bits is None or self.has_no_transform else self.dropout_bits.select(P, r, c)
 
     @cute.jit
-    def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rD: cute.Tensor, dalibi):
-        """Replace the values that `exponentiate` kept by dS, and add the gradient of the slope to `dalibi` (1)."""
+    def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rDelta: cute.Tensor, dalibi):
+        """Replace the values that `exponentiate` kept by dS, and add the gradient of the slope to dalibi[0]."""
         S_mn, dP_mn = as_mn(acc_S), as_mn(acc_dP)
         opaque = self.opaque(dP_mn)
         for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
@@ -154,7 +154,7 @@ class BlockScores:
                 if cutlass.const_expr(self.dropout_bits is not None):
                     dP = self.dropout_bits.select(dP, r, c) * self.dropout_scale
                 P = opaque.prob(x, r, c, rLSE) if cutlass.const_expr(self.keeps_tanh) else x
-                dS = P * (dP - self.of_query(rD, r, c))
+                dS = P * (dP - self.of_query(rDelta, r, c))
                 if cutlass.const_expr(self.score.slope_log2 is not None):
                     dalibi[0] = dalibi[0] - dS * opaque.distance(r, c)
                 S_mn[r, c] = dS * tanh_derivative(x) if cutlass.const_expr(self.keeps_tanh) else dS
@@ -189,5 +189,5 @@ class BlockScores:
         return cute.math.absf(self.first_distance + Float32(offset))
 
     def of_query(self, rX: cute.Tensor, r: int, c: int) -> Float32:
-        """LSE or D of the query of an element."""
+        """LSE or Δ of the query of an element."""
         return rX[c if self.is_transposed else r]

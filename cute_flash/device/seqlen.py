@@ -54,7 +54,7 @@ class SeqlenInfo:
         return padded_block(self.k_begin, self.batch, tile_n) + n_block if self.is_varlen else n_block
 
     def padded_q_row(self, row: Int32, tile_m: int) -> Int32:
-        """The row that holds the sequence's query `row` in that workspace."""
+        """The row that holds the sequence's query `row` in the workspace of `padded_q_block`."""
         return self.padded_q_block(0, tile_m) * tile_m + row if self.is_varlen else row
 
     @property

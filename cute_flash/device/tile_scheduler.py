@@ -2,7 +2,7 @@
 
 The GPU starts CTAs in the order of their indices, so the order of tiles decides when each one runs. Heads form L2
 groups, whose K and V fit in L2 together, and the tiles of all heads of a group run at the same time. With a right bound
-the long tiles (late rows, which see more keys) come first, so that short ones fill the last wave.
+(causal) the long tiles (late rows, which see more keys) come first, so that short ones fill the last wave.
 """
 
 from dataclasses import dataclass

@@ -193,7 +193,7 @@ class Gradients:
             share = rows_of(dk, (low - begin, high - begin)), rows_of(dv, (low - begin, high - begin))
             at = low - keys[0], high - keys[0]
             if dtype != self.dtype and at == (0, keys[1] - keys[0]):
-                return share  # one call computed all of it: no sum, and no other rounding
+                return share  # one call computed all of it, so there is no sum and no second rounding
             total = self.sum_keys((parts[0], parts[1]), total, [(at, *share)])
         if total is None:
             total = self.sum_keys((parts[0], parts[1]), None, [])

@@ -145,7 +145,7 @@ def attn(
     q, k, v = ops.autocast(*call.to_bhsd(q, k, v))
     args = _args(q, scale, softcap, deterministic)
     args = args._replace(dropout=0.0 if dropout is None else as_float("dropout", dropout))
-    # The calls of a ring or an all-gather begin at multiples of the chunk. `describe` checks that dropout supports it.
+    # The calls of a ring or an all-gather begin at multiples of the chunk, which `describe` checks for dropout.
     chunk = call.kv_sharding.chunk if args.dropout and call.kv_axis.size > 1 else 0
     describe(q, k, v, args._replace(alibi=alibi, sinks=sinks, dropout_origin=(chunk, chunk, 0, q.shape[1])))
     out, lse = call.run(q, k, v, args, alibi, sinks)
@@ -394,7 +394,7 @@ class _Call:
         axis, kind = self.head_axis, self.sharding.kind
         heads, rng = q.shape[1], None
         if args.dropout:
-            # All ranks draw a seed, so that their generators keep the same state; that of the first rank is used.
+            # All ranks draw a seed, so that their generators keep the same state; the seed of the first rank is used.
             rng = broadcast(draw_seed(q.device), self.axes)
         if axis.size > 1:
             k, v = ulysses.repeat_heads(k, axis.size), ulysses.repeat_heads(v, axis.size)

@@ -33,8 +33,8 @@ class BandCall:
         rows: Begin and end of the queries.
         keys: Begin and end of the keys.
         band: The mask, aligned at the bottom right of `rows` and `keys`.
-        is_aligned: Whether the distances of rows and keys, aligned at the bottom right of the call, are those in the
-            sequence.
+        is_aligned: Whether aligning the call at the bottom right gives each row and key their distance in the sequence,
+            so that the kernel's ALiBi is correct.
         first: The positions of the first row and the first key in the sequence.
     """
 

@@ -92,12 +92,12 @@ def choice_by_bytes(sent: dict[str, int]) -> Choice:
 
     If `sent` has all-gather, a ring must send less than half of its bytes, because a ring also merges partial results.
     """
-    few = "allgather" in sent and sent["ring"] > 0 and 2 * sent["ring"] >= sent["allgather"]
-    best = min((name for name in sent if name != "ring" or not few), key=lambda name: sent[name])
+    ring_saves_little = "allgather" in sent and sent["ring"] > 0 and 2 * sent["ring"] >= sent["allgather"]
+    best = min((name for name in sent if name != "ring" or not ring_saves_little), key=lambda name: sent[name])
     sizes = ", ".join(f"{name} {size:,}" for name, size in sent.items())
     reason = f"the fewest bytes sent by a rank in a forward and a backward pass ({sizes})"
-    if few and best == "allgather":
-        reason += "; a ring sends at least half as many, and also merges partial results"
+    if ring_saves_little and best == "allgather":
+        reason += "; not ring, which sends at least half as many bytes as allgather and also merges partial results"
     return Choice(best, reason, sent)
 
 

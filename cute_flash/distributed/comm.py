@@ -42,7 +42,7 @@ SINGLE = Axis(None, 1, 0)
 
 @dataclass(frozen=True)
 class Axes:
-    """The ranks of a call: `outer` exchanges K and V, `inner` exchanges heads. Shards are numbered row by row."""
+    """The ranks of a call: `outer` exchanges K and V, `inner` exchanges heads. Shard indices are row-major."""
 
     outer: Axis
     inner: Axis

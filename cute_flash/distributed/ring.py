@@ -20,9 +20,9 @@ grow. The steps of 8 ranks with 32 heads and 8 K/V heads:
     forward     0 | 1 2 | 3 4 5 6 7
     backward    0 | 1 2 | 3 4 5 | 6 7
 
-The first group is small, so that it arrives during step 0. A group is about `GROWTH` times as large as the group before
-it, because only the calls of that group hide its messages. In the backward, nothing hides the shares of the last group,
-so it is small too. `max_steps` bounds the memory of a group.
+The first group is small, so that it arrives during step 0. A group is at most about `GROWTH` times as large as the
+group before it, because it arrives during the calls of that group. In the backward, nothing hides the shares of the
+last group, so it is small too. `max_steps` bounds the memory of a group.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from cute_flash.spec.band import Band
 
 # Steps of the first group, and of the last group of the backward.
 EDGE_STEPS = 2
-# The largest size of a group relative to the group before it, without a small rest that joins it.
+# The largest size of a group relative to the group before it, not counting a small remainder that joins the group.
 GROWTH = 3
 
 

@@ -30,7 +30,7 @@ class VarlenAllGather:
     band: Band
 
     def check(self, alibi: Tensor | None) -> None:
-        """Raise `UnsupportedError` for windows and ALiBi without `causal`: they need the alignment and later keys."""
+        """Raise `UnsupportedError` for a window or ALiBi without `causal`: later keys make the alignment wrong."""
         is_causal = self.band.right == 0
         if not is_causal and (self.band != Band() or alibi is not None):
             what = "alibi" if self.band == Band() else f"window={self.band.bounds}"

@@ -175,6 +175,7 @@ def flash_attn_with_kvcache(
     Returns `out`, or (out, softmax_lse) with `return_softmax_lse`. `max_seqlen_q` has no effect. Each call
     copies a cache whose head dim is not a multiple of 8.
     """
+    # In flash-attn 3, rotary_seqlens is cache_seqlens by default.
     if others.get("rotary_seqlens") is cache_seqlens:
         others.pop("rotary_seqlens", None)
     args.check_off("flash_attn_with_kvcache", others)
@@ -184,14 +185,16 @@ def flash_attn_with_kvcache(
         if (x is None) != (k is None or v is None):
             raise ValueError(f"{name} alone: give both k and v, or neither")
         if x is not None and (x.dim() != q.dim() or x.shape[-1] != cache.shape[-1]):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: expected that of q with head dim {cache.shape[-1]}")
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}: expected {q.dim()} dimensions and head dim {cache.shape[-1]}"
+            )
     if cu_seqlens_k_new is not None and cu_seqlens_k_new is not cu_seqlens_q:
         raise UnsupportedError(
             "cu_seqlens_k_new must be the tensor cu_seqlens_q itself: a call appends one key for each token of q"
         )
     if cache_seqlens is None:
         if k is not None:
-            raise ValueError("k without cache_seqlens: give the rows that each sequence has before the append")
+            raise ValueError("k without cache_seqlens: give the number of rows of each sequence before the append")
         cache_seqlens = k_cache.shape[1] * (1 if table is None else table.shape[-1])
     keywords = args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
     is_banded = keywords["causal"] or keywords["window"] != (None, None)

@@ -91,7 +91,7 @@ def sdpa() -> Iterator[None]:
 
 @cache
 def _initialize_priority_order() -> None:
-    """Let torch set its default priority order: its first choice of a backend on CUDA overwrites the order."""
+    """Make torch choose a backend once: its first choice on CUDA resets the priority order to the default."""
     if torch.cuda.is_available():
         x = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
         torch._fused_sdp_choice(x, x, x)

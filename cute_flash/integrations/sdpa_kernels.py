@@ -5,11 +5,11 @@ The contract of the operators:
     q, k, v     (B, H, S, D) for `_scaled_dot_product_…`; else (B, S, H, D), or (T, H, D) with cum_seq_q
     out, dq     the strides of `empty_like(q)`; dk and dv likewise
     lse         (B, H, Sq), or (H, T) with cum_seq_q; fp32
-    rng_state   (2), the seed of dropout, which the backward gets: int64 with dropout, else uint64 and not initialised
+    rng_state   (2), seed and offset of dropout, for the backward: int64 with dropout, else uint64 and not initialised
     unused      (), uint64, not initialised
 
-torch's own kernels return uint64 with dropout too. Both implementations check this dtype in the backward, so it raises
-an error if the other implementation ran the forward: the dropout masks of the two differ.
+torch's own kernels return uint64 with dropout too. The dropout masks of the two implementations differ, so the backward
+of each checks this dtype, and raises an error if the other implementation ran the forward.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""An attention implementation for transformers: `register()`, then `attn_implementation="cute_attention"`.
-
-Versions 4.57 and 5.
+"""An attention implementation for transformers 4.57 and 5: `register()`, then `attn_implementation="cute_attention"`.
 
 transformers calls `mask` once per forward pass and mask type, and passes its result to `attention` in each layer:
 
@@ -118,7 +116,7 @@ def mask(
 
 
 def _first_position(cache_position: Tensor, end: int, is_compiling: bool) -> int | Tensor:
-    """The position of the first query. `end` is one more than the last key's.
+    """The position of the first query. `end` is one more than the position of the last key.
 
     As in transformers' mask for SDPA, a single query is taken to be at the last key; if there are as many queries as
     keys, the first query is at the first key. Else the host reads the position, or leaves it a tensor in a compiled
@@ -178,8 +176,8 @@ def attention(
         if attention_mask.dtype != torch.bool:
             bias, attention_mask = attention_mask if bias is None else bias + attention_mask, None
     else:
-        # Only causal layers get a mask (B, S). GPT-2 of 4.57 takes it for a complete mask, and passes
-        # is_causal=False.
+        # Only causal layers get a mask (B, S). GPT-2 of transformers 4.57 passes is_causal=False with it, as if the
+        # mask were complete.
         if is_causal is None or attention_mask is not None:
             is_causal = getattr(module, "is_causal", True)
         arguments["causal"] = is_causal

@@ -106,7 +106,8 @@ class MetadataBuilder(base.AttentionMetadataBuilder[Metadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # A graph of mixed batches is replayed for any batch, so its warm-up must run the captured kernels.
+        # In FULL mode, a graph captured with `build_for_cudagraph_capture` serves all batches. The warm-up before the
+        # capture calls `build`, and must run the same kernels, so `build` does not separate prefill either.
         self.separates_prefill = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL
 
     def build(
@@ -215,7 +216,7 @@ class Impl(base.AttentionImpl[Metadata]):
         """Attention of query (T, H, D) over the cache (pages, Hkv, page_size, 2 D), into `output` (T, H, D)."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("output_scale: attention has no quantized output; disable fused output quantization")
-        if attn_metadata is None:  # vLLM's run that measures memory
+        if attn_metadata is None:  # vLLM's memory profiling run
             return output.fill_(0)
         num_cached, num_tokens = attn_metadata.num_cached, attn_metadata.num_tokens
         offsets, start = attn_metadata.prefill_start_loc, attn_metadata.num_cached_tokens

@@ -1,1 +1,1 @@
-"""Compiles and loads kernels: compiler, disk cache, resource usage, NVTX ranges and progress."""
+"""Compiles and loads kernels: compiler, disk cache, resource usage and NVTX ranges."""

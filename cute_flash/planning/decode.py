@@ -19,7 +19,7 @@ from cute_flash.spec.problem import Problem
 
 # Rows of a page that are loaded after one lookup in the page table.
 CHUNK = 16
-# The width of a swizzle atom. A row of K or V in shared memory has a multiple of it.
+# The width of a swizzle atom. Rows of K and V in shared memory are padded to a multiple of it.
 ATOM_BYTES = 128
 NUM_WARPS = 4
 # Rows of the output that the warps of a CTA exchange at a time.
@@ -65,7 +65,7 @@ class DecodeStatic:
     has_fp8_cvt: bool = False  # the architecture converts FP8 to fp16 in one instruction; only with FP8 caches
     overlaps_previous: bool = False  # the kernel starts early (programmatic dependent launch), on sm_90
 
-    # Fields of every static that `CompileKey` and `kernels.common.fakes` read.
+    # Fields of `Static` that `CompileKey` and `kernels.common.fakes` read for every kernel.
     is_fp32 = varlen = out_fp32 = deterministic = False
     mods = None
 

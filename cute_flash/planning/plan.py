@@ -187,7 +187,7 @@ def _family(problem: Problem, arch: ArchSpec, family: str) -> str:
     if problem.static.is_fp32:
         if family == "sm90":
             raise UnsupportedError(
-                "float32 by kernel family 'sm90': there is no such kernel; ask for 'sm80', or name no family"
+                "float32 by kernel family 'sm90': there is no such kernel; call use_kernels with 'sm80', or with ''"
             )
         return "sm80"
     return family or next(name for name, least in FAMILIES.items() if arch.capability >= least)
@@ -197,7 +197,7 @@ def _pieces(problem: Problem, tile: Any, *heads_and_rows: tuple[str, int, int]) 
     """The workspace of fp32 calls: the fp16 pieces of the tensors, and the norms that set the scale of the pieces."""
     batch, width = problem.batch_dim, 2 * tile.head_dim
     buffers = [Buffer(f"{name}_pieces", (batch, heads, rows, width), "float16") for name, heads, rows in heads_and_rows]
-    # Norms of each tensor, then the largest |D| of the backward. In a varlen batch, padding is one more sequence.
+    # Norms of each tensor, then the largest |Δ| of the backward. In a varlen batch, padding is one more sequence.
     num_sequences = problem.batch + 1 if problem.varlen else batch
     return [*buffers, Buffer("norms", (len(buffers) + 1, num_sequences, problem.heads), init="zeros")]
 
@@ -433,7 +433,7 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, fa
     return (
         f"{what} of {'attn_varlen' if problem.varlen else 'attn'} with {names}head_dim={problem.head_dim}"
         f"{of_values} on {arch.name} by kernel family {family!r}: there is no such kernel ({least}); "
-        "ask for 'sm80', or name no family"
+        "call use_kernels with 'sm80', or with ''"
     )
 
 
@@ -445,6 +445,7 @@ def _check_grid(problem: Problem, what: str) -> None:
 
 
 def _check_dq_rows(problem: Problem, tile: AnyBwdTile) -> None:
+    """Raise `UnsupportedError` if the fp32 dQ of one head has 2^32 elements or more."""
     most = ((1 << 32) - 1) // tile.head_dim
     rows = problem.seqlen_q + (problem.batch + 1) * tile.tile_m * problem.varlen
     if rows > most:

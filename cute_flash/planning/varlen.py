@@ -2,14 +2,15 @@
 
 The host does not know the lengths of the sequences. A scheduler kernel (`kernels/common/varlen_scheduler.py`) lists
 their tiles, and the other kernels read their tiles from the list. A list is an int32 tensor (TILE_LIST_HEADER + tiles,
-TILE_LIST_WIDTH). Row 0 begins with the number of tiles; each further row is one tile:
+TILE_LIST_WIDTH). Row 0 begins with the number of tiles; each further row is one tile, padded with zeros:
 
     block, sequence, q_begin, q_len, k_begin, k_len     (begin and len: in rows of the varlen tensors)
 
-Sequences with the longest tiles come first. The tiles of a sequence are neighbours, so that they share its keys in L2.
-Tiles shorter than half of the sequence's longest tile, because of a mask, are listed with tiles of their own length
-instead, so that short tiles fill the last wave. Rows without a sequence (rows after the last offset, and unused keys)
-are listed last, as sequences without keys or queries; their tiles write zeros.
+The length of a tile is the number of K/V blocks that it visits; for a K/V tile, the number of query blocks. Sequences
+with the longest tiles come first. The tiles of a sequence are neighbours, so that they share its keys in L2. If a mask
+makes a tile shorter than half of the sequence's longest tile, it is listed with tiles of its own length instead, so
+that short tiles fill the last wave. Rows without a sequence (rows after the last offset, and unused keys) are listed
+last, as sequences without keys or queries; their tiles write zeros.
 
 In this module rows are the side that is tiled (queries, or keys in a list of K/V tiles), columns the other side.
 

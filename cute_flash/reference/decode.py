@@ -8,7 +8,7 @@ Sequence b has cache_seqlens[b] rows in the cache. The call first appends the ro
 This is `attn` over these rows, with the mask aligned bottom right. Rotary embedding rotates an appended key by the
 position of its row, and a query by its own position if there is a window or a causal mask, else by cache_seqlens[b].
 Rotations are computed in fp32 (fp64 for fp64 inputs); queries are then rounded to their dtype, keys to that of the
-cache. An FP8 cache stores x / scale, rounded and saturated; a stored value is multiplied by the scale.
+cache. An FP8 cache stores x / scale, rounded and saturated; a value is multiplied by the scale when it is read.
 """
 
 from __future__ import annotations
@@ -208,11 +208,13 @@ def read_sequences(q: Tensor, k_cache: Tensor, args: DecodeArgs) -> list[CachedS
         seqlen = seqlens[b] + num_new
         if seqlen > capacity:
             appended = f" and {num_new} new rows" if num_new else ""
-            raise ValueError(f"cache_seqlens[{b}]={seqlens[b]}{appended}: a sequence has at most {capacity} rows")
+            raise ValueError(f"cache_seqlens[{b}]={seqlens[b]}{appended}: the cache holds {capacity} rows per sequence")
         if leftpads[b] < 0:
             raise ValueError(f"leftpad[{b}]={leftpads[b]} is negative: give the number of rows to skip")
         if not paged and not 0 <= cache_rows[b] < len(k_cache):
-            raise ValueError(f"cache_batch_idx[{b}]={cache_rows[b]}: the cache has {len(k_cache)} rows of sequences")
+            raise ValueError(
+                f"cache_batch_idx[{b}]={cache_rows[b]}: the cache has {len(k_cache)} sequences, numbered from 0"
+            )
         lo = args.band.lo(0, num_queries, seqlen) if num_queries else seqlen
         sequences.append(
             CachedSequence(

@@ -13,13 +13,13 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
-    """The four 32-bit words of each counter, as int64. The words of `counter` broadcast."""
+    """The four random 32-bit words of each counter, as int64. The words of `counter` broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(spec.ROUNDS):
         # int64 holds all 64 bits of the product of two words; the highest bit becomes the sign.
-        low, high = c0 * spec.MULTIPLIERS[0], c2 * spec.MULTIPLIERS[1]
-        c0, c1, c2, c3 = (word & spec.MASK32 for word in (high >> 32 ^ c1 ^ k0, high, low >> 32 ^ c3 ^ k1, low))
+        p0, p2 = c0 * spec.MULTIPLIERS[0], c2 * spec.MULTIPLIERS[1]
+        c0, c1, c2, c3 = (word & spec.MASK32 for word in (p2 >> 32 ^ c1 ^ k0, p2, p0 >> 32 ^ c3 ^ k1, p0))
         k0, k1 = (k0 + spec.WEYL[0]) & spec.MASK32, (k1 + spec.WEYL[1]) & spec.MASK32
     return c0, c1, c2, c3
 
@@ -28,7 +28,8 @@ def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
 class Dropout:
     """The dropout of one call: probability, (seed, offset), and number of query heads.
 
-    `origin`: the first row, key and head, if the call is a shard of another with `heads` heads.
+    If the call is a shard, `origin` is the position of its first row, key and head in the full call, and `heads` is the
+    number of query heads of the full call.
     """
 
     p: float
@@ -48,7 +49,7 @@ class Dropout:
         device = self.rng.device
 
         def counters(positions: range, size: int, calls: int) -> Tensor:
-            """A word of the counters of all Philox calls whose rectangles overlap `positions`."""
+            """The counter words, for rows or for keys, of all Philox calls whose rectangles overlap `positions`."""
             begin, end = positions.start // size, -(-positions.stop // size)
             return torch.arange(begin * calls, end * calls, device=device)
 
@@ -56,8 +57,8 @@ class Dropout:
         h = torch.arange(heads.start, heads.stop, device=device)
         stride = spec.CALL_STRIDE
         i, j = counters(rows, spec.RECT_ROWS, stride), counters(keys, spec.RECT_KEYS, stride // 2)
-        sequence = (b * self.heads + h)[:, :, None, None]
-        counter = (j, i[:, None], sequence, torch.full_like(sequence, offset & spec.MASK32))
+        batch_head = (b * self.heads + h)[:, :, None, None]
+        counter = (j, i[:, None], batch_head, torch.full_like(batch_head, offset & spec.MASK32))
         words = torch.stack(philox_4x32(counter, (seed & spec.MASK32, seed >> 32 & spec.MASK32)), dim=-1)
         words = torch.stack([words, words * spec.ROW_16_FACTOR], dim=-2)
         draws = torch.stack([words & spec.MAX_RANDOM, words >> 16 & spec.MAX_RANDOM], dim=-1)

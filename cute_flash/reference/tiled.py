@@ -136,7 +136,7 @@ def forward(
         args: All other arguments.
         out: Written; (B, H, Sq, Dv), of any strides.
         lse: Written; (B, H, Sq), of any strides.
-        max_logit: (H), raised to the largest score of each head before the softmax.
+        max_logit: Updated in place; (H), the maximum of its old value and the largest score of each head.
         sequence: The index of the first of these sequences in the call's batch.
     """
     dtype, group = lse_dtype(q.dtype), group_size(q, k)
@@ -154,9 +154,9 @@ def forward(
                 S = block.apply(block.scores(Qi, Kj))
                 block.apply_mask_(S, -torch.inf)
                 if max_logit is not None:
-                    # Raise (Hkv, group) to the largest scores of the block.
-                    raised = max_logit.unflatten(0, (-1, group))[h]
-                    torch.maximum(raised, S.unflatten(2, (group, -1)).amax(dim=(0, 3, 4)), out=raised)
+                    # (Hkv, group) = the maximum of itself and the largest scores of the block.
+                    largest = max_logit.unflatten(0, (-1, group))[h]
+                    torch.maximum(largest, S.unflatten(2, (group, -1)).amax(dim=(0, 3, 4)), out=largest)
                 P, alpha, m, l = softmax_step(S, m, l)
                 Z = block.dropout_factors()
                 # O = α O + (P ∘ Z) V

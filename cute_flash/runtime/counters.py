@@ -26,7 +26,7 @@ PER_THREAD_STREAM = 2
 # The largest number of workspaces that are kept. Further ones are allocated for every call.
 MAX_SHARED = 64
 MIN_SCRATCH = 1 << 16
-# Each device has a reserve of zeroed counters for captured graphs: counters for each graph, and number of graphs.
+# Each device has a reserve of zeroed counters for captured CUDA graphs: GRAPH_COUNTERS for each of MAX_GRAPHS graphs.
 GRAPH_COUNTERS, MAX_GRAPHS = 4096, 256
 
 _counters: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}

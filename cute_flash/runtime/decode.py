@@ -31,7 +31,7 @@ from cute_flash.spec.shapes import outputs
 Outputs = tuple[Tensor, Tensor]
 # Types of arguments that are not tensors. `isinstance(x, Tensor)` takes 0.2 us if x is not a tensor.
 VALUE_TYPES = frozenset((type(None), bool, int, float))
-# Architectures with an instruction from FP8 to fp16.
+# The lowest compute capability with an instruction that converts FP8 to fp16.
 FP8_CVT = (8, 9)
 # Architectures with programmatic dependent launch.
 DEPENDENT_LAUNCH = (9, 0)

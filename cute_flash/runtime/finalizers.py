@@ -3,7 +3,7 @@
     dalibi     sum of the partial sums of K/V blocks
     dsinks     -Σ exp(sink - LSE) Δ over rows, Δ = rowsum(dO O) - dLSE, or -dLSE for a query that sees no key
     dbias      sum over the dimensions in which the bias broadcasts
-    dcaptures  sum of one term per score, if they are deterministic; else the kernel adds them up
+    dcaptures  if deterministic, the sum of one term per score; otherwise the kernel accumulates it
 
 Sums in torch have a fixed order. The host does not read the offsets of a varlen batch.
 """

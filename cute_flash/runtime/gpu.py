@@ -1,6 +1,6 @@
 """`Gpu`: everything that a launch needs from CUDA, as one object.
 
-Tools that record launches and tests without a GPU replace it, with `use_gpu`.
+Tests without a GPU, and tools that record launches, replace it through `use_gpu`.
 """
 
 from __future__ import annotations

@@ -83,9 +83,9 @@ def scalar_operands(kinds: tuple[str, ...], scalars: tuple[float, ...]) -> list[
 
 
 def dropout_origin_operands(origin: tuple[int, ...]) -> tuple[int, ...]:
-    """The operands `registry.DROPOUT_ORIGIN`: the words of the Philox counter of the first row and key, and the heads.
+    """The operands `registry.DROPOUT_ORIGIN`: the Philox counter words of the first row and key, and the head numbers.
 
-    Shards begin with a Philox rectangle, so the words are those of `spec.dropout`.
+    A shard begins with a complete Philox rectangle, so the words are those of `spec.dropout`.
     """
     row, key, head, heads = origin
     return row // RECT_ROWS * CALL_STRIDE, key // RECT_KEYS * (CALL_STRIDE // 2), head, heads

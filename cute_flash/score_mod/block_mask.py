@@ -107,7 +107,9 @@ class BlockMask:
         _check_sizes((1, 1, seqlen_q, seqlen_k), (tile_m, tile_n))
         blocks = _ceil_div(seqlen_q, tile_m), _ceil_div(seqlen_k, tile_n)
         if status.dim() != 4 or tuple(status.shape[2:]) != blocks:
-            raise ValueError(f"status has shape {tuple(status.shape)}: expected (B or 1, H or 1, *{blocks})")
+            raise ValueError(
+                f"status has shape {tuple(status.shape)}: expected (B or 1, H or 1, {blocks[0]}, {blocks[1]})"
+            )
         if seqlen_k % tile_n and bool((status[..., -1] == FULL).any()):
             raise ValueError(
                 f"status is FULL for the last K/V block, which has {seqlen_k % tile_n} keys, not tile_n={tile_n}: "

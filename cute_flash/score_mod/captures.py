@@ -154,7 +154,10 @@ class CaptureTracer:
             )
         if isinstance(value, (dict, set, frozenset)) and not all(map(is_key, value)):
             what = "key" if isinstance(value, dict) else "element"
-            raise trace_error(f"a captured {type(value).__name__} has a {what} that is not a number or a string")
+            raise trace_error(
+                f"a captured {type(value).__name__} has a {what} that is not a number or a string: "
+                "compute the value outside the mod, and capture it"
+            )
         if isinstance(value, (set, frozenset)):
             return type(value)(value)
         keys = value if isinstance(value, dict) else range(len(value))

@@ -256,8 +256,10 @@ def _replay(role: str, steps: tuple[Step, ...]) -> tuple[Builder, list[Any]]:
 
 
 def _no_sizes() -> tuple:
-    """Dynamo reads sizes, except the length of a row."""
-    raise TraceError("a row of a captured tensor in torch.compile(fullgraph=True): index it with constants")
+    """The sizes of a captured tensor. Dynamo reads sizes itself, so only the length of an unrolled row gets here."""
+    raise TraceError(
+        "a row of a captured tensor is not supported in torch.compile(fullgraph=True): index it with constants"
+    )
 
 
 def _handler(name: str) -> Callable:

@@ -43,7 +43,7 @@ def _not(x: Any) -> Any:
 
 
 # The operations, grouped by the kinds of their operands, with the Python function that folds constants.
-ARITHMETIC: dict[str, Callable] = {  # of two ints or two floats
+ARITHMETIC: dict[str, Callable] = {  # of ints or of floats
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "neg", "abs")},
     "min": min,
     "max": max,

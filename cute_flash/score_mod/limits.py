@@ -6,5 +6,5 @@ from __future__ import annotations
 MAX_INDEX = 1 << 23
 # On CUDA, the blocks of a block mask must be multiples of this, so that the tiles of kernels divide them.
 BLOCK_MASK_MULTIPLE = 128
-# A mod with more operations per score needs additional registers.
+# Mods with more operations per score need additional registers, and are not fused with exp2.
 LONG_MOD_OPS = 8

@@ -90,7 +90,10 @@ class ModSpec:
 
     @property
     def has_cheap_bwd(self) -> bool:
-        """Whether the mods of the backward are short, load little, and have a gradient that does not need the score."""
+        """Whether the backward's mods are short and load little, and the gradient of score_mod does not need the score.
+
+        score_mod may load no element per query or per score; mask_mod may load one per query if it is very short.
+        """
         score, mask = self.graphs.score, self.graphs.mask
         if score is not None:
             gradient = self.graphs.gradient(self.captures_needing_grad).graph
@@ -112,7 +115,7 @@ class ModSpec:
     def for_backward(self) -> ModSpec:
         """The spec with only the fields that the backward uses.
 
-        The backward loads the bias without TMA, and its index lists are in units of kernel tiles.
+        The backward loads the bias without TMA, and the index lists of its block mask are in units of kernel tiles.
         """
         return replace(self, bias_tma=False, bias_varies_by_row=False, block_mask_tile=None, bias_needs_grad=False)
 

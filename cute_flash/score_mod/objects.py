@@ -1,7 +1,7 @@
 """Proxies of captured objects and modules, whose attributes and elements are captured values too.
 
-Python methods are traced with the proxy in place of `self`. Methods in C cannot be traced: the elements of a container
-and the value of a `ContextVar` are read again at each call, and other methods in C raise a `TraceError`.
+Python methods are traced with the proxy in place of `self`. Methods in C cannot be traced. Those of containers run on a
+copy whose elements are captured values, `ContextVar.get` returns a captured value, and others raise a `TraceError`.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _is_infinite(x: Any) -> Any:
 
 
 def _new_full(value: Any) -> Callable:
-    """`new_ones` and the like, without dimensions. None: the value is the second argument."""
+    """`new_ones` and the like, without dimensions. If `value` is None, the caller passes it, as for `new_full`."""
 
     def new(x: ScalarProxy, size: Any, fill_value: Any = value, **kwargs: Any) -> ScalarProxy:
         if tuple(size):
@@ -168,7 +168,7 @@ def _logical(name: str) -> Callable:
 
 
 def _full_like(value: Any) -> Callable:
-    """`ones_like` and the like. None: the value is the second argument."""
+    """`ones_like` and the like. If `value` is None, the caller passes it, as for `full_like`."""
 
     def like(x: ScalarProxy, *args: Any, **kwargs: Any) -> ScalarProxy:
         node = node_of(x._builder, args[0] if value is None else value)
@@ -182,6 +182,7 @@ def _detached(x: ScalarProxy) -> ScalarProxy:
 
 
 def _of(name: str) -> Callable:
+    """The handler that records this operation."""
     return lambda *args: op(name, *args)
 
 
@@ -257,7 +258,7 @@ REDUCTIONS.update({
 })  # fmt: skip
 
 
-# ---- the table
+# ---- the tables of handlers
 
 
 _ALIASES = {

@@ -2,8 +2,8 @@
 
 A `ScalarProxy` behaves like a zero-dimensional tensor in Python operators, torch functions and tensor methods
 (`overrides` defines them); each operation adds a node to the graph. A `TensorProxy` replaces a captured tensor, which
-the mod can index. A tensor with one dimension left, and a value after `unsqueeze`, are rows: a `RowProxy` has a
-`ScalarProxy` for each element, operations apply to each element, and reductions are unrolled.
+the mod can index. A captured tensor with one dimension left to index, and a value after `unsqueeze`, are rows: a
+`RowProxy` has a `ScalarProxy` for each element, operations apply to each element, and reductions are unrolled.
 """
 
 from __future__ import annotations

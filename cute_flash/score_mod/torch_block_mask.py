@@ -18,7 +18,8 @@ from torch.nn.attention.flex_attention import noop_mask
 from cute_flash.score_mod.block_mask import BlockIndices, BlockMask
 from cute_flash.score_mod.tensor_cache import TensorCache
 
-# A block that covers all queries or keys is shortened to a multiple of this; torch has blocks of 2³⁰.
+# torch's block size can exceed the sequence (up to 2³⁰). It is then reduced to the length, rounded up to a multiple of
+# this.
 MULTIPLE = 128
 
 

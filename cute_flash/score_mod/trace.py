@@ -122,6 +122,7 @@ def _errors_at_definition(mod: Callable) -> Iterator[None]:
 
 
 def _traced(mod: Callable, role: str) -> Trace:
+    """Trace a mod. If Python needs captured numbers (`Specialise`), trace again with these numbers compiled in."""
     global num_traces
     num_traces += 1
     static: frozenset[tuple] = frozenset()

@@ -23,7 +23,7 @@ WAVEFRONT_BYTES = 128
 _ATOM_BYTES = {"swizzled64": 64, "swizzled32": 32, "interleaved": CHUNK_BYTES}
 
 _ATOM_ROWS = 8
-# The swizzle reads the bits above the 3 bits that number the chunks of a wavefront, for any width of the atom.
+# The swizzle reads the index bits above the 3 bits that number the 16-byte chunks of 128 bytes, for any atom width.
 _SWIZZLE_SHIFT = 3
 
 
@@ -31,7 +31,7 @@ _SWIZZLE_SHIFT = 3
 class SmemTile:
     """A tile of `rows` x `cols` elements in shared memory, rows contiguous.
 
-    `swizzled`  atoms of 8 rows x 128 bytes (64 bytes if 128 do not divide a row), in which the row permutes the
+    `swizzled`  atoms of 8 rows x 128 bytes (64 if a row is not a multiple of 128 bytes), in which the row permutes the
                 16-byte chunks. Atoms are ordered down the rows first. These are the 128-byte and 64-byte swizzles of
                 TMA and wgmma. No padding, no conflicts.
     `padded`    row-major, each row 16 bytes longer than its elements. Few conflicts, but larger, and TMA and wgmma
@@ -66,7 +66,7 @@ class SmemTile:
 
     @property
     def copy_cols(self) -> int:
-        """Columns of a row that neighbouring threads copy: 128 bytes, or 64 if 128 do not divide a row."""
+        """Columns of a row that neighbouring threads copy: 128 bytes, or 64 if a row is not a multiple of 128."""
         wide = WAVEFRONT_BYTES // self.element_bytes
         return wide if self.cols % wide == 0 else wide // 2
 

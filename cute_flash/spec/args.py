@@ -44,7 +44,8 @@ class _Fields(NamedTuple):
     deterministic: bool = False  # bitwise reproducible gradients
     batch_invariant: bool = False
     kernel_family: str = ""  # "sm80" or "sm90"; "": the best family for the GPU
-    # Of a shard: the positions of its first row, key and head in the full call, and the number of heads of that call.
+    # For a shard of a larger call (context parallelism): the positions of the shard's first row, key and head in that
+    # call, and that call's number of heads.
     dropout_origin: tuple[int, ...] = ()
 
 

@@ -35,7 +35,7 @@ class DecodeArgs(NamedTuple):
     cache_seqlens: Tensor  # (B), int32: rows of the cache before the append
     scale: float
     page_table: Tensor | None = None  # (B, max_pages), int32
-    cache_batch_idx: Tensor | None = None  # (B), int32: the cache row of each sequence
+    cache_batch_idx: Tensor | None = None  # (B), int32: the index of each sequence in the caches
     leftpad: Tensor | None = None  # (B), int32: rows that are skipped at the start of each sequence
     k_new: Tensor | None = None  # (B, Tn, Hkv, D), or (T, Hkv, D) with cu_seqlens_q
     v_new: Tensor | None = None  # (B, Tn, Hkv, Dv), or (T, Hkv, Dv)
@@ -62,7 +62,7 @@ TENSOR_FIELDS = tuple(name for name, kind in DecodeArgs.__annotations__.items() 
 
 
 def tensors_of(args: DecodeArgs) -> tuple[Tensor | None, ...]:
-    """The values of `TENSOR_FIELDS`. Not a property: Dynamo of torch 2.9 does not trace those of a named tuple."""
+    """The values of `TENSOR_FIELDS`; no property, because Dynamo of torch 2.9 does not trace them on named tuples."""
     return (
         args.cache_seqlens, args.page_table, args.cache_batch_idx, args.leftpad, args.k_new, args.v_new,
         args.rotary_cos, args.rotary_sin, args.cu_seqlens_q, args.alibi, args.sinks, args.k_scale, args.v_scale,
@@ -178,7 +178,7 @@ def _name(dtype: torch.dtype) -> str:
 def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None:
     if args.cu_seqlens_q is None and q.dim() != 4:
         raise ValueError(
-            f"q has shape {tuple(q.shape)}: expected (B, T, H, D); for one token a sequence use q[:, None], "
+            f"q has shape {tuple(q.shape)}: expected (B, T, H, D); for one token per sequence use q[:, None], "
             "for a ragged batch give cu_seqlens_q"
         )
     if args.cu_seqlens_q is not None and q.dim() != 3:
@@ -242,7 +242,7 @@ def _check_cache(k_cache: Tensor, q: Tensor, args: DecodeArgs, batch: int) -> tu
     if table is None:
         if args.cache_batch_idx is None and k_cache.shape[0] < batch:
             raise ValueError(
-                f"k_cache has {k_cache.shape[0]} rows of sequences and the batch has {batch}: give a larger cache, "
+                f"k_cache has batch size {k_cache.shape[0]} and there are {batch} sequences: give a larger cache, "
                 "cache_batch_idx or page_table"
             )
         return None, k_cache.shape[1]
@@ -333,7 +333,7 @@ def _check_numbers(args: DecodeArgs, device: str) -> None:
     if args.softcap is not None and device == "cuda":
         check_softcap(args.softcap)
     if args.num_splits is not None and args.num_splits < 1:
-        raise ValueError(f"num_splits={args.num_splits}: use 1 or more, or None to let the runtime choose")
+        raise ValueError(f"num_splits={args.num_splits}: use 1 or more, or None to let the kernel choose")
 
 
 def _check_out(out: Tensor, q: Tensor, head_dim_v: int) -> None:

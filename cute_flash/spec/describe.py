@@ -120,7 +120,7 @@ def _check_numbers(q: Tensor, args: AttentionArgs) -> None:
     if origin and (len(origin) != 4 or min(origin) < 0 or origin[2] + q.shape[1] > origin[3]):
         raise ValueError(f"dropout_origin={origin}: give the first row, key and head, and the number of heads")
     if origin and args.cu_seqlens_q is not None:
-        raise UnsupportedError("dropout_origin of a varlen batch: positions count within each sequence")
+        raise UnsupportedError("dropout_origin with cu_seqlens_q: leave out dropout_origin, or call attn per sequence")
 
 
 def _check_alignment(args: AttentionArgs) -> None:
@@ -129,9 +129,9 @@ def _check_alignment(args: AttentionArgs) -> None:
         row, key, *_ = args.dropout_origin
         if row % RECT_ROWS or key % RECT_KEYS:
             raise UnsupportedError(
-                f"dropout on cuda of a shard that begins at row {row} and key {key}: rows must be a multiple of "
-                f"{RECT_ROWS} and keys of {RECT_KEYS}, which one random number generator call covers; use such "
-                "lengths of chunks, or method='ulysses'"
+                f"dropout on cuda of a shard that begins at row {row} and key {key}: the row must be a multiple of "
+                f"{RECT_ROWS} and the key a multiple of {RECT_KEYS}; use chunks of a multiple of {RECT_ROWS} tokens, "
+                "or method='ulysses'"
             )
 
 

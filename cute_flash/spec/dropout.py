@@ -10,13 +10,13 @@ the word times `ROW_16_FACTOR` holds those of row i + 16. So one call serves the
 
     key        the low and the high half of seed
     counter    (4 ⌊j / 16⌋ + ⌊(j mod 8) / 2⌋,  8 ⌊i / 32⌋ + i mod 8,  b H + h,  the low half of offset)
-    word       number 2 (⌊i / 8⌋ mod 2) + ⌊j / 8⌋ mod 2; times `ROW_16_FACTOR` for rows 16 to 31 of a rectangle
+    word       index 2 (⌊i / 8⌋ mod 2) + ⌊j / 8⌋ mod 2; times `ROW_16_FACTOR` for rows 16 to 31 of a rectangle
     number     the low 15 bits of the word's low half for even keys, of its high half for odd keys
 
-In the forward, accumulator rows are queries, and one thread holds the scores of a call in 16 rows (i and i + 8), for
-mma.sync and wgmma alike. One comparison of two 16-bit floats then gives the mask of two 16-bit elements of P. In the
-backward up to head dim 128, rows are keys, and two threads hold these scores and exchange their numbers
-(`device/dropout_bits.py`).
+In the forward, accumulator rows are queries. One thread holds all scores of a Philox call that are in the same 16 rows
+(i and i + 8), for mma.sync and wgmma alike. One f16x2 comparison then gives the mask of two 16-bit elements of P. In
+the backward up to head dim 128, accumulator rows are keys: two threads hold these scores, and exchange their random
+numbers (`device/dropout_bits.py`).
 
 Seven rounds are the fewest with which Philox passed all statistical tests of its authors (Salmon et al. 2011). Single
 numbers, and pairs from different words, are as uniform as Philox. Pairs from one word are independent, except those of

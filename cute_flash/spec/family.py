@@ -24,7 +24,7 @@ def requested_family() -> str:
 # A compiled function keeps the family of its first call, because Dynamo cannot trace context variables.
 # `torch.compiler.assume_constant_result` would set the same attribute, but it imports torch._dynamo.
 requested_family._dynamo_marked_constant = True  # type: ignore[attr-defined]
-# The same as a C function, which is faster, for calls that are not compiled.
+# `requested_family` as a C function, which is faster, for calls that are not compiled.
 current_family = _family.get
 
 

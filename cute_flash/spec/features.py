@@ -22,17 +22,20 @@ from cute_flash.spec.dropout import threshold
 MIN_SOFTCAP = 1e-30
 # Dtypes of a bias that kernels read; others are converted to fp32.
 BIAS_DTYPES = ("torch.float16", "torch.bfloat16", "torch.float32")
-# The largest row stride of a bias.
+# The largest row stride of a bias: kernels hold it in 32 bits.
 MAX_BIAS_ROW_BYTES = (1 << 31) - 1
 
 
 class Operand(NamedTuple):
     """An argument of a kernel.
 
-    `type` is a scalar ("f32", "i32", "i64"), a layout and an element type ("rows dtype": the last dimension is
-    contiguous and rows are aligned to 16 bytes; "compact f32": contiguous; "strided f32": any strides), or the name of
-    a method of `kernels.common.fakes.Fakes`. Equal names in `dims` are one symbolic size per launch. `value` computes
-    the argument; without it, the argument is the local variable `name` of the bound function.
+    `type` is a scalar ("f32", "i32", "i64"), or a layout and an element type, such as "rows dtype", or the name of a
+    method of `kernels.common.fakes.Fakes`. Layouts: "rows" (the last dimension is contiguous, rows are aligned to 16
+    bytes), "statistics" (contiguous, one value per row), "compact" (contiguous) and "strided" (any strides). The
+    element types "dtype", "out" and "cache" are those of q, of the output and of a K/V cache.
+
+    Equal names in `dims` are one symbolic size per launch. `value` computes the argument; without it, the argument is
+    the local variable `name` of the bound function.
     """
 
     name: str

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SharedKeywords(TypedDict, total=False):
-    """Keywords of all public attention functions."""
+    """Keywords of `attn`, `attn_varlen` and `attn_nested`."""
 
     causal: bool
     window: tuple[int | None, int | None]

@@ -60,7 +60,7 @@ class Static:
     has_left: bool = False
     has_right: bool = False
     head_dim_v: int | None = None  # of V and of the output; None: equal to head_dim
-    pack_gqa: bool = False  # a tile has rows of all query heads of a group, so the mask wraps row positions
+    pack_gqa: bool = False  # a tile has rows of all query heads of a group; the mask uses row % seqlen_q
     features: tuple[str, ...] = ()  # names of `spec.features.FEATURES`
     mods: Any = None  # a `score_mod.mod_spec.ModSpec`: user mods, bias and block mask
     varlen: bool = False
@@ -132,14 +132,14 @@ class Static:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The features, geometry and policy that differ from plain attention, for kernel names."""
-        geometry = ("varlen", "block_sparse", "out_fp32", "batch_invariant", "deterministic", "dropout_origin")
-        return (*(name for name in geometry if getattr(self, name)), *self.features)
+        """The options and score features of the kernel, for its name."""
+        options = ("varlen", "block_sparse", "out_fp32", "batch_invariant", "deterministic", "dropout_origin")
+        return (*(name for name in options if getattr(self, name)), *self.features)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Shapes, dtype, mask, features, geometry and policy of one call.
+    """Shapes, dtype, mask, score features and options of one call.
 
     q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). With varlen, B is the number of sequences, and Sq and Sk are
     the total numbers of tokens.
@@ -265,7 +265,7 @@ def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, determinist
     for name in ("seqlen_q", "seqlen_k"):
         if problem.static.has_mods and getattr(problem, name) >= MAX_INDEX:
             raise UnsupportedError(
-                f"{name}={getattr(problem, name)} with a bias, mods or a block mask on cuda: less than {MAX_INDEX}"
+                f"{name}={getattr(problem, name)} with a bias, mods or a block mask on cuda: use less than {MAX_INDEX}"
             )
     rows, keys = (None if problem.mods is None else problem.mods.block_mask_tile) or (tile_m, tile_n)
     if rows % tile_m or keys % tile_n:

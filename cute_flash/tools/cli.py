@@ -38,7 +38,7 @@ LINKS = ("nvlink", "infiniband")
 FEATURES = ("softcap", "alibi", "sinks", "dropout", "return_max_logit")
 
 
-# Keeps the lines of examples.
+# Keeps the line breaks of the examples.
 HELP_FORMATTER = partial(argparse.RawDescriptionHelpFormatter, max_help_position=26)
 
 
@@ -61,7 +61,8 @@ def _usage_errors() -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: success; 1: a wrong result, a spill or a broken installation; 2: a wrong argument.
+    0: success; 1: a wrong result, a spill, serialised wgmma, a broken installation or a file error; 2: a wrong
+    argument; 130: interrupted.
     """
     args = _parser().parse_args(argv)
     try:
@@ -200,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--page-size", type=_positive, metavar="N", help="of a paged cache (default: contiguous)")
     sub.add_argument("--cache-dtype", choices=CACHE_DTYPES, help="dtype of the cache (default: that of q)")
-    sub.add_argument("--num-splits", type=_positive, metavar="N", help="parts of the keys (default: chosen)")
+    sub.add_argument("--num-splits", type=_positive, metavar="N", help="splits of the keys (default: automatic)")
     sub.add_argument("--cp", type=_positive, metavar="N", help="explain context parallelism: a sequence on N GPUs")
     sub.add_argument("--link", choices=LINKS, help="link between the GPUs of --cp (default: nvlink)")
     _add_mask(sub)
@@ -212,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = add(
         "tiles",
         _tiles,
-        "solve for tiles that fit shared memory and registers, beside the tile of the kernels",
+        "list tiles that fit shared memory and registers, and compare them with the tile of the kernel",
         "--gpu A100 --head-dim 128 --dtype bf16",
         "--gpu X1 --smem-kb 64 --sms 40  # a GPU that the tables do not have",
     )
@@ -354,7 +355,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _explain_cp(problem: Problem, spec: ArchSpec, args: argparse.Namespace) -> ContextParallelExplanation:
-    # Imports torch.distributed.
+    # Imported here, because it imports torch.distributed.
     from cute_flash.tools.explain_cp import ContextParallelExplanation
 
     return ContextParallelExplanation.of(problem, args.cp, args.link or LINKS[0], spec)
@@ -362,18 +363,18 @@ def _explain_cp(problem: Problem, spec: ArchSpec, args: argparse.Namespace) -> C
 
 def _check_cp_options(args: argparse.Namespace) -> None:
     if args.link is not None and args.cp is None:
-        raise UsageError("--link without --cp: it is the link between the GPUs of context parallelism")
+        raise UsageError("--link without --cp: it is the link between the GPUs of context parallelism; add --cp N")
     for name in ("cache_len", "seqlen_k"):
         if args.cp is not None and getattr(args, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} with --cp: context parallelism shards one sequence")
+            raise UsageError(f"--{name.replace('_', '-')} with --cp: queries and keys are one sequence; leave it out")
 
 
 def _check_cache_options(args: argparse.Namespace) -> None:
     if args.cache_len is not None and args.seqlen_k is not None:
-        raise UsageError("--seqlen-k with --cache-len: --cache-len is the number of keys")
+        raise UsageError("--seqlen-k with --cache-len: both are the number of keys; leave out --seqlen-k")
     for name in ("page_size", "cache_dtype", "num_splits"):
         if args.cache_len is None and getattr(args, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} without --cache-len: it is an option of attn_decode")
+            raise UsageError(f"--{name.replace('_', '-')} without --cache-len: for attn_decode only; add --cache-len N")
 
 
 def _tiles(args: argparse.Namespace) -> int:

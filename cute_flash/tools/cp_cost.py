@@ -2,10 +2,10 @@
 
 The time of the computation is the FLOPs of a rank divided by the measured rate of one H200; other GPUs are scaled by
 their peaks. Merges, sums and copies add passes over memory. The time of the communication is the bytes of a rank
-divided by a fraction of the datasheet rate of the link, and a constant for each message. A ring communicates during the
-computation, so only the part of the communication that takes longer than the computation counts. The calls of a group
-of shards hide K and V of the next group, and dK and dV of the group before it. The other methods communicate before and
-after the computation.
+divided by a fraction of the datasheet rate of the link, plus a constant for each message. A ring communicates during
+the computation, so only the part of the communication that takes longer than the computation counts. A ring receives
+shards in groups (`distributed.ring`). While a group's calls run, K and V of the next group arrive and, in the backward,
+dK and dV of the previous group leave. The other methods communicate before and after the computation.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from cute_flash.tools.roofline import visible_pairs
 
 # Measured TFLOP/s of bf16 by head dim, forward and backward: H200, S = 16384, full mask (profiling/results/h200).
 RATES = {64: (590.0, 579.0), 128: (750.0, 665.0), 256: (768.0, 501.0)}
-# The backward has five matrix products, the forward two.
+# FLOPs of a backward relative to a forward: five matrix products instead of two.
 BACKWARD_FLOPS = 2.5
-# Assumed shares of the datasheet rates that messages, and passes over memory, reach.
+# Assumed fractions of the datasheet rates: of the link for messages, of HBM for passes over memory.
 LINK_SHARE, HBM_SHARE = 0.8, 0.85
 # The share of the HBM rate that merges reach: torch does not vectorise a kernel with broadcast weights. Measured on an
-# H200 (`python -m profiling context-parallel`): 0.32 ms for four merges of 4096 rows, 32 heads and D = 128, and for the
-# copies and the conversion of the rank.
+# H200 (`python -m profiling context-parallel`): 0.32 ms for four merges of 4096 rows, 32 heads and D = 128, including
+# the copy of the rank's K and V and the conversion of its output.
 MERGE_SHARE = 0.75
 # Assumed time to start a message, and to launch the kernels of a merge, in ms.
 MESSAGE_MS, MERGE_LAUNCH_MS = 0.01, 0.008
@@ -84,7 +84,7 @@ class Cost:
     method: str
     ranks: int
     hops: int  # groups of shards that a ring receives, or collectives of a forward pass
-    sent: int  # bytes of a rank, forward and backward
+    sent: int  # bytes that a rank sends, forward and backward
     forward: Pass
     backward: Pass
     single_ms: float  # forward and backward on one GPU
@@ -119,7 +119,7 @@ class Model:
         p = self.problem
         if p.seqlen_q != p.seqlen_k:
             raise UnsupportedError(
-                f"{p.seqlen_q} queries and {p.seqlen_k} keys: context parallelism shards one sequence"
+                f"{p.seqlen_q} queries and {p.seqlen_k} keys: context parallelism shards one sequence; make them equal"
             )
 
     @property
@@ -133,7 +133,7 @@ class Model:
         return Shapes(p.batch, p.heads, p.heads_kv, self.sharding.shard_length, p.head_dim, p.width_v, size)
 
     def sent(self) -> dict[str, int]:
-        """The bytes of each method, by which `auto` chooses."""
+        """For each method, the bytes that a rank sends; `method="auto"` chooses by them."""
         return sent_bytes(self.ranks, self.shapes, self._schedule(self.ranks, self.shapes))
 
     def costs(self) -> list[Cost]:
@@ -154,7 +154,7 @@ class Model:
     # ---- rates
 
     def compute_ms(self, pairs: float) -> tuple[float, float]:
-        """Forward and backward of `pairs` scores of every head."""
+        """The time of the forward and of the backward kernels, with `pairs` visible scores in every head."""
         p = self.problem
         rates = RATES[min(RATES, key=lambda head_dim: abs(head_dim - p.head_dim))]
         flops = 2 * p.batch * p.heads * (p.head_dim + p.width_v) * pairs
@@ -174,7 +174,7 @@ class Model:
         return self._ring(self.ranks, self.link, self.shapes)
 
     def kernel_ratios(self) -> tuple[float, float]:
-        """Kernels of all ranks of a ring over those of the unsharded call; forward and backward."""
+        """Kernel time of all ranks of a ring, divided by that of the unsharded call; forward and backward."""
         schedule = self._schedule(self.ranks, self.shapes)
         ranks = [self._ring_passes(schedule, rank, self.link, self.shapes) for rank in range(self.ranks)]
         forward, backward = (
@@ -220,7 +220,7 @@ class Model:
         return Cost("usp", self.ranks, ring.hops, ring.sent + 2 * sent, forward, backward, self.single_ms)
 
     def _exchanged(self, n: int) -> int:
-        """The bytes that a rank sends when n ranks exchange heads, in one direction."""
+        """The bytes that a rank sends in one pass, forward or backward, when n ranks exchange heads."""
         shapes = self.shapes
         repeated = shapes.kv_elements * max(1, n // max(shapes.heads_kv, 1))
         return (shapes.q_out_elements + repeated) * shapes.element_bytes * (n - 1) // n
@@ -231,8 +231,8 @@ class Model:
 
     def _ring(self, n: int, link: Link, shapes: Shapes) -> Cost:
         schedule = self._schedule(n, shapes)
-        # With zigzag and a causal mask, all ranks have equal work, but the last has the most rows in its calls, and the
-        # first receives the most keys.
+        # Take the slowest of three ranks. With zigzag and a causal mask all ranks have equal work, but the last has the
+        # most rows in its calls, and the first receives the most keys.
         ranks = [self._ring_passes(schedule, rank, link, shapes) for rank in sorted({0, n // 2, n - 1})]
         forward, backward = (max(passes, key=lambda x: x.total) for passes in zip(*ranks))
         sent = sent_bytes(n, shapes, schedule)["ring"]
@@ -251,8 +251,8 @@ class Model:
             compute = communication = exposed = 0.0
             passes = (copied if len(groups) > 1 else 0.0) + (converted if is_partial and not backward else 0.0)
             has_output = False
-            # During the calls of a group, the next one arrives, and dK and dV of the one before leave. No call hides dK
-            # and dV of the last group.
+            # While a group's calls run, K and V of the next group arrive, and dK and dV of the previous group leave. No
+            # call hides dK and dV of the last group.
             for before, group, after in zip([NO_GROUP, *groups], [*groups, NO_GROUP], [*groups[1:], *2 * [NO_GROUP]]):
                 busy = 0.0
                 for call in group.calls:
@@ -276,15 +276,15 @@ class Model:
         compute = [share * x for x in self.compute_ms(visible(call.band, rows, keys))]
         row_elements = shapes.batch * shapes.heads * shapes.head_dim_v * rows
         key_elements = shapes.batch * shapes.heads_kv * (shapes.head_dim + shapes.head_dim_v) * keys
-        # Forward: write a partial output in fp32; a merge reads two and writes one. Backward: read out and dout, clear
-        # and convert dq; add dq, dk and dv to their sums.
+        # Forward: write a partial output in fp32; a merge reads two and writes one. Backward: pre- and postprocess read
+        # out and dout, and clear and convert dq; dq, dk and dv are added to their sums.
         output = FP32_BYTES * row_elements
         forward = self.memory_ms(output) if is_partial else 0.0
         if merges:
             forward += self.memory_ms(3 * output, MERGE_SHARE) + MERGE_LAUNCH_MS
-        shares = (3 * size + 2 * FP32_BYTES) * row_elements
+        pre_and_post = (3 * size + 2 * FP32_BYTES) * row_elements
         sums = (2 * FP32_BYTES + size) * (row_elements + key_elements)
-        return compute, (forward, self.memory_ms(shares + sums))
+        return compute, (forward, self.memory_ms(pre_and_post + sums))
 
     def _cost(
         self,
@@ -301,7 +301,7 @@ class Model:
 
 
 def link_ms(link: Link, groups: tuple[Group, ...], shapes: Shapes) -> float:
-    """The messages of K and V, or dK and dV, of some groups."""
+    """The time to send K and V, or dK and dV, of some groups."""
     key_bytes = shapes.kv_elements // max(shapes.length, 1) * shapes.element_bytes
     return link.ms(key_bytes * sum(x.length for x in groups), 2 * sum(len(x.parts) for x in groups))
 

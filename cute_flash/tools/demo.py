@@ -32,6 +32,7 @@ PROBLEM = Problem(2, 8, 2, 1024, 1024, 128, "bfloat16", Band(None, 0))
 # Runs the same kernel, because lengths are not compiled in.
 LONG_PROBLEM = replace(PROBLEM, batch=4, heads=16, heads_kv=4, seqlen_q=4096, seqlen_k=4096)
 COMPILED_ARCHS, COMPILED_HEAD_DIMS = ("sm_80", "sm_90"), (64, 128)
+# The result is right if its errors are at most this many times those of `Comparison.yardstick`.
 MAX_TIMES_YARDSTICK = 2.0
 WARM_UP, LAUNCHES = 5, 20
 # About 10 ms of GPU sleep, during which the host enqueues the timed launches.

@@ -30,7 +30,7 @@ from cute_flash.spec.family import check_family
 OK, NOTE, BROKEN = "ok", "note", "broken"
 # Modules whose import shows that a requirement works, where they are not named like the package.
 MODULES = {"nvidia-cutlass-dsl": "cutlass.cute", "apache-tvm-ffi": "tvm_ffi", "cuda-bindings": "cuda.bindings.driver"}
-# Flavours of the DSL: the CUDA version and the release of the oldest driver that supports each.
+# Flavours of the DSL (its builds for CUDA 12 and 13): CUDA version and release of the oldest driver that supports each.
 FLAVOURS = {"cu12": (12090, "575.51"), "cu13": (13000, "580.65")}
 # Environment variables, and functions that raise `UnsupportedError` for a wrong value.
 VARIABLES: dict[str, Callable[[str], object]] = {

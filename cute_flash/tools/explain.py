@@ -37,7 +37,7 @@ class Explanation:
 
     @staticmethod
     def of(problem: Problem, arch: ArchSpec) -> Explanation:
-        # `can_pack_gqa`, as for contiguous tensors.
+        # `can_pack_gqa`: tensors are assumed to be contiguous.
         plan = plan_forward(problem, arch, requested_family(), can_pack_gqa=True)
         tile_m, tile_n = plan.tile.tile_m, plan.tile.tile_n
         return Explanation(

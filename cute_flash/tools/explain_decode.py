@@ -1,7 +1,7 @@
 """`cute-flash explain` for the decode kernel: the keys of each CTA, bytes, and a lower bound of the time.
 
-The kernel reads the lengths and divides the keys on the device (`device/kv_splits.py`). The numbers here are those of a
-batch whose sequences all have the same number of keys.
+The kernel reads the lengths and divides the keys on the device. `device/kv_splits.py` defines query tiles, units and
+splits. The numbers here are those of a batch whose sequences all have the same number of keys.
 """
 
 from __future__ import annotations
@@ -123,12 +123,15 @@ class DecodeExplanation:
 
     @property
     def tiles_at_once(self) -> int:
-        """Query tiles that are numbered: those of all heads, or of one if all heads have the same intervals."""
+        """Query tiles whose units are numbered: those of all K/V heads, or of one head.
+
+        They are those of one head if `heads_at_once` is the number of K/V heads (`device/kv_splits.py`).
+        """
         return self.num_tiles // self.plan.heads_at_once
 
     @cached_property
     def division(self) -> tuple[int, int]:
-        """Units of a CTA, and the numbers that a query tile takes, as `KvSplits.divide` computes them."""
+        """Units of a CTA, and units of a query tile including padding, as `KvSplits.divide` computes them."""
         units, num_tiles, num_intervals = self.units, self.tiles_at_once, self.plan.num_ctas // self.plan.heads_at_once
         per_cta = max(ceil_div(num_tiles * units, num_intervals), 1)
         if self.shape.num_splits is not None:
@@ -163,9 +166,9 @@ class DecodeExplanation:
     @cached_property
     def splits(self) -> tuple[int, int]:
         """The fewest and the most CTAs that share the keys of a query tile."""
-        per_cta, numbers = self.division
-        firsts = (tile * numbers for tile in range(self.tiles_at_once))
-        counts = {(first + numbers - 1) // per_cta - first // per_cta + 1 for first in firsts}
+        per_cta, per_tile = self.division
+        firsts = (tile * per_tile for tile in range(self.tiles_at_once))
+        counts = {(first + per_tile - 1) // per_cta - first // per_cta + 1 for first in firsts}
         return min(counts), max(counts)
 
     # ---- cost
@@ -192,7 +195,10 @@ class DecodeExplanation:
 
     @property
     def unit_seconds(self) -> dict[str, float]:
-        """The time of the memory, and of the tensor cores for whole tiles, if each unit runs alone and never waits."""
+        """The time of the memory and of the tensor cores, if each runs alone and never waits.
+
+        The tensor cores also compute the unused rows of query tiles.
+        """
         tile = self.plan.tile
         flops = 4 * self.num_tiles * tile.tile_m * self.visited_keys * tile.head_dim
         memory = self.least_bytes / (self.arch.hbm_tbps * 1e12)
@@ -204,7 +210,7 @@ class DecodeExplanation:
 
     @property
     def bound(self) -> str:
-        """The slowest unit: "memory" or "tensor"."""
+        """The slower of the two: "memory" or "tensor"."""
         return max(self.unit_seconds, key=self.unit_seconds.__getitem__)
 
     # ---- text

@@ -58,7 +58,8 @@ class LoopOrder:
     write_bytes: int
     steps: int  # pairs of a Q tile and a K/V block
     max_rescales: int  # of all rows, if the maximum of a row grows in each of its blocks
-    # Of all rows, if each block is equally likely to have the largest score of a row: block j with probability 1 / j.
+    # Of all rows, if each block is equally likely to have the largest score of a row: block j then raises the maximum
+    # with probability 1 / j.
     mean_rescales: float
     num_ctas: int
 
@@ -285,7 +286,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=1, metavar="B", help="sequences (default: %(default)s)")
     add("--heads", type=int, default=16, metavar="H", help="heads (default: %(default)s)")
     add("--dtype", choices=DTYPES, default="bf16", help="dtype of q, k and v (default: %(default)s)")
-    add("--causal", action="store_true", help="hide the keys after a query's own position")
+    add("--causal", action="store_true", help="mask the keys after a query's own position")
     add("--tile", type=_tile, metavar="BRxBC", help="tile sizes (default: the tile of the kernel on that GPU)")
     add("--markdown", action="store_true", help="print a Markdown table with one row per shape")
     add("--json", action="store_true", help="print a JSON list with two entries per shape")

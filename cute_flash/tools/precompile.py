@@ -62,11 +62,11 @@ def _forward_keys(problem: Problem, arch: ArchSpec) -> Iterator[CompileKey]:
 
 
 def _backward_keys(problem: Problem, arch: ArchSpec, deterministic: bool) -> Iterator[CompileKey]:
-    """Gradients through the output, and through the LSE too."""
-    orders = (False, True) if deterministic else (False,)
-    for order, has_dlse, seqused_k in itertools.product(orders, (False, True), _seqused_k(problem)):
+    """The backward kernels without and with a gradient of the LSE; if `deterministic`, also the deterministic ones."""
+    policies = (False, True) if deterministic else (False,)
+    for is_deterministic, has_dlse, seqused_k in itertools.product(policies, (False, True), _seqused_k(problem)):
         with_lengths = replace(problem, seqused_k=seqused_k)
-        yield from plan_backward(with_lengths, arch, order, has_dlse, requested_family()).launches
+        yield from plan_backward(with_lengths, arch, is_deterministic, has_dlse, requested_family()).launches
 
 
 def _seqused_k(problem: Problem) -> tuple[bool, ...]:

@@ -233,17 +233,17 @@ class Occupancy:
 
     @cached_property
     def busiest_sm_blocks(self) -> float:
-        """The fewest K/V blocks that the SM with the most work visits, however tiles are distributed."""
+        """A lower bound of the K/V blocks that the busiest SM visits, for any distribution of the tiles."""
         if not self.busy_sms:
             return 0.0
         problem, tile_m, tile_n = self.plan.problem, self.plan.tile.tile_m, self.plan.tile.tile_n
         sq, sk, band = problem.seqlen_q, problem.seqlen_k, problem.band
         if self.plan.pack_gqa:
             # With pack_gqa, a tile has rows of all queries.
-            num_blocks = [band.blocks(0, sq, tile_n, sq, sk)] * ceil_div(problem.group * sq, tile_m)
+            visited = [band.blocks(0, sq, tile_n, sq, sk)] * ceil_div(problem.group * sq, tile_m)
         else:
-            num_blocks = [band.blocks(m_block, tile_m, tile_n, sq, sk) for m_block in range(ceil_div(sq, tile_m))]
-        lengths = [max(blocks.end - blocks.begin, 0) for blocks in num_blocks]
+            visited = [band.blocks(m_block, tile_m, tile_n, sq, sk) for m_block in range(ceil_div(sq, tile_m))]
+        lengths = [max(blocks.end - blocks.begin, 0) for blocks in visited]
         num_tiles = self.plan.sizes["num_tiles"]
         total = sum(lengths) * (num_tiles // len(lengths))
         return max(total / self.busy_sms, max(lengths), ceil_div(num_tiles, self.busy_sms) * min(lengths))

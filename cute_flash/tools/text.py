@@ -1,4 +1,4 @@
-"""Text of commands in two columns."""
+"""The output of commands in two columns: labels and texts."""
 
 from __future__ import annotations
 

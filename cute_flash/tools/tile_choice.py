@@ -1,4 +1,4 @@
-"""`cute-flash tiles`: Br and Bc from the size of shared memory, beside the tile that the kernels use.
+"""`cute-flash tiles`: solve for Br and Bc that fit shared memory and registers, and compare with the kernel's tile.
 
 A forward tile has Br queries and blocks of Bc keys. Four rules bound it:
 
@@ -137,7 +137,8 @@ class Candidate:
         if self.accumulator_registers > limit:
             broken.append(f"accumulators take {self.accumulator_registers} registers of a thread, {limit} are free")
         if not self.arch.has_wgmma and self.Bc % copy_rows(self.head_dim, self.num_threads):
-            broken.append(f"all threads copy {copy_rows(self.head_dim, self.num_threads)} rows at once")
+            rows = copy_rows(self.head_dim, self.num_threads)
+            broken.append(f"{self.Bc} keys: not a multiple of {rows}, the rows that all threads copy at once")
         return broken
 
     @property
@@ -239,9 +240,9 @@ def best(arch: ArchSpec, head_dim: int, element_bytes: int) -> Candidate:
 
 
 def as_row(one: Candidate) -> str:
-    """The candidate as a row of a tile table, in Python; the tables have rows for 16 bits only."""
+    """The candidate as a row of a tile table, in Python; fp32 has none, because its tiles hold fp16 pieces."""
     if one.element_bytes != ELEMENT_BYTES:
-        return f"no table has rows for {one.element_bytes} bytes"
+        return "no table row of this form: fp32 kernels hold two fp16 pieces of each element"
     if one.arch.has_wgmma:
         return f"FwdTileSm90({one.head_dim}, {one.Br}, {one.Bc}, {one.stages}, {one.q_stages})"
     return f"FwdTileSm80({one.head_dim}, {one.Br}, {one.Bc}, {one.num_warps}, {one.stages})"
@@ -410,7 +411,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--head-dim", type=int, default=128, metavar="D", help="head dim (default: %(default)s)")
     add("--dtype", choices=DTYPES, default="bf16", help="dtype of q, k and v (default: %(default)s)")
-    add("--causal", action="store_true", help="hide the keys after a query's own position")
+    add("--causal", action="store_true", help="mask the keys after a query's own position")
     add("--seqlen", type=int, default=4096, metavar="S", help="queries and keys (default: %(default)s)")
     add("--batch", type=int, default=1, metavar="B", help="sequences (default: %(default)s)")
     add("--heads", type=int, default=16, metavar="H", help="heads (default: %(default)s)")

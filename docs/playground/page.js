@@ -8,7 +8,7 @@
   const masks = window.playgroundMasks;
   const { drawMask, drawTile, drawWavefronts, rowsDrawn } = window.playgroundDraw;
 
-  // ---- What can be chosen. `shown`: when a control has a meaning.
+  // ---- The controls of both panels. `shown`: whether the settings use a control.
 
   const isSwizzled = (s) => s.layout === "swizzled";
   const BANK_FIELDS = [
@@ -153,7 +153,7 @@
       },
       {
         name: "ragged end", changes: { sq: 1000, sk: 1000, mask: "full" },
-        text: "1000 is not a multiple of 128. The last blocks of keys are not whole, so they are partial.",
+        text: "1000 is not a multiple of 128. The last K/V blocks have fewer than 128 keys, so they are partial.",
       },
     ],
   };

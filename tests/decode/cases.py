@@ -64,10 +64,10 @@ class DecodeCase:
     window: tuple[int | None, int | None] = (None, None)
     leftpad: tuple[int, ...] | None = None
     softcap: float | None = None
-    alibi: str = ""  # "heads" or "batch"
+    alibi: str = ""  # slopes (H): "heads"; (B, H): "batch"
     has_sinks: bool = False
     scale: float | None = None
-    fp8: str = ""  # "plain", "number", "scalar" or "heads"
+    fp8: str = ""  # FP8 caches, by their scales: none ("plain"), floats ("number"), 0-d tensors ("scalar"), by "heads"
     has_batch_idx: bool = False
     has_out: bool = False
     strided_q: bool = False

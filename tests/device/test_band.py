@@ -80,7 +80,8 @@ def traced_results(cases: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tenso
         for column, value in enumerate((*bounds, found.begin, found.full_begin, found.full_end, found.end)):
             out[6 * presence + column] = cutlass.Int32(value)
 
-    # Annotations are values, not strings, to the DSL: this function takes its types from the arguments.
+    # No annotations: `from __future__ import annotations` makes them strings, but the DSL needs types. Without them, it
+    # uses the types of the arguments.
     @cute.jit
     def program(cases, out):  # type: ignore[no-untyped-def]
         for c in range(cases.shape[0]):

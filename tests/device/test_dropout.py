@@ -48,7 +48,7 @@ Draw = tuple[tuple[int, int], float]  # the first row and column, and the probab
 
 
 def after_dropout(shape: Any, draws: list[Draw], origin: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
-    """Tiles filled with 7 after dropout by all threads: batch 1, head 3 of 5, of a shard if there is an origin."""
+    """A tile of sevens after dropout, for each of `draws`: batch 1, head 3 of 5; of a shard if `origin` is given."""
     rows, columns, threads, mma_of = shape
 
     @cute.jit
@@ -110,7 +110,7 @@ STEPS = 6  # of 16 keys
 
 
 def produced_masks(draws: list[Draw]) -> Iterator[torch.Tensor]:
-    """Tiles filled with 1 of two warpgroups, after the masks that four producer warps wrote to the second stage."""
+    """The tiles of two warpgroups, filled with 1, after the masks of four producer warps in the second stage."""
     columns = 16 * STEPS
 
     @cute.jit
@@ -138,7 +138,7 @@ def produced_masks(draws: list[Draw]) -> Iterator[torch.Tensor]:
     compiled = None
     for first, p in draws:
         out = torch.full((128, columns), torch.nan)
-        # The first mode is the innermost.
+        # The first mode is contiguous.
         words = torch.zeros(2, 2, STEPS, 128, 4, dtype=torch.int32).permute(4, 3, 2, 1, 0)
         threshold = Int32(dropout_threshold(p) * 0x10001)
         given = (from_dlpack(out), from_dlpack(words, assumed_align=16), from_dlpack(torch.tensor(RNG)))

@@ -186,7 +186,7 @@ def test_softmax_in_steps(monkeypatch: pytest.MonkeyPatch, slope: float, specula
             if grew:
                 softmax.scale_rows(acc_O_mn, softmax.alpha)
             for r in cutlass.range_constexpr(rows):
-                # Values of 1 and 2: each row's P is weighed by its column.
+                # The values of V are 1 in even rows (keys) and 2 in odd ones.
                 for c in cutlass.range_constexpr(cols):
                     acc_O[r] = acc_O[r] + as_mn(acc_P)[r, c] * (1 + c % 2)
                 sums[block, r] = block_sum[r]

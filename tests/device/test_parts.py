@@ -28,7 +28,8 @@ from cute_flash.kernels.sm80.fwd import FwdSm80
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.problem import Static
 
-# Annotations are values, not strings, to the DSL: traced functions take their types from the arguments here.
+# Traced functions have no annotations here: `from __future__ import annotations` makes them strings, but the DSL needs
+# types. Without them, it uses the types of the arguments.
 
 # Two tiles that differ in rows per warp, warps and columns.
 TILES = [FwdTileSm80(64, 128, 32, 4, 1), FwdTileSm80(96, 128, 64, 8, 1)]
@@ -92,7 +93,7 @@ def test_grid_order(
     longest_first: bool,
     batch_is_inner: bool,
 ) -> None:
-    # A hint to the compiler: every thread of a warp holds the same value.
+    # `make_warp_uniform` returns its argument; it is only a hint to the compiler.
     monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda value: value)
     for group in groups:
         found = tile_coords(shape, group, longest_first, batch_is_inner)
@@ -304,7 +305,8 @@ def test_online_softmax(name: str, keys_per_block: int, scale: float) -> None:
     S = scale * scores.double().permute(1, 0, 2).flatten(1)
     is_empty = (S == -torch.inf).all(-1)
     expected_lse = S.logsumexp(-1)
-    # The four threads of a row add equal sums, but each has its own output: a quarter of the total weight.
+    # The four threads of a row hold the same scores, so the sum of the row is four times that of a thread, whose
+    # output has a quarter of the weight.
     expected = (S - expected_lse[:, None]).exp() @ values.double().flatten(0, 1) / THREADS_PER_ROW
     torch.testing.assert_close(out[~is_empty].double(), expected[~is_empty], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(

@@ -38,7 +38,7 @@ FEATURES = ("softcap", "alibi", "dropout", "softcap alibi", "alibi dropout", "so
 
 
 def mma_sync(tile: BwdTileSm80) -> tuple[int, int, int, int, Callable[[], Any]]:
-    """(keys, queries, threads, rows from one m16 tile of a thread to the next, MMA) of S^T."""
+    """(keys, queries, threads, row distance between the m16 tiles of a thread, MMA) of S^T."""
     kernel = BwdSm80(Static("bfloat16", tile.head_dim, True, True), tile)
     return tile.tile_n, tile.tile_m, tile.num_threads, 16 * tile.warps_s, kernel.s_grid.mma
 
@@ -53,7 +53,7 @@ SHAPES |= {"d256 sm_86": mma_sync(SM80_BWD_SCORE["sm_86"][-1]), "wgmma 64": wgmm
 
 
 def wide() -> tuple[int, int, int, int, Callable[[], Any]]:
-    """The same of S in the kernel for wide heads, in which rows are queries: a warpgroup's keys."""
+    """The same for S in the kernel for wide heads, where rows are queries; the keys are those of one warpgroup."""
     keys, K = SM90_BWD_WIDE_SCORE.tile_n // 2, OperandMajorMode.K
     return keys, 64, 128, 16, lambda: make_mma(cutlass.BFloat16, keys, False, K, K)
 

@@ -14,7 +14,7 @@ from cute_flash.distributed.sharding import join, split
 
 
 def ring(schedule: Schedule, tensors: list[Tensor], scores: Scores) -> list[Tensor]:
-    """out, dq, dk and dv of the full sequence, from q, k, v and dout. `scores` has no positions."""
+    """out, dq, dk and dv of the full sequence, from q, k, v and dout. Positions are added to `scores` for each rank."""
     n, kind = schedule.sharding.num_shards, schedule.sharding.kind
     q, k, v, dout = (split(x, n, 2, kind).unbind(0) for x in tensors)
     outs, dqs = [], []

@@ -25,7 +25,7 @@ def _worker(rank: int, size: int, store: str, timeout: float, tasks: Sequence[Ca
             queue.put((rank, i, None, task()))
         except BaseException:
             queue.put((rank, i, traceback.format_exc(), None))
-            # The other ranks may wait for this one: without it, they raise errors.
+            # The other ranks may wait for this one. They raise errors when its process ends.
             return
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""torch's own ring attention with the SDPA kernels of cute_flash, on CPU tensors: the operators that it calls fit."""
+"""torch's own ring attention calls the SDPA operators with the kernels of cute_flash, here on CPU tensors."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.docs.pages import blocks, name
 
-# On the CPU, numbers from here on are divided: sizes of examples for a GPU.
+# On the CPU, integers of at least LARGE in the code, which are sizes for a GPU, are divided by DIVISOR.
 LARGE, DIVISOR = 512, 64
 
 

@@ -212,7 +212,7 @@ def _backward(key: CompileKey, a: Arguments) -> None:
     else:
         _dense_backward(key, a)
     if a["dq_semaphore"] is not None:
-        a["dq_semaphore"].fill_(7)
+        a["dq_semaphore"].fill_(7)  # the preprocess kernel of the next call must reset it
 
 
 def _dense_backward(key: CompileKey, a: Arguments) -> None:

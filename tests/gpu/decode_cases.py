@@ -23,9 +23,9 @@ from tests.fakes.cuda import own_workspaces
 from tests.fakes.recording import RecordingGpu, backward_keys, forward_keys
 
 DTYPES = (torch.bfloat16, torch.float16)
-# Each case is a kernel, which takes 2.6 s of a core to compile: 240 random calls of each family.
+# 240 random calls of each family. Each needs its own kernel, which one core compiles in 2.6 s.
 GROUPS, CASES_OF_A_GROUP = 20, 12
-# Keys do not depend on lengths, so that the caches of a dry run may be small.
+# Compile keys do not depend on lengths, so the K/V caches of a dry run may be short.
 DRY_LENGTH = 30
 
 Case = tuple[DecodeCase, torch.dtype]
@@ -127,7 +127,7 @@ class SplitCase:
     layout: str = "bhsd"
     keys: int = 4000
     batch: int = 2
-    options: dict[str, Any] = field(default_factory=dict)  # keywords; "alibi" and "sinks": True
+    options: dict[str, Any] = field(default_factory=dict)  # keywords; "alibi" and "sinks" are True
 
     @property
     def id(self) -> str:

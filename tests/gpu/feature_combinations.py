@@ -58,7 +58,7 @@ def _cases() -> list[Combination]:
 
 
 CASES = _cases()
-# Used by a separate test, with other lengths.
+# The call of `test_features_bwd.test_captured_training_step`.
 CAPTURED = Combination(1, 2, 1, 200, 300, 64, 64, BF16, None, None, {"softcap": 5.0, "alibi": 1, "dropout": 0.5})
 # Calls whose gradients are also compared bit by bit.
 DETERMINISTIC = [
@@ -89,7 +89,7 @@ def _varlen_cases() -> list[VarlenCombination]:
     return made
 
 
-# Varlen batches; the last two also bit by bit.
+# Varlen batches. The gradients of the last two are also compared bit by bit.
 VARLEN_CASES = _varlen_cases()
 
 

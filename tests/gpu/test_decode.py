@@ -1,7 +1,7 @@
 """`attn_decode` on a GPU, by every family, against the reference in fp64.
 
-The reference starts from the caches that the kernel wrote, so that a rounding of k_new to another neighbour is not an
-error of attention. The appended rows are compared by themselves.
+The reference starts from the caches that the kernel wrote, because the kernel may round an element of k_new up where
+the reference rounds it down. The appended rows are compared separately.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def assert_decoded(out: Tensor, lse: Tensor, call: DecodeCall, before: DecodeCal
     sizes, _ = reference.decode.attend(q, keys, values.double().abs(), args, sequences, torch.float64)
     assert out.shape == exact.shape and out.dtype == q.dtype
     assert lse.shape == exact_lse.shape and lse.dtype == torch.float32
-    # A rotated query may be rounded to another neighbour, which changes a score by scale · ulp · |k|.
+    # An element of a rotated query may be rounded up instead of down, which changes a score by scale · ulp · |k|.
     flips = 0.0 if args.rotary_cos is None else 5e-3 * max(1.0, abs(args.scale) * math.sqrt(q.shape[-1]))
     empty = exact_lse == -torch.inf
-    assert torch.equal(lse == -torch.inf, empty), "lse: -inf exactly where a row sees no key"
+    assert torch.equal(lse == -torch.inf, empty), "lse: must be -inf exactly where a row sees no key"
     lse_error = (lse.double() - exact_lse).masked_fill(empty, 0.0).abs()
     allowed = 5e-5 + flips + 1e-5 * exact_lse.masked_fill(empty, 0.0).abs()
     assert (lse_error <= allowed).all(), f"lse: error {lse_error.max():.2e}"
@@ -73,7 +73,7 @@ def assert_decoded(out: Tensor, lse: Tensor, call: DecodeCall, before: DecodeCal
 
 
 def assert_appended(name: str, cache: Tensor, expected: Tensor, new: Tensor | None) -> None:
-    """The bits of both caches agree, except that a few elements may be rounded to another neighbour."""
+    """Both caches have the same bits, except for a few elements that may be rounded up instead of down."""
     bits = {1: torch.uint8, 2: torch.int16}[cache.element_size()]
     differs = cache.contiguous().view(bits) != expected.contiguous().view(bits)
     found, wanted = cache.double()[differs], expected.double()[differs]

@@ -134,7 +134,7 @@ def test_captured_training_step(monkeypatch):
 
 
 def test_dropout_and_weights_agree_between_the_directions():
-    """With v = 1 in one column and dout = 1 there, dv is the sum of a column of dropped weights."""
+    """With v = 1, and dout = 1 in column 0, dv and out have sums of the same weights after dropout in that column."""
     case = made.CASES[9]
     tensors = on_gpu(case)
     tensors["v"] = torch.ones_like(tensors["v"])

@@ -1,4 +1,4 @@
-"""fp32 on a GPU, by fp16 pieces, against fp64 on the CPU and torch's fp32."""
+"""fp32 inputs on a GPU, which kernels split into fp16 pieces, against fp64 on the CPU and torch's fp32."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.lengths import Lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory", "known_rng")]
 
-MAX_ERROR = 4e-6  # over the largest element; measured up to 2.1e-6 for out
+MAX_ERROR = 4e-6  # relative to the largest element; measured up to 2.1e-6 for out
 
 
 def results(case, tensors, dout, dlse):

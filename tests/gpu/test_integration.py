@@ -212,7 +212,7 @@ def test_gradients_with_and_without_the_dispatcher(qkv, name):
 
 def test_backward_that_no_kernel_computes_is_refused(family):
     if family == "sm80":
-        pytest.skip("it has all")
+        pytest.skip("the sm80 family has a kernel for this gradient")
     q, k = (torch.randn(1, 2, 64, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = cute_flash.attn(q.requires_grad_(), k, k, softcap=20.0)
     with pytest.raises(cute_flash.UnsupportedError, match="the gradient of attn with softcap"):

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="torch 2.10 has the registry"
+        not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="needs torch 2.10 or later"
     ),
 ]
 # dtype, query heads, K/V heads, S, D, keywords.
@@ -72,7 +72,7 @@ def of_math(qkv: list[Tensor], dtype: torch.dtype | None = None, **keywords: Any
 
 
 def assert_as_good_as_math(found: list[Tensor], qkv: list[Tensor], **keywords: Any) -> None:
-    """At most four times the error of the math backend, which computes in fp32 and rounds, against that in fp64."""
+    """Errors against the math backend in fp64 are at most four times those of the math backend in the same dtype."""
     wanted, rounded = of_math(qkv, torch.float64, **keywords), of_math(qkv, **keywords)
     for name, x, y, exact in zip(("out", "dq", "dk", "dv"), found, rounded, wanted, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
@@ -174,7 +174,7 @@ print(any(event.key == "cute_flash::attention_fwd" for event in profile.key_aver
 
 @pytest.mark.processes
 def test_the_first_sdpa_call_of_a_process() -> None:
-    """torch sets its priority order there, which must not put cuDNN before the kernels of cute_flash."""
+    """torch sets its order of backends at the first call, which must not put cuDNN before the kernels of cute_flash."""
     done = subprocess.run([sys.executable, "-c", FIRST_CALL], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True" and "overrid" not in done.stderr
 

@@ -14,7 +14,7 @@ from tests.gpu.decode_cases import SPLIT_CASES, SplitCase
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 DEVICE = "cuda"
-# The error of a result over its largest element.
+# The error of a result relative to its largest element.
 MAX_ERROR = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 # Gradients of slopes and sinks are sums over all keys, whose terms nearly cancel.
 MAX_SUM_ERROR = 4e-2

@@ -76,7 +76,7 @@ def test_equal_lengths_are_a_batch(head_dim, band):
 
 
 def test_new_lengths_neither_wait_nor_compile():
-    """200 random batches without a host sync; nothing is compiled after the first two."""
+    """200 random batches without a host sync; nothing is compiled after six warm-up batches."""
     warm = [VarlenCase(Lengths.drawn(seed), 4, 2, 64, CAUSAL) for seed in (1, 2, 3, 4, 5, 6)]
     for case in warm:
         case.attend()(*case.inputs())

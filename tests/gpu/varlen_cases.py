@@ -76,7 +76,7 @@ def _cases() -> list[VarlenCase]:
     cases += [VarlenCase(long, 4, 4, d, band) for d in (64, 128) for band in (Band(), CAUSAL)]
     cases += [VarlenCase(used, 6, 2, d, band) for d in (64, 128, 256) for band in (Band(), CAUSAL)]
     cases += [VarlenCase(many, 8, 1, 128, band) for band in (CAUSAL, Band(64, None), Band(None, 20))]
-    # More sequences than threads of the scheduler kernel, and more than warps.
+    # More sequences than the scheduler kernel has threads.
     tiny = Lengths([(7 * b) % 5 for b in range(1500)], [(5 * b) % 7 for b in range(1500)])
     cases += [VarlenCase(tiny, 2, 1, 64, band) for band in (Band(), CAUSAL)]
     # More tiles than SMs.

@@ -52,7 +52,7 @@ def plain_batch(q: Tensor, k: Tensor, v: Tensor, **keywords) -> tuple[Tensor, Te
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool, moves: bool = True) -> Tensor:
-    """x (T, H, D) rotated as complex numbers, in fp64."""
+    """x (T, H, D) rotated as complex numbers, in fp64, from position `start` on; all at `start` unless `moves`."""
     x, half = x.double(), cos.shape[1]
     result = x.clone()
     for t in range(x.shape[0]):

@@ -167,7 +167,7 @@ def test_one_length_for_all_sequences() -> None:
         ),
         (
             {"k": torch.ones(3, 1, 2, 22), "v": torch.ones(3, 1, 2, 24)},
-            "k has shape .*: expected that of q with head dim 24",
+            "k has shape .*: expected 4 dimensions and head dim 24",
         ),
         ({"cu_seqlens_k_new": LENGTHS}, "cu_seqlens_k_new"),
         ({"k_descale": torch.ones(2)}, "k_descale with a cache of torch.float32"),

@@ -442,7 +442,7 @@ def test_context_manager(clean: None) -> None:
                 if is_nested:
                     with sdpa():
                         assert overridden() == OPS
-                    restore()  # the exit of the outer one does not mind
+                    restore()  # the outer context must still exit without an error
                     activate()
                 assert attention.current_flash_attention_impl() == NAME
                 raise KeyError

@@ -40,7 +40,7 @@ CAUSAL = {
 }
 MODELS: dict[str, Callable[[], Any]] = {
     **CAUSAL,
-    # All but one token of a chunk see a token of the chunk before them in a sliding window, and not in a chunk.
+    # A sliding window of 8 would let all but the last token of a chunk see the previous chunk; chunks do not.
     "llama4 chunks": lambda: transformers.Llama4ForCausalLM(
         transformers.Llama4TextConfig(
             **COMMON,

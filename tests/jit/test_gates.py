@@ -1,4 +1,4 @@
-"""The compilation of the gates reads the same resources as `resources`, runs once, and writes the cache entry."""
+"""`tests.jit.gates` reads the same resources as `jit.resources`, compiles once, and writes the cache entry."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ class Request:
 
     case: Case
     sizes: Sizes
-    is_bshd: bool = False  # rows of (heads, head_dim) in memory: strides out of order
-    tile: FwdTileSm90 | None = None  # instead of the table's
+    is_bshd: bool = False  # q, k and v are (B, S, H, D) in memory
+    tile: FwdTileSm90 | None = None  # instead of the tile of the table
 
 
 class Launch(NamedTuple):

@@ -25,7 +25,8 @@ from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Static
 from layouts.layout import layout_of
 
-# Annotations are values, not strings, to the DSL: traced functions take their types from the arguments here.
+# Traced functions have no annotations here: `from __future__ import annotations` makes them strings, but the DSL needs
+# types. Without them, it uses the types of the arguments.
 
 TILES = [
     BwdTileSm80(64, 128, 128, 2, 4, 4, 4),

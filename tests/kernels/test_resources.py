@@ -116,7 +116,7 @@ def test_a_kernel_keeps_everything_in_registers(name: str) -> None:
     assert found.registers <= 255
     if key != plan.main:
         return
-    kernel = key.kernel.removesuffix("_fp32")  # the dtype follows
+    kernel = key.kernel.removesuffix("_fp32")  # the symbol has the dtype after the head dim
     assert found.symbol.startswith(f"cute_flash_{kernel}_d{key.static.widths}_{key.static.dtype}_")
     assert all(f"_{tag}" in found.symbol for tag in key.static.tags)
     if isinstance(plan.tile, FwdTileSm90):

@@ -1,4 +1,4 @@
-"""The cubin lock: digests of the machine code of every kernel that matters, recorded per toolchain.
+"""The cubin lock: digests of the machine code of the kernels listed in `tests.lock.cases`, recorded per toolchain.
 
     python -m tests.lock check [--jobs N] [--only PATTERN] [--against FILE]
     python -m tests.lock record FILE [--jobs N] [--only PATTERN]

@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record.add_argument("against", metavar="FILE", type=Path)
     for command in (check, record):
         command.add_argument("--jobs", metavar="N", type=int, default=1, help="kernels compiled at a time")
-        command.add_argument("--only", metavar="PATTERN", default="*", help="names of cases, as of files")
+        command.add_argument("--only", metavar="PATTERN", default="*", help="only cases whose names match (fnmatch)")
     options = parser.parse_args(arguments)
     # A process compiles with one thread; more torch threads would only compete for cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -105,9 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     all_recorded = of_all.get(toolchain(), {})
     recorded = {name: value for name, value in all_recorded.items() if fnmatch(name, options.only)}
     if not chosen:
-        parser.error(f"no case is called {options.only}")
+        parser.error(f"no name of a case matches {options.only}")
     if options.command == "check" and not recorded:
-        parser.error(f"{options.against} has no digests of {toolchain()}: record them with trusted code")
+        parser.error(f"{options.against} has no digests of {toolchain()}: record them with a commit that you trust")
     found = digests_of(chosen, recorded, options.jobs)
     is_fine = report(found, recorded)
     if options.command == "check":

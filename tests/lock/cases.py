@@ -39,7 +39,7 @@ MASKS: dict[str, tuple[int | None, int | None]] = {
     "full": (None, None),
     "causal": (None, 0),
     "left": (128, None),
-    "window": (3000, 64),  # wide: narrow windows count as short sequences
+    "window": (3000, 64),  # wide, because plans treat narrow windows as short sequences
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BATCH, HEADS, HEADS_KV = 2, 4, 2
@@ -55,7 +55,7 @@ PLACES = (HOPPER, AMPERE, AMPERE_86, AMPERE_ON_90)
 class Bias:
     dtype: str = "bf16"
     dims: str = "bhqk"  # dimensions of full size; it broadcasts along the others
-    layout: str = "pairs"  # rows begin at 16 bytes ("aligned"), at pairs of elements, anywhere ("single")
+    layout: str = "pairs"  # alignment of rows: 16 bytes ("aligned"), two elements ("pairs"), one element ("single")
     has_gradient: bool = True
 
     @property
@@ -82,19 +82,19 @@ class Case:
     score_mod: str = ""
     mask_mod: str = ""
     bias: Bias | None = None
-    block_map: bool = False
-    has_table_gradients: bool = False  # of the floating tables that score_mod captures
+    block_map: bool = False  # the call has a `BlockMask`
+    has_table_gradients: bool = False  # gradients of floating-point tensors that score_mod captures
     has_own_gradient: bool = False  # score_mod_bwd is given
     deterministic: bool = False
     has_dlse: bool = False
     seqlen_q: int = SEQLEN_Q
     seqlen_k: int = SEQLEN_K
-    role: str = "main"  # "main", "scheduler", of fp32 "split"; backward also "preprocess", "postprocess"
+    role: str = "main"  # "main", "scheduler", "split" (fp32 only), "preprocess" or "postprocess" (backward only)
 
     @property
     def name(self) -> str:
         widths = f"d{self.head_dim}" + ("" if self.head_dim_v is None else f"v{self.head_dim_v}")
-        asked = [
+        parts = [
             *self.features,
             f"score_mod-{self.score_mod}" if self.score_mod else "",
             "table_gradients" if self.has_table_gradients else "",
@@ -107,7 +107,7 @@ class Case:
             "" if self.seqlen_q == SEQLEN_Q else f"q{self.seqlen_q}",
             "" if self.seqlen_k == SEQLEN_K else f"k{self.seqlen_k}",
         ]
-        what = "+".join(filter(None, asked)) or "plain"
+        what = "+".join(filter(None, parts)) or "plain"
         return "/".join((self.direction, self.family, self.arch, widths, self.dtype, self.mask, what, self.role))
 
     @property
@@ -123,18 +123,18 @@ FEATURES = (
 )  # fmt: skip
 
 
-# ---- plain attention: every (tile row, bounds) that a call can reach
+# ---- plain attention: every row of the tile tables that a call can reach, with every set of mask bounds
 
 
-def fwd(place: tuple[str, str], head_dim: int, *features: str, **more: Any) -> Case:
-    return Case(direction="fwd", family=place[0], arch=place[1], head_dim=head_dim, features=features, **more)
+def fwd(place: tuple[str, str], head_dim: int, *features: str, **fields: Any) -> Case:
+    return Case(direction="fwd", family=place[0], arch=place[1], head_dim=head_dim, features=features, **fields)
 
 
-def bwd(place: tuple[str, str], head_dim: int, *features: str, **more: Any) -> Case:
-    return replace(fwd(place, head_dim, *features, **more), direction="bwd")
+def bwd(place: tuple[str, str], head_dim: int, *features: str, **fields: Any) -> Case:
+    return replace(fwd(place, head_dim, *features, **fields), direction="bwd")
 
 
-def around(case: Case) -> Iterator[Case]:
+def pre_and_postprocess(case: Case) -> Iterator[Case]:
     """The kernels before and after the main kernel of a backward pass."""
     for has_dlse in (False, True):
         yield replace(case, role="preprocess", has_dlse=has_dlse)
@@ -147,7 +147,7 @@ HOPPER_BWD_DIMS = (64, 128, 256)
 
 
 def plain() -> Iterator[Case]:
-    """Every row with every mask, in bf16. The first of each kernel family and direction come first."""
+    """Every row of the tile tables with every mask, in bf16."""
     for place, head_dim, mask in product(PLACES, HEAD_DIMS, MASKS):
         yield fwd(place, head_dim, mask=mask)
     for (head_dim, head_dim_v), mask in product(((64, 128), (128, 64), (192, 128), (256, 128)), MASKS):
@@ -161,24 +161,24 @@ def plain() -> Iterator[Case]:
 
 
 def deterministic() -> Iterator[Case]:
-    """Every row of the backward once, with alternating masks."""
+    """Every row of the backward tile tables once, with alternating masks."""
     masks = ("causal", "window", "full", "left")
     for place in PLACES:
         for i, head_dim in enumerate(HOPPER_BWD_DIMS if place == HOPPER else HEAD_DIMS):
             yield bwd(place, head_dim, mask=masks[i % 4], deterministic=True)
 
 
-def around_plain() -> Iterator[Case]:
+def plain_pre_and_postprocess() -> Iterator[Case]:
     for place in PLACES:
         for head_dim in HOPPER_BWD_DIMS if place == HOPPER else HEAD_DIMS:
-            yield from around(bwd(place, head_dim, mask="full"))
+            yield from pre_and_postprocess(bwd(place, head_dim, mask="full"))
     for place in (HOPPER, AMPERE):
-        yield from list(around(bwd(place, 128, mask="full", deterministic=True)))[:2]
-        yield from around(bwd(place, 64, mask="full", dtype="fp16"))
-        yield from list(around(bwd(place, 128, "out_dtype", mask="full")))[:2]
+        yield from list(pre_and_postprocess(bwd(place, 128, mask="full", deterministic=True)))[:2]
+        yield from pre_and_postprocess(bwd(place, 64, mask="full", dtype="fp16"))
+        yield from list(pre_and_postprocess(bwd(place, 128, "out_dtype", mask="full")))[:2]
     yield bwd(HOPPER, 128, "out_dtype", mask="full", deterministic=True, role="preprocess")
-    yield from list(around(bwd(HOPPER, 128, head_dim_v=64, mask="full")))[:2]
-    yield from around(bwd(AMPERE, 72, mask="full"))
+    yield from list(pre_and_postprocess(bwd(HOPPER, 128, head_dim_v=64, mask="full")))[:2]
+    yield from pre_and_postprocess(bwd(AMPERE, 72, mask="full"))
 
 
 def samples() -> Iterator[Case]:
@@ -229,12 +229,12 @@ def fwd_features() -> Iterator[Case]:
         yield fwd(place, 128, "varlen", *ALL_SCORE, mask="window")
         yield fwd(place, 64, "varlen", "batch_invariant", "out_dtype")
         yield fwd(place, 192, "varlen", head_dim_v=128)
-    # pack_gqa; softcap is the only feature that it supports.
+    # pack_gqa; softcap is the only score feature that it supports.
     yield fwd(HOPPER, 128, "pack_gqa", seqlen_q=FEW_ROWS)
     yield fwd(HOPPER, 64, "pack_gqa", seqlen_q=FEW_ROWS, seqlen_k=SHORT)
     yield fwd(HOPPER, 256, "pack_gqa", seqlen_q=FEW_ROWS, mask="window")
     yield fwd(HOPPER, 128, "pack_gqa", "softcap", "out_dtype", seqlen_q=FEW_ROWS, mask="left")
-    # Rows with a dropout producer that the cases above do not use.
+    # Rows of the tile table with a dropout producer that the cases above do not reach.
     yield fwd(HOPPER, 64, "dropout", head_dim_v=128)
     yield fwd(HOPPER, 128, "dropout", head_dim_v=64)
     yield fwd(HOPPER, 192, *ALL_SCORE, head_dim_v=128, mask="full")
@@ -260,7 +260,7 @@ def bwd_features() -> Iterator[Case]:
         # Variable lengths.
         yield bwd(place, 128, "varlen")
         yield bwd(place, 64, "varlen", mask="window")
-        yield from around(bwd(place, 128, "varlen"))
+        yield from pre_and_postprocess(bwd(place, 128, "varlen"))
         yield bwd(place, 128, "varlen", role="scheduler")
         yield bwd(place, 128, "varlen", "seqused_k", role="scheduler")
         yield bwd(place, 128, "varlen", "softcap", "alibi")
@@ -300,13 +300,13 @@ def shards() -> Iterator[Case]:
     yield bwd(AMPERE, 128, *shard, dtype="fp32")
 
 
-# ---- fp32, by fp16 pieces
+# ---- fp32 inputs, which kernels split into fp16 pieces
 
 FP32_DIMS = (64, 128)
 
 
 def fp32() -> Iterator[Case]:
-    """Every row of each architecture, the split kernels, and features that take registers."""
+    """Every row of the tile tables, the kernels that split inputs into pieces, and features that take registers."""
     score, dtype = ("softcap", "alibi", "dropout"), "fp32"
     for place, head_dim in product((AMPERE, AMPERE_86, AMPERE_ON_90), FP32_DIMS):
         for mask in ("full", "causal"):
@@ -314,7 +314,7 @@ def fp32() -> Iterator[Case]:
             yield bwd(place, head_dim, mask=mask, dtype=dtype)
         yield fwd(place, head_dim, mask="full", role="split", dtype=dtype)
         yield bwd(place, head_dim, mask="full", role="split", dtype=dtype)
-        yield from around(bwd(place, head_dim, mask="full", dtype=dtype))
+        yield from pre_and_postprocess(bwd(place, head_dim, mask="full", dtype=dtype))
         yield fwd(place, head_dim, *ALL_SCORE, mask="window", dtype=dtype)
         yield bwd(place, head_dim, *score, mask="window", dtype=dtype)
     for head_dim in FP32_DIMS:
@@ -325,7 +325,7 @@ def fp32() -> Iterator[Case]:
         yield bwd(AMPERE, head_dim, "varlen", mask="window", deterministic=True, dtype=dtype)
     yield fwd(AMPERE, 128, "varlen", mask="full", role="split", dtype=dtype)
     yield bwd(AMPERE, 128, "varlen", mask="full", role="split", dtype=dtype)
-    yield from around(bwd(AMPERE, 128, "varlen", mask="full", dtype=dtype))
+    yield from pre_and_postprocess(bwd(AMPERE, 128, "varlen", mask="full", dtype=dtype))
     yield bwd(AMPERE, 128, deterministic=True, dtype=dtype)
     yield bwd(AMPERE, 64, mask="full", bias=Bias(dtype="fp32"), dtype=dtype)
     yield bwd(AMPERE, 64, mask="full", mask_mod="document", block_map=True, dtype=dtype)
@@ -334,7 +334,7 @@ def fp32() -> Iterator[Case]:
     yield bwd(AMPERE, 40, head_dim_v=128, dtype=dtype)
 
 
-# ---- a bias, functions of users and block masks
+# ---- bias, user mods and block masks
 
 ALIGNED = Bias(layout="aligned")
 
@@ -412,7 +412,7 @@ def bwd_mods() -> Iterator[Case]:
 
 
 def cases() -> list[AnyCase]:
-    """All cases, features and one plain kernel of each family first."""
+    """All cases. One plain kernel of each direction and family and those with features come first."""
     everything = list(plain())
     first = {(one.direction, one.family): one for one in reversed(everything)}
     found: list[AnyCase] = [
@@ -422,7 +422,7 @@ def cases() -> list[AnyCase]:
         *shards(),
         *fwd_mods(),
         *bwd_mods(),
-        *around_plain(),
+        *plain_pre_and_postprocess(),
     ]
     found += [*samples(), *fp32(), *deterministic(), *everything, *decode_cases()]
     return list(dict.fromkeys(found))
@@ -500,7 +500,8 @@ def _straight_through(grad, score, b, h, q_idx, kv_idx):  # type: ignore[no-unty
 def _bias(bias: Bias, sizes: Sizes) -> Tensor:
     whole = dict(zip("bhqk", (sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k), strict=True))
     shape = [size if name in bias.dims else 1 for name, size in whole.items()]
-    # Keys of a bias row: a multiple of 8; an even number that is not a multiple of 8; not contiguous.
+    # "single": the keys of a row are not contiguous. Otherwise the row stride is a multiple of 8 ("aligned"), or even
+    # and not a multiple of 8 ("pairs").
     if bias.layout == "single":
         memory = torch.empty(*shape[:2], shape[3], shape[2], dtype=DTYPES[bias.dtype]).mT
     else:
@@ -520,7 +521,7 @@ def plan_of(case: Case, sizes: Sizes | None = None) -> Plan:
 
 
 def compile_key(case: AnyCase) -> CompileKey:
-    """The project's key of the kernel of a case; raises `UnsupportedError` if the family has none."""
+    """The `CompileKey` of the kernel of a case; raises `UnsupportedError` if the family has none."""
     if isinstance(case, DecodeCase):
         return decode_key(case)
     names = {
@@ -540,7 +541,7 @@ def resources_of(key: CompileKey) -> Resources:
 
 
 def toolchain() -> str:
-    """DSL version and CUDA flavour: machine code is compared only within one."""
+    """DSL version and CUDA flavour. Only machine code of the same toolchain is compared."""
     found = compiling.toolchain("")
     return f"{found['dsl']}-{found['flavour']}"
 
@@ -559,14 +560,14 @@ def source_digest() -> str:
 
 
 def row_and_bounds(case: Case) -> Hashable:
-    """The tile row that a case takes, and the sides on which its mask is bounded."""
+    """The row of the tile table that a case takes, and the sides on which its mask is bounded."""
     key = compile_key(case)
     sides = key.static.has_left, key.static.has_right
     return case.direction, case.family, case.arch, case.deterministic, key.tile, sides
 
 
 def reachable() -> Iterator[Case]:
-    """Plain calls of every width, mask and class of length that have a kernel, on every architecture."""
+    """Plain calls that have a kernel: every width and mask, short and long keys, every architecture."""
     steps = range(8, 257, 8)
     widths: list[tuple[int, int | None]] = [(head_dim, None) for head_dim in steps]
     widths += [(d, dv) for d, dv in product(steps[3::4], steps[3::4]) if d != dv]

@@ -7,8 +7,8 @@ import re
 import struct
 from collections.abc import Iterator
 
-# Machine code, launch attributes (registers, parameters, barriers) and constant banks. A section of one
-# kernel ends with its symbol; a section of the whole cubin does not.
+# Machine code, launch attributes (registers, parameters, barriers) and constant banks. The name of a section of one
+# kernel ends with the kernel's symbol; the name of a section of the cubin does not.
 _LOCKED = re.compile(r"(\.text|\.nv\.info|\.nv\.constant\d*)(\..+)?")
 _NOBITS = 8  # the type of a section without contents in the file
 

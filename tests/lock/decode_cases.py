@@ -60,7 +60,7 @@ def decode_cases() -> Iterator[DecodeCase]:
         yield from (case(place, head_dim) for head_dim in (64, 128, 256))
         yield case(place, 128, "page16")
         yield case(place, 128, "page1")
-        # On sm_80 without the instruction from FP8 to fp16.
+        # sm_80 has no instruction that converts FP8 to fp16.
         yield case(place, 128, "page16", "fp8")
         yield case(place, 128, "page16", "append", "rotary_halves")
         yield case(place, 128, "append", "rotary_pairs", "batch_idx", dtype="fp16")
@@ -71,12 +71,12 @@ def decode_cases() -> Iterator[DecodeCase]:
         yield case(place, 128, "rows32", "fp8", *score, mask="window")
         yield case(place, 128, "attn")
     yield case(("sm90", "sm_90"), 128, "attn_varlen")
-    # The family leaves out the instruction.
+    # The sm80 kernels do not use this instruction on sm_90 either.
     yield case(("sm80", "sm_90"), 128, "fp8")
 
 
 def decode_key(case: DecodeCase) -> CompileKey:
-    """The project's key of the kernel of a case."""
+    """The `CompileKey` of the kernel of a case."""
     if {"attn", "attn_varlen"} & set(case.features):
         (key,) = _attention_keys(case)
         return key

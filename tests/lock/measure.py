@@ -14,10 +14,10 @@ from tests.lock.cubin import digest
 
 
 class Result(NamedTuple):
-    digest: str  # "": it failed
+    digest: str  # "" if the compilation failed
     seconds: float
     error: str = ""
-    note: str = ""  # registers that it spills, and the like
+    note: str = ""  # see `defects`
 
 
 def defects(resources: Resources) -> str:
@@ -39,7 +39,7 @@ def measure(case: AnyCase) -> Result:
 
 def measure_all(groups: Sequence[Sequence[AnyCase]], jobs: int) -> Iterator[tuple[Sequence[AnyCase], Result]]:
     """`measure` for the first case of each group, as they finish, by `jobs` processes."""
-    # Spawned processes, because a fork would copy locks of torch and the DSL in any state.
+    # Spawned processes, because a forked one could inherit locks of torch and the DSL that are never released.
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
     try:
         futures = {pool.submit(measure, group[0]): group for group in groups}

@@ -1,6 +1,7 @@
 """The kernels that `make test` compiles and compares with the lock: every kernel of the registry, every feature.
 
-`tests/kernels/test_resources.py` gates the same kernels, and `tests/kernels/test_launches.py` launches some of them.
+`tests/kernels/test_resources.py` checks their registers, spills and instructions, and `tests/kernels/test_launches.py`
+launches some of them.
 """
 
 from __future__ import annotations

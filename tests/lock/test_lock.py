@@ -49,7 +49,7 @@ def test_machine_code_is_as_recorded(name: str) -> None:
 
 def test_every_row_and_bounds_that_a_plain_call_can_reach_is_locked() -> None:
     pairs = {row_and_bounds(case) for case in plain()}
-    # Deterministic gradients: every row, not with every bound.
+    # Deterministic gradients lock every row, but not with every set of bounds.
     rows = {row_and_bounds(case)[:-1] for case in deterministic()}
     for case in reachable():
         found = row_and_bounds(case)
@@ -158,7 +158,7 @@ def test_check_and_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
             yield group, Result(found, 1.5, "" if found else "no such tile", "8 bytes spilled" * (found == "b"))
 
     def run(code: str, *arguments: str) -> tuple[int, str]:
-        """Run the command. `code`: the source digest of results that may exist."""
+        """Run the command. `code` is the source digest: results of an earlier run with the same digest are reused."""
         monkeypatch.setattr(cli, "source_digest", lambda: code)
         return cli.main([*arguments, "--only", only]), "".join(capsys.readouterr())
 
@@ -195,7 +195,7 @@ def test_check_and_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_every_kernel_has_a_line_of_progress() -> None:
-    """Compiling prints it, for every kind of kernel; decode kernels have a `DecodeStatic`."""
+    """`describe_key` accepts every kind of kernel, also decode kernels, which have a `DecodeStatic`."""
     for case in {kernel_name(case): case for case in CASES.values()}.values():
         key = compile_key(case)
         assert describe_key(key).startswith(key.kernel)

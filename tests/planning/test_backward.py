@@ -67,7 +67,7 @@ def test_family_of_the_gradients(arch: str, head_dim: int, family: str, kernel: 
 
 def test_a_family_that_lacks_the_kernel_is_not_replaced() -> None:
     problem = Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band())
-    message = r"head_dim=64 on sm_80 by kernel family 'sm90': .*\(only on sm_90\); ask for 'sm80'"
+    message = r"head_dim=64 on sm_80 by kernel family 'sm90': .*\(only on sm_90\); call use_kernels with 'sm80'"
     with pytest.raises(UnsupportedError, match=message):
         plan_backward(problem, ARCHS["sm_80"], family="sm90")
 
@@ -102,7 +102,7 @@ def test_wide_heads_with_mods_are_computed_by_mma_sync() -> None:
     kind = Kind(256, score="alibi")
     case = Case(kind, Sizes(1, 2, 2, 300, 300), device="cpu")
     assert main_key(mod_gradients.keys_of(case, ARCHS["sm_90"])).kernel == "bwd_sm80"  # type: ignore[union-attr]
-    message = r"attn with score_mod and head_dim=256 .*'sm90': .*up to head_dim=128\); ask for 'sm80'"
+    message = r"attn with score_mod and head_dim=256 .*'sm90': .*up to head_dim=128\); call use_kernels with 'sm80'"
     with pytest.raises(UnsupportedError, match=message):
         mod_gradients.keys_of(case, ARCHS["sm_90"], "sm90")
 

@@ -78,7 +78,7 @@ def test_limits_of_the_grid_of_the_split_kernel() -> None:
 
 def test_refusals_name_a_way_out() -> None:
     with pytest.raises(
-        UnsupportedError, match=r"float32 by kernel family 'sm90': .* ask for 'sm80', or name no family"
+        UnsupportedError, match=r"float32 by kernel family 'sm90': .* call use_kernels with 'sm80', or with ''"
     ):
         plan_forward(PROBLEM, SM_90, "sm90")
     with pytest.raises(UnsupportedError, match="float32 by kernel family 'sm90'"):

@@ -60,7 +60,7 @@ def test_tiles_divide_the_blocks_of_a_block_mask(family: str) -> None:
 def test_sequences_too_long_for_mods() -> None:
     problem = replace(problem_of(score="alibi"), seqlen_k=1 << 23)
     with pytest.raises(
-        UnsupportedError, match="seqlen_k=8388608 with a bias, mods or a block mask on cuda: less than 8388608"
+        UnsupportedError, match="seqlen_k=8388608 with a bias, mods or a block mask on cuda: use less than 8388608"
     ):
         plan_forward(problem, ARCHS["sm_90"])
 

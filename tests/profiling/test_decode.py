@@ -158,7 +158,7 @@ def test_kernels_of_a_run_are_all_compiled_before_it():
     assert {static.overlaps_previous for static in statics} == {True, False}, "both families"
 
 
-def test_cells_are_those_of_the_issue():
+def test_cells_and_sizes():
     assert len(decode.CELLS) == 12 and set(decode.VARIANT_CELLS) <= set(decode.CELLS)
     sizes = decode.Settings().sizes
     assert (sizes.heads, sizes.heads_kv, sizes.head_dim) == (32, 8, 128)

@@ -169,7 +169,7 @@ def test_conflicts_by_layout() -> None:
         said = texts(svg(figure))
     assert "title" in said and said.index("swizzled") < said.index("plain")
     assert "7.00M (7.00M)" in said and "0 (0)" in said and "100.0" in said
-    # Predicted and measured: the loads of the plain layout, and the stores, which are nothing but conflicts here.
+    # Pairs of predicted and measured: loads of the plain layout; stores of both layouts, all of them conflicts here.
     assert drawn_with(RED, figure) == [7e6, 7e6, 1e6, 1e6, 1e6, 1e6]
     assert drawn_with(BLUE, figure).count(100.0) == 2
 

@@ -93,7 +93,7 @@ def test_a_side_that_computes_something_else_is_not_timed():
     assert list(found.samples["fwd"]) == list(found.samples["bwd"]) == ["right", "ours"]
     assert found.errors["wrong fwd"] == "not timed: 0.1 away from ours"
     assert found.errors["none bwd"] == "not timed: inf away from ours"
-    # Where sides are not meant to be alike, all are.
+    # Without `Cell.alike`, results are not compared, and all sides are timed.
     found = measure_cell(Cell("bias", "x", sides, "right"), FakeTimer(event_ms=1.0), SMALL)
     assert len(found.samples["fwd"]) == 4 and not found.errors
 
@@ -144,7 +144,7 @@ def test_block_indices_are_exact(mask, head_dim, direction):
 
 
 def _fake_fa4(monkeypatch, spoil=1.0):
-    """A package that attends causally on (B, S, H, D), whatever it is given, and keeps what it was given."""
+    """Install a fake FlashAttention-4, causal for any keywords; return the list of the keywords of each call."""
     seen = []
 
     def attend(q, k, v, **options):
@@ -180,7 +180,7 @@ def test_fa4_gets_its_layout_and_its_block_indices(monkeypatch):
     assert lists[-1] == (128, 128)
 
 
-def test_an_fa4_that_computes_something_else_is_told(monkeypatch):
+def test_an_fa4_that_computes_something_else_is_reported(monkeypatch):
     _fake_fa4(monkeypatch, spoil=1.5)
     settings = replace(SMALL, head_dims=(64,), hidden=128, functions=("causal",), peers=("fa4",))
     for one in run_features(("function",), settings, FakeTimer(event_ms=1.0), CPU, cells=mods.KINDS):
@@ -188,7 +188,7 @@ def test_an_fa4_that_computes_something_else_is_told(monkeypatch):
 
 
 def test_the_functions_can_be_made():
-    """Not traced: that takes its kernels."""
+    """The functions are not traced, because that needs FlashAttention-4."""
     table, ids = torch.zeros(2, 256), torch.zeros(40, dtype=torch.int32)
     args = {"alibi": (0.5, -0.1), "capped": (20.0,), "relative": (table, 128), "document": (ids,)}
     args |= {"causal": (), "prefix": (1024,), "window": (1024,)}

@@ -52,7 +52,7 @@ def test_unseen_keys_and_values(name: str, value: float) -> None:
     k[:, :, BAD] = v[:, :, BAD] = value
     for got, want in zip(results(q, k, v, rows, keywords), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    # The others are not silently finite.
+    # Rows that see the bad key and value become NaN.
     out = attn(q, k, v, **{**keywords, "dropout": 0.0})
     assert not math.isnan(value) or out[:, :, seen].isnan().all()
 

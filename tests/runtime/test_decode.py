@@ -30,7 +30,7 @@ from tests.fakes.recording import RecordingGpu
 from tests.gpu import decode_cases
 
 OPERANDS = {operand.name: operand for operand in KERNELS["decode"].operands}
-# Tests replace it.
+# The real function, which the fixture `workspaces` replaces.
 FILL_WORKSPACE = decode._add_workspace
 ELEMENTS = {"f32": torch.float32, "i32": torch.int32}
 

@@ -440,5 +440,5 @@ def test_batch_invariant_calls_choose_tiles_by_nothing_else_in_the_batch(gpu: Fa
         q, k = normal(batch, 16, rows, D), normal(batch, 2, 300, D)
         launcher.forward(q, k, k, plain(right=0, batch_invariant=True, deterministic=True))
         keys.add(gpu.main.key)
-        assert gpu.main["q"].shape == q.shape, "heads are not packed"
+        assert gpu.main["q"].shape == q.shape, "pack_gqa is not used"
     assert len(keys) == 1 and keys.pop().static.batch_invariant

@@ -153,7 +153,7 @@ def test_few_ctas_reach_a_part_of_the_gpu() -> None:
     assert occupancy_of(Problem(1, 133, 133, 1, keys, 128), SM_90).busiest_sm_blocks == 2 * keys // 128
 
 
-def test_packed_heads_share_the_reads_of_keys() -> None:
+def test_pack_gqa_shares_the_reads_of_keys() -> None:
     problem = Problem(2, 32, 4, 3, 4096, 128, band=Band(1000, 0))
     found = occupancy_of(problem, SM_90)
     # 8 heads of 3 queries in each tile of 128 rows.

@@ -93,7 +93,7 @@ def test_rows_of_the_tables_obey_the_rules(arch: ArchSpec) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_the_row_of_the_product_is_shown_with_reasons(arch: ArchSpec, head_dim: int) -> None:
+def test_the_row_of_the_table_is_shown_with_reasons(arch: ArchSpec, head_dim: int) -> None:
     choice = Choice.of(problem(head_dim), arch)
     assert choice.row == plan_forward(problem(head_dim), arch).tile
     ours, chosen = choice.table_candidate, choice.chosen

@@ -94,11 +94,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True, help="folder of results and caches")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--seconds", type=float, default=600.0, metavar="LIMIT", help="time limit of each step")
-    parser.add_argument("--mods", default="", metavar="A,B", help="of the suite flex: these only")
+    parser.add_argument("--mods", default="", metavar="A,B", help="(flex) only these mods")
     options = parser.parse_intermixed_args(argv)
     wrong = set(options.steps) - set(STEPS[options.suite])
     if wrong:
-        parser.error(f"no step of {options.suite}: {', '.join(sorted(wrong))}")
+        parser.error(f"unknown step {', '.join(sorted(wrong))}: use {', '.join(STEPS[options.suite])}")
     out = Path(options.out).absolute()
     mods = tuple(filter(None, options.mods.split(",")))
     job = Job(options.suite, "", str(Path(options.sources).absolute()), str(out), mods=mods)

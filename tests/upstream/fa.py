@@ -1,7 +1,8 @@
 """flash-attention's own tests through the adapters, as a pytest file; see `tests.upstream`.
 
-The name keeps this file out of ordinary test runs. v2.8.3 has 677,219 cases without FP8, of which 288,598 are in the
-population; OUT/fa/record/population.txt has the numbers for each test and reason. 822 cases are sampled.
+Ordinary test runs do not collect this file, because its name is not test_*.py. v2.8.3 has 677,219 cases without FP8.
+The population is the 288,598 of them that `excluded` does not exclude; OUT/fa/record/population.txt has the numbers for
+each test and reason. 822 cases of the population are sampled.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tests.upstream.recording import HAS_GPU
 from tests.upstream.sampling import Case, Params, axes_of, population, population_table, sample
 
 FILES = {"test_flash_attn": "tests/test_flash_attn.py", "test_flash_attn_hopper": "hopper/test_flash_attn.py"}
-# Edits of the hopper file: the adapter has neither attention_chunk, nor 512 columns of V, nor splits on request.
+# Edits of the hopper file: the adapter has neither attention_chunk, nor Dv = 512, nor num_splits > 1.
 HOPPER_EDITS = {
     "attention_chunk_vals = [torch.randint(1, seqlen_k * 2, (1,)).item(), 0]": "attention_chunk_vals = [0]",
     "[256, 512, d]": "[256, d]",
@@ -36,7 +37,7 @@ HOPPER_EDITS = {
 CPU_EDITS = {'device = "cuda"': 'device = "cpu"', 'device="cuda"': 'device="cpu"', "torch.cuda.synchronize()": "None"}
 H200 = SimpleNamespace(total_memory=141 << 30, major=9, minor=0, name="H200", multi_processor_count=132)
 
-# (file, test): (cases, cases of one group of parameters with different lengths)
+# (file, test): (number of sampled cases, cases per group); the cases of a group differ in `sampling.LENGTHS` only
 QUOTAS = {
     ("test_flash_attn", "test_flash_attn_qkvpacked"): (48, 8),
     ("test_flash_attn", "test_flash_attn_varlen_qkvpacked"): (54, 9),
@@ -58,19 +59,19 @@ QUOTAS = {
     ("test_flash_attn_hopper", "test_flash_attn_cluster"): (2, 1),
     ("test_flash_attn_hopper", "test_flash_attn_race_condition"): (4, 2),
 }
-# Tests that repeat their calls, in units of a plain case.
+# Cost of tests that repeat their calls, in units of an ordinary case.
 COST = {"race_condition": 40.0, "deterministic": 4.0}
-# Longer sequences need the same kernels, and more memory than a machine without a GPU may have.
+# Without a GPU, longer key sequences are shortened to this: they need the same kernels, and memory may be short.
 MAX_CPU_SEQLEN = 20_000
 
-ZERO_DQ = "one key: the exact dq is 0, PyTorch's is exactly 0, so the tolerance is 0; that of cute_flash is about 2e-6"
+ZERO_DQ = "one key: the exact dq and PyTorch's dq are 0, so the tolerance is 0; the dq of cute_flash is about 2e-6"
 MAX_ZERO_DQ = 1e-5
 
 
 def excluded(file: str, test: str, p: Params) -> str | None:
     """Why a case is not in the population: a skip of the test itself, or an option that the adapter does not have."""
     if p.get("dropout_p"):
-        return "dropout: the test asks for the dropped-weights mask (return_attn_probs)"
+        return "dropout: the test asks for the dropout mask (return_attn_probs)"
     if test == "test_flash_attn_combine":
         return "flash_attn_combine has no counterpart"
     if test == "test_flash3_bw_compatibility":
@@ -135,7 +136,7 @@ def _module(name: str, **attributes: Any) -> None:
 def install(job: Job) -> None:
     """Make the modules that the test files import: flash_attn 2, flash_attn_interface (flash-attn 3), helper files."""
     cute_flash.install_as_flash_attn(replace=True)  # other packages, such as FlashAttention-4, have that name too
-    # Only used for the dropped-weights mask.
+    # Only used for the dropout mask.
     sys.modules["flash_attn.flash_attn_interface"]._get_block_size_n = None  # type: ignore[attr-defined]
     _module("flash_attn.layers", __path__=[])
     _module("flash_attn.layers.rotary", apply_rotary_emb=apply_rotary_emb)
@@ -155,7 +156,7 @@ def install(job: Job) -> None:
 
 
 def load(name: str, job: Job) -> ModuleType:
-    """A test file as a module, with the edits for the adapter. Edits keep the numbers of lines."""
+    """A test file as a module, with the edits for the adapter. Edits do not change line numbers."""
     path = job.source(f"flash-attention/{FILES[name]}")
     text = path.read_text(encoding="utf-8")
     edits = (HOPPER_EDITS if name == "test_flash_attn_hopper" else {}) | ({} if HAS_GPU else CPU_EDITS)
@@ -186,7 +187,7 @@ def sampled(modules: dict[str, ModuleType]) -> list[Case]:
 
 
 def all_cases(modules: dict[str, ModuleType]) -> Counter[tuple[str, str]]:
-    """The number of cases by test and reason of exclusion."""
+    """The number of cases by test and reason for exclusion."""
     counts: Counter[tuple[str, str]] = Counter()
     for file, module in modules.items():
         for test, function in vars(module).items():

@@ -26,7 +26,8 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 CHECKED = Shape(1024, batch=2, heads=4, device=DEVICE)
 TIMED_SHAPE = Shape(4096, batch=2, heads=16, device=DEVICE)
 HEAD_DIMS = (64, 128)
-# Our error is at most this multiple of that of torch's compiled kernels, plus a rounding of the largest value.
+# The limit of our error is this multiple of the error of torch's compiled kernels, plus a bf16 rounding of the largest
+# value.
 MAX_RATIO = 2.0
 ROUNDS, BUDGET_MS = 12, 5.0
 
@@ -102,7 +103,7 @@ def check(name: str, head_dim: int) -> dict[str, Any]:
         if peer is not None:
             row["torch"] = _error(peer[i], exact[i])
             limit = MAX_RATIO * row["torch"] + 2**-8 * largest + 1e-5
-        result[label] = {**row, "ok": row["ours"] <= limit}  # not if the error is NaN
+        result[label] = {**row, "ok": row["ours"] <= limit}  # False if the error is NaN
     is_good = all(result[label]["ok"] for label in labels)
     return result | {"status": "passed" if is_good else "failed"}
 
@@ -146,7 +147,7 @@ def _share(job: Job, names: Any) -> list[tuple[str, int]]:
 
 
 def time_all(job: Job) -> None:
-    """Device time in CUDA graphs; that of the backward is the time of both passes without that of the forward."""
+    """Device time in CUDA graphs. The time of the backward is the time of both passes less that of the forward."""
     from profiling.mods_summary import geometric_mean
     from profiling.timing import Contender, GraphTimer, measure
 
@@ -185,7 +186,7 @@ def time_all(job: Job) -> None:
 
 def main() -> None:
     job = Job.current()
-    # attention-gym's own __init__ imports its plots.
+    # An empty package in place of attention-gym's __init__, which imports plotting libraries.
     package = sys.modules["attn_gym"] = ModuleType("attn_gym")
     package.__path__ = [str(job.source("attention-gym/attn_gym"))]
     {"record": record, "check": check_all, "warm": time_all, "time": time_all}[job.step](job)

@@ -1,6 +1,7 @@
 """Mods by name: the kinds that torch's documentation of FlexAttention shows, written here, and those of attention-gym.
 
-MODS[name](shape) makes a case. The sizes of canvases, documents and windows follow the length, a square number.
+MODS[name](shape) makes a case. The sizes of images, documents and windows depend on the length, which is a square
+number.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Shape:
 
     @property
     def side(self) -> int:
-        """The side of a square canvas."""
+        """The side of a square image with one token per pixel."""
         return math.isqrt(self.length)
 
     def random(self, *size: int) -> Tensor:

@@ -52,7 +52,7 @@ class Job:
 
 
 def share(cases: Sequence[T], job: Job, group: Callable[[T], Hashable], cost: Callable[[T], float]) -> list[T]:
-    """The cases of a job. A group stays in one process; expensive groups are distributed first, to the least load."""
+    """The cases of a job. A group stays in one process. Each group, the costliest first, goes to the least busy one."""
     groups: dict[Hashable, list[T]] = {}
     for case in cases:
         groups.setdefault(group(case), []).append(case)
@@ -67,7 +67,7 @@ def share(cases: Sequence[T], job: Job, group: Callable[[T], Hashable], cost: Ca
 
 
 def run_processes(job: Job, processes: int, command: Callable[[Job], list[str]], seconds: float) -> list[int]:
-    """Run a step in several processes; return their exit codes, which returncodes.json has too."""
+    """Run a step in several processes; write their exit codes to returncodes.json and return them."""
     job.folder.mkdir(parents=True, exist_ok=True)
     for old in [*job.folder.glob("[0-9]*.*"), job.folder / "returncodes.json"]:
         old.unlink(missing_ok=True)

@@ -43,8 +43,8 @@ def recording() -> Iterator[list[CompileKey]]:
         if not HAS_GPU:
             for fake in (claiming_cuda, launching_operators, own_workspaces):
                 stack.enter_context(fake())
-            # Zeros are fast. They take nothing from the CPU's generator, so tests choose the windows that they choose
-            # with tensors on a GPU.
+            # Zeros are fast, and do not advance the CPU's generator, as randn on a GPU does not. So tests that draw a
+            # window from this generator draw the same one with and without a GPU.
             stack.enter_context(mock.patch.object(torch, "randn", _zeros))
             stack.enter_context(mock.patch.object(torch, "randn_like", torch.zeros_like))
         yield recorder.keys
@@ -69,7 +69,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     global _keys, _is_recording
     _is_recording = Job.current().step == "record"
     if _is_recording:
-        # The loops of tests end at their first comparison.
+        # Tests that repeat a call and compare the results fail at the first comparison.
         for name in ("equal", "allclose"):
             _stack.enter_context(mock.patch.object(torch, name, lambda *args, **options: False))
         _keys = _stack.enter_context(recording())
@@ -83,7 +83,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    gpu.bound.clear()  # every case records its kernels, not only the first one with a signature
+    gpu.bound.clear()  # every case records its kernels, not only the first of equal call signatures
     item.num_keys = len(_keys)  # type: ignore[attr-defined]
     return (yield)
 
@@ -92,7 +92,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A refusal is a skip with its reason. While recording, results are wrong and a case passes if it launches."""
+    """Report an `UnsupportedError` as a skip. While recording, results are wrong, so a case passes if it launches."""
     report = yield
     error = call.excinfo.value if call.excinfo else None
     if call.when != "call":

@@ -1,4 +1,7 @@
-"""A fixed sample of a parametrized test, drawn from its marks: pytest would need minutes to collect all cases."""
+"""A fixed sample of the cases of a parametrized test, from its parametrize marks.
+
+pytest would need minutes to collect all cases.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,7 @@ def sample(file: str, test: str, axes: Sequence[Axis], size: int, per_group: int
 
 
 def population(axes: Sequence[Axis], excluded: Excluded) -> Counter[str]:
-    """The number of all cases of a test for each reason of exclusion."""
+    """The number of all cases of a test for each reason for exclusion."""
     choices = itertools.product(*(range(len(values)) for _, values in axes))
     return Counter(excluded(_case(axes, choice)[1]) or "in the population" for choice in choices)
 

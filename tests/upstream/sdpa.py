@@ -1,6 +1,7 @@
 """pytest plugin for torch's test_transformers.py: a sample of the tests of the flash backend; see `tests.upstream`.
 
-In the step `inactive`, the adapter was activated and restored before the tests. The tests need a GPU.
+In the step `inactive`, the adapter is activated and deactivated again (`sdpa.restore`) before the tests. The tests need
+a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.upstream.sampling import SEED, population_table
 FILE = "pytorch/test/test_transformers.py"
 LARGE = "test_flash_attention_vs_math_ref_grads_batch"
 INACTIVE_QUOTA = 24
-# Tests that reach torch's flash attention operators, and how many of their cases are sampled; all cases of the others.
+# The number of sampled cases of a test. Of other tests in `TESTS`, all cases run.
 QUOTAS = {
     LARGE: 160,
     "test_flash_attention_vs_math_ref_grads_nestedtensor": 24,
@@ -29,6 +30,7 @@ QUOTAS = {
     "test_causal_variants": 24,
     "test_fused_kernels_nested_broadcasting": 8,
 }
+# Tests that reach torch's flash attention operators.
 TESTS = (
     *QUOTAS, "test_dispatch_fails_no_backend", "test_flash_atteention_large_bf16_nan_values",
     "test_flash_attention_fail_with_non_square_causal_attention", "test_flash_autocast_fp32", "test_flash_fail_fp32",
@@ -42,11 +44,11 @@ TESTS = (
 )  # fmt: skip
 # Part of a name: why the case is not in the population.
 EXCLUDED = {
-    r"dropout_p_0_[1-9]": "dropout: the test asks for the dropped-weights mask (return_debug_mask)",
+    r"dropout_p_0_[1-9]": "dropout: the test asks for the dropout mask (return_debug_mask)",
     r"kernel[12]_|cudnn|mem_eff": "another backend",
     r"test_fused_sdp_priority_order": "compares times of backends, while other processes use the GPU",
     r"test_causal_variants_compile": "needs inductor and is slow",
-    # Causal, and no length of the keys that is equal to that of the queries.
+    # Causal, and seq_len_k is not seq_len_q.
     rf"{LARGE}(?=.*is_causal_True).*seq_len_q_(\d+)_(?!seq_len_k_\1_)": (
         "skipped by the test itself (causal with different lengths)"
     ),
@@ -57,7 +59,7 @@ EXPECTED = {
         "scores above 2^31: fma(s, scale, -max * scale) overflows exp2 and gives NaN"
     ),
     "test_fused_backwards_throws_determinism_warning_fused_kernel0_warn_only_True": (
-        "the gradients of cute_flash are then deterministic, and it does not warn"
+        "torch asks for deterministic gradients: cute_flash has them, and does not warn"
     ),
 }
 

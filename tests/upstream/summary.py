@@ -55,7 +55,11 @@ def _failure(element: ET.Element) -> str:
 
 
 def add_junit(summary: Summary, root: ET.Element) -> None:
-    """Add the cases of a junit file. A case that was interrupted is in the file, and not in the counts of its suite."""
+    """Add the cases of a junit file.
+
+    The number of passed cases comes from the counts of the suite, which leave out an interrupted case. Its <testcase>
+    looks like that of a passed one.
+    """
     for suite in root.iter("testsuite"):
         tests, *others = (int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped"))
         summary.passed += tests - sum(others)

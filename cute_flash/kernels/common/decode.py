@@ -46,9 +46,9 @@ from cute_flash.planning.decode import ATOM_BYTES, EXCHANGE_ROWS, UNIT_KEYS, Dec
 from cute_flash.planning.tiles.common import SMEM_ALIGN
 
 FLOATS = 4  # floats of O that a thread combines at once
-# Fields of a split that the main loop does not need. They are kept in shared memory.
-COLD = ("batch", "head_kv", "row_tile", "query_tile", "next_unit", "is_first")
-CTAS = ("first", "last", "num_final")  # fields of `TileCtas`, which are in shared memory too
+# Fields of `Split` and of `TileCtas` that shared memory holds during the main loop, which does not need them.
+SPLIT_FIELDS = ("batch", "head_kv", "row_tile", "query_tile", "unit_end", "is_first")
+TILE_CTAS_FIELDS = ("first", "last", "num_final")
 # The lowest bits of two fields of an arrival counter (`Decode.counter`).
 FINAL_BIT, SHARE_BIT = 12, 24
 
@@ -90,8 +90,9 @@ class SharedStorage:
     sKV: cute.Tensor  # (tile_n, tile_d, stage): K and V alternate; all stages of warp 0, then of warp 1, ...
     exchange: cute.Tensor  # (tile_d, 8 rows, warp) fp32
     stats: cute.Tensor  # (2, 8 rows, warp) fp32: m and l
-    flag: cute.Tensor  # the index of this CTA's share of a merge (`Decode.arrive`); -1: none
-    cold: cute.Tensor  # the fields `COLD` and `CTAS` of the split, which would occupy registers during the main loop
+    merge_share: cute.Tensor  # (1): the index of this CTA's share of a merge (`Decode.arrive`); -1: none
+    # SPLIT_FIELDS and TILE_CTAS_FIELDS of the split, which would occupy registers during the main loop.
+    split_fields: cute.Tensor
 
     @staticmethod
     def allocate(tile: DecodeTile, dtype, q_dtype) -> "SharedStorage":
@@ -109,23 +110,25 @@ class SharedStorage:
             pointer = cute.make_ptr(Float32, address, cutlass.AddressSpace.smem, assumed_align=SMEM_ALIGN)
             exchange = cute.make_tensor(pointer, floats)
         stats = smem.allocate_tensor(Float32, cute.make_layout((2, EXCHANGE_ROWS, tile.num_warps)), 8)
-        flag = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-        cold = smem.allocate_tensor(Int32, cute.make_layout(len(COLD) + len(CTAS)), 4)
-        return SharedStorage(sQ, raw_q, sKV, exchange, stats, flag, cold)
+        merge_share = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
+        num_fields = len(SPLIT_FIELDS) + len(TILE_CTAS_FIELDS)
+        split_fields = smem.allocate_tensor(Int32, cute.make_layout(num_fields), 4)
+        return SharedStorage(sQ, raw_q, sKV, exchange, stats, merge_share, split_fields)
 
-    def remember(self, split: Split, ctas: TileCtas):
-        """Write the fields `COLD` and `CTAS` to shared memory. Called by one thread, before a barrier."""
-        values = [getattr(split, name) for name in COLD] + [getattr(ctas, name) for name in CTAS]
+    def store_split(self, split: Split, ctas: TileCtas):
+        """Write `split_fields`. Called by one thread, before a barrier."""
+        values = [getattr(split, name) for name in SPLIT_FIELDS]
+        values += [getattr(ctas, name) for name in TILE_CTAS_FIELDS]
         for i, value in enumerate(values):
-            self.cold[i] = Int32(value)
+            self.split_fields[i] = Int32(value)
 
-    def next_unit(self) -> Int32:
-        return self.cold[COLD.index("next_unit")]
+    def unit_end(self) -> Int32:
+        return self.split_fields[SPLIT_FIELDS.index("unit_end")]
 
-    def recall(self) -> tuple[Split, TileCtas]:
-        """The split of the last `remember`, with its fields `COLD` only, and the CTAs of its query tile."""
-        fields = {name: self.cold[i] for i, name in enumerate(COLD)}
-        ctas = TileCtas(*(self.cold[len(COLD) + i] for i in range(len(CTAS))))
+    def load_split(self) -> tuple[Split, TileCtas]:
+        """The split of the last `store_split`, with only its SPLIT_FIELDS set, and the CTAs of its query tile."""
+        fields = {name: self.split_fields[i] for i, name in enumerate(SPLIT_FIELDS)}
+        ctas = TileCtas(*(self.split_fields[len(SPLIT_FIELDS) + i] for i in range(len(TILE_CTAS_FIELDS))))
         return replace(Split.none(), **(fields | {"is_first": fields["is_first"] == 1})), ctas
 
 
@@ -166,12 +169,12 @@ class Loads:
     """The loads of one warp."""
 
     loader: WarpLoader
-    first_key: Int32  # offset of the warp's keys in a block
+    key_offset: Int32  # of the warp's first key in a block
     memory: Int32  # address of the warp's stages
 
-    def look_up(self, block: Int32) -> cute.Tensor | None:
-        """Start to read the pages of the warp's keys of a block."""
-        return self.loader.look_up(block + self.first_key)
+    def look_up(self, first_key: Int32) -> cute.Tensor | None:
+        """Start to read the pages of the warp's keys in the block that begins at `first_key`."""
+        return self.loader.look_up(first_key + self.key_offset)
 
 
 class Decode(Kernel):
@@ -264,20 +267,20 @@ class Decode(Kernel):
             cute.arch.griddepcontrol_launch_dependents()
         division = p.splits.divide(cta)
         unit = division.interval * division.per_cta
-        end_unit = unit + division.per_cta
+        cta_unit_end = unit + division.per_cta
         # If the exchange has its own memory, `finish` of a split runs while the next split loads. `is_open`: `finish`
         # of the previous split has not run yet.
         is_open, is_first = cutlass.Boolean(False), cutlass.Boolean(True)
         while is_first or is_open:
-            exists, split = self.begin(p, storage, unit, end_unit, division)
+            exists, split = self.begin(p, storage, unit, cta_unit_end, division)
             if cutlass.const_expr(self.tile.own_exchange):
                 if is_open:
-                    self.finish(p, storage, *storage.recall(), output, cta)
+                    self.finish(p, storage, *storage.load_split(), output, cta)
             if exists:
                 self.attend(p, storage, split, division, output)
-                unit = storage.next_unit()
+                unit = storage.unit_end()
                 if cutlass.const_expr(not self.tile.own_exchange):
-                    self.finish(p, storage, *storage.recall(), output, cta)
+                    self.finish(p, storage, *storage.load_split(), output, cta)
             is_open, is_first = exists, cutlass.Boolean(False)
         if cutlass.const_expr(self.static.ragged):
             self.zero_padding(p, cta)
@@ -291,7 +294,7 @@ class Decode(Kernel):
         word = Int32(p.splits.num_sequences)
         for value in (p.mQ.iterator.toint(), *strides, p.partial_out.iterator.toint()):
             word ^= Int32(value)
-        storage.flag[0] = word
+        storage.merge_share[0] = word
 
     @cute.jit
     def zero_padding(self, p: Params, cta: Int32):
@@ -322,11 +325,11 @@ class Decode(Kernel):
         return output
 
     @cute.jit
-    def begin(self, p: Params, storage: SharedStorage, unit: Int32, end_unit: Int32, division: Division):
-        """Begin the split at `unit`, if there is one; return whether there is one, and the split."""
+    def begin(self, p: Params, storage: SharedStorage, unit: Int32, cta_unit_end: Int32, division: Division):
+        """Begin the split at `unit`, if the CTA has one there; return whether it has one, and the split."""
         exists, split, sequence = cutlass.Boolean(False), Split.none(), Lengths.none()
-        if unit < end_unit:
-            exists, split, sequence = p.splits.split(unit, end_unit, division)
+        if unit < cta_unit_end:
+            exists, split, sequence = p.splits.split(unit, cta_unit_end, division)
         if exists:
             self.start_loads(p, storage, split, sequence)
         return exists, split
@@ -353,7 +356,7 @@ class Decode(Kernel):
         thread, _, _ = cute.arch.thread_idx()
         sequence = p.splits.sequence(split.batch)
         if thread == 0:
-            storage.remember(split, p.splits.ctas(split, division))
+            storage.store_split(split, p.splits.ctas(split, division))
         self.stage_q(p, storage, split, sequence, thread)
         state = self.warp_state(p, storage, split, sequence, output, thread)
         self.mainloop(p, split, state, self.loads(p, storage, split, sequence, thread))
@@ -451,7 +454,7 @@ class Decode(Kernel):
             row, vector = index // vectors, index % vectors
             batch, token, head, _ = self.coord(p, split, cutlass.min(row, num_rows - 1))
             source = p.mQ[batch, token, head, None].iterator.toint() + vector * (2 * VECTOR)
-            # -1 is not less than `num_rows` as an unsigned number.
+            # As an unsigned number -1 exceeds `num_rows`, so `copy_if_less` writes zeros.
             row = cutlass.select_(vector * VECTOR < self.static.head_dim, row, Int32(-1))
             copy_if_less(memory + index * (2 * VECTOR), source, row, num_rows)
         cute.arch.cp_async_commit_group()
@@ -587,7 +590,7 @@ class Decode(Kernel):
             self.load_block(loads, split, key + ahead_keys, ahead, pages)
             if cutlass.const_expr(pages is not None):
                 pages.store(loads.look_up(key + ahead_keys + tile.block_keys).load())
-            self.process_block(p, state, key + loads.first_key, key - split.begin, stage, q_steps)
+            self.process_block(p, state, key + loads.key_offset, key - split.begin, stage, q_steps)
             stage = stage + 1 if stage < tile.stages - 1 else Int32(0)
         cute.arch.cp_async_wait_group(0)
 
@@ -604,7 +607,7 @@ class Decode(Kernel):
     def load_block(self, loads: Loads, split: Split, first_key: Int32, stage: Int32, pages: cute.Tensor | None):
         """Start to load this warp's keys of a block, if the block begins before the end of the split."""
         if first_key < split.end:
-            key = first_key + loads.first_key
+            key = first_key + loads.key_offset
             memory = loads.memory + stage * (2 * self.tile.kv_smem.bytes)
             loads.loader.load(key, (memory, memory + self.tile.kv_smem.bytes), pages)
         cute.arch.cp_async_commit_group()
@@ -804,18 +807,21 @@ class Decode(Kernel):
                 is_final = cta < ctas.last or ctas.num_final == total
                 added = Int32(1 + (1 << FINAL_BIT)) if is_final else Int32(1)
                 before = cute.arch.atomic_add(address, added, sem="acq_rel", scope="gpu")
-                rank = ctas.num_final - 1 - (before >> FINAL_BIT)
+                rank = ctas.num_final - 1 - (before >> FINAL_BIT)  # the last of these CTAs to arrive has rank 0
                 if is_final and rank < num_shares:
                     share = rank
                     arrived = before + 1
                     while arrived & ((1 << FINAL_BIT) - 1) != total:
                         arrived = instruction("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", Int32, address.toint())
-            storage.flag[0] = share
+            storage.merge_share[0] = share
         cute.arch.sync_threads()
-        return storage.flag[0]
+        return storage.merge_share[0]
 
     def counter(self, p: Params, split: Split):
-        """Bits: 0 to 11 count arrivals, 12 to 23 those of CTAs without another split, 24 to 30 merged shares."""
+        """The arrival counter of the split's query tile.
+
+        Bits 0 to 11 count arrivals, 12 to 23 those of CTAs without another split, 24 to 30 merged shares.
+        """
         return p.arrivals.iterator + split.query_tile
 
     @cute.jit
@@ -876,7 +882,7 @@ def vector_at(row: cute.Tensor, column: Int32, num: int) -> cute.Tensor:
 
 
 def load_from(partial: cute.Tensor, slot: Int32, offset: Int32, target: cute.Tensor):
-    """Load consecutive floats of a workspace slot, by one multiplication and one load."""
+    """Load consecutive floats of a workspace slot, with one multiplication and one load."""
     num, slot_bytes = cute.size(target), partial.stride[0] * 4
     address = partial.iterator.toint() + Int64(offset) * 4 + Int64(slot) * slot_bytes
     pointer = cute.make_ptr(Float32, address, cutlass.AddressSpace.gmem, assumed_align=4 * num)

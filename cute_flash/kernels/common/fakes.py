@@ -159,7 +159,7 @@ class Fakes:
         return _compact(Float32, (*self.shape(operand.dims), self.tile.tile_m, 2), 8)
 
     def pieces(self, operand: Operand) -> cute.Tensor:
-        """High and low fp16 pieces of fp32 rows, contiguous."""
+        """The fp16 pieces of fp32 rows: in each row the high pieces, then the low ones."""
         shape = (*self.shape(operand.dims), 2 * self.tile.head_dim)
         strides = (*(cute.sym_int64(divisibility=8) for _ in shape[1:]), 1)
         return make_fake_tensor(cutlass.Float16, shape, strides, assumed_align=ROW_ALIGN_BYTES)
@@ -201,8 +201,8 @@ class Fakes:
 
     def fwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
         """The fields of `device.block_sparse.BlockIndices`."""
-        heads, blocks, others = self.shape(("B", "H")), cute.sym_int(), cute.sym_int()
-        return [_strided(Int32, (*heads, blocks, *x), last=1) for _ in range(2) for x in ((), (others,))]
+        heads, q_blocks, kv_blocks = self.shape(("B", "H")), cute.sym_int(), cute.sym_int()
+        return [_strided(Int32, (*heads, q_blocks, *x), last=1) for _ in range(2) for x in ((), (kv_blocks,))]
 
     def bwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
         """The fields of `device.block_sparse.BwdBlockIndices`; the ranks only with deterministic gradients."""

@@ -137,6 +137,6 @@ def _dropout_origin(static: Static, args: SimpleNamespace) -> DropoutOrigin | No
 
 
 def _or_none(arguments: tuple) -> tuple | None:
-    """Replace empty tuples in (captures, scalars) by None, because kernels take no empty tuples; None if both are."""
+    """Replace empty tuples in (captures, scalars) by None, as kernels take no empty tuples; None if both are empty."""
     nonempty = tuple(x or None for x in arguments)
     return None if nonempty == (None, None) else nonempty

@@ -27,16 +27,16 @@ class Params:
     dout: cute.Tensor
     lse: cute.Tensor  # (B, H, Sq)
     lse_log2: cute.Tensor  # (B, H, Sq padded)
-    delta: cute.Tensor  # D, (B, H, Sq padded)
+    delta: cute.Tensor  # Δ, (B, H, Sq padded)
     dq_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32
     dq_semaphore: cute.Tensor | None  # (B, H, m_blocks * tile.dq_semaphores)
     dlse: cute.Tensor | None
     q_tile_list: cute.Tensor | None  # of a varlen batch
-    norms: cute.Tensor | None = None  # (5, sequences, H) of an fp32 call; the last one is the largest |D|
+    norms: cute.Tensor | None = None  # (5, sequences, H) of an fp32 call; norms[4] is the largest |Δ|
 
 
 class BwdPreprocess(MBlockKernel):
-    """Computes D = rowsum(dO O) - dLSE (the operand `delta`), and the LSE in units of log2.
+    """Computes Δ = rowsum(dO O) - dLSE (the operand `delta`), and the LSE in units of log2.
 
     The LSE of rows without keys, and of rows past the end, becomes +inf, so that P is 0. The kernel also sets the
     accumulators of dQ and their semaphores to 0.
@@ -126,6 +126,7 @@ class BwdPreprocess(MBlockKernel):
 
     @cute.jit
     def raise_delta_max(self, norms: cute.Tensor, sequence: tuple, largest: Float32):
+        """Raise the largest |Δ| of the head to that of this warp, atomically."""
         seqlen, head = sequence
         for step in cutlass.range_constexpr(5):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))

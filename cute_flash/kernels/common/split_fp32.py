@@ -18,7 +18,7 @@ READ, WRITTEN = 4, 8  # elements of a 16-byte vector: fp32 in `norms`, fp16 in `
 
 @dataclass(frozen=True)
 class Sequences:
-    """The offsets of a varlen batch; all None: a dense batch."""
+    """The offsets of a varlen batch; both None: a dense batch."""
 
     mCuSeqlens: cute.Tensor | None = None  # (B + 1)
     mSeqUsed: cute.Tensor | None = None  # (B), of keys
@@ -71,7 +71,7 @@ class SplitFp32(Kernel):
 
     @cute.kernel
     def norms(self, mX: cute.Tensor, mNorm: cute.Tensor, sequences: Sequences):
-        """Raise mNorm (B, H) to the largest norm of a row. NaN and infinity are ignored."""
+        """Raise mNorm (B, H) to the largest norm of this CTA's rows. NaN and infinity are ignored."""
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = cute.arch.block_idx()
         width = mX.shape[3]
@@ -135,6 +135,7 @@ class SplitFp32(Kernel):
 
 
 def _raise(mNorm: cute.Tensor, sequence: Int32, head: Int32, norm: Float32) -> None:
+    """Raise mNorm[sequence, head] to `norm`, atomically."""
     cute.arch.atomic_fmax(mNorm[sequence, None].iterator + head, norm, sem="relaxed", scope="gpu")
 
 

@@ -1,6 +1,7 @@
 """The varlen tile scheduler: a kernel that writes the list of the tiles of all sequences (`planning.varlen`).
 
-One CTA writes one list, sorted by length class, in three steps:
+The length of a tile is the number of blocks that it visits. Tiles of similar lengths are one length class. One CTA
+writes one list, sorted by length class, in three steps:
 
 | step  | unit                       | work                                                                   |
 |-------|----------------------------|------------------------------------------------------------------------|
@@ -191,10 +192,10 @@ class TileListBuilder:
         """
         num, longest = size
         sizes = (*self.lengths(segment), self.tile_rows, self.tile_columns)
-        descends = descends_by_length(self.band, num, *sizes) if self.tile_order == BY_LENGTH else self.tile_order
+        order = descends_by_length(self.band, num, *sizes) if self.tile_order == BY_LENGTH else self.tile_order
         for start in cutlass.range(0, num, 32, unroll=1):
             i = start + lane
-            block = i if descends == ASCENDING else num - 1 - i
+            block = i if order == ASCENDING else num - 1 - i
             own = num_blocks(self.band, block, *sizes) if self.tile_order == BY_LENGTH else longest
             is_short = i < num and 2 * own < longest
             together = cute.arch.vote_ballot_sync(i < num and not is_short)

@@ -5,7 +5,7 @@ For each K/V tile, over the query heads that share it and their m_blocks i:
     S^T  = K Qi^T                       keys are rows
     P^T  = exp(scale S^T - LSE)         0 outside the band
     dP^T = V dOi^T
-    dS^T = P^T (dP^T - D),  D = rowsum(dO O) - dLSE
+    dS^T = P^T (dP^T - Δ),  Δ = rowsum(dO O) - dLSE
     dV  += P^T dOi
     dK  += dS^T Qi                      times scale at the end
     dQi += dS K                         fp32 atomic additions in global memory, times scale in postprocess
@@ -18,7 +18,7 @@ keys, a warp's P^T and dS^T are operands of its dV and dK directly from register
 | sKV           | 2 x tile_n x tile_d          | the tile; dK and dV are stored through it      |
 | sQdO          | 2 x stages x tile_m x tile_d | one m_block                                    |
 | sdSP          | 2 x tile_n x tile_m          | one block; only dS if P stays in registers     |
-| sRows         | 2 x stages x tile_m, fp32    | LSE and D of one m_block                       |
+| sRows         | 2 x stages x tile_m, fp32    | LSE and Δ of one m_block                       |
 """
 
 import cutlass
@@ -52,7 +52,7 @@ from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import FAR, BlockRange
 from cute_flash.spec.problem import Static
 
-FLOATS = 4  # in 16 bytes
+FLOATS = 4  # of the LSE or Δ, in one 16-byte copy
 
 
 class BwdSm80(Kernel):
@@ -61,7 +61,7 @@ class BwdSm80(Kernel):
     def __init__(self, static: Static, tile: BwdTileSm80):
         super().__init__(static, tile)
         self.widths = static.head_dim, static.width_v  # of Q and K; of V and dO
-        # The rows of fp16 pieces (fp32 calls) are as wide as the tile.
+        # fp32 calls load fp16 pieces (`device.split_fp32`), whose rows are padded to the width of the tile.
         self.loaded_widths = (tile.row_cols, tile.row_cols) if static.is_fp32 else self.widths
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
         self.q_tile = SmemTile(tile.tile_m, tile.row_cols)
@@ -90,7 +90,8 @@ class BwdSm80(Kernel):
             scheduler = StaticTileScheduler(num_n_blocks, heads_kv, batch, args.heads_per_l2_group, descends)
         band, semaphore = self.band(args), None
         if cutlass.const_expr(static.deterministic):
-            # A missing right bound becomes one that masks nothing: a kernel without one needs one register too many.
+            # Replace a missing right bound by one that masks nothing: without a right bound, the kernel would need one
+            # more register than a thread has.
             band = Band(band.left, Int32(FAR) if band.right is None else band.right)
             lengths = args.q.shape[2], seqlen_k
             semaphore = DQSemaphore(args.dq_semaphore, band, *lengths, tile.tile_m, tile.tile_n, by_tma=False)
@@ -101,7 +102,7 @@ class BwdSm80(Kernel):
             mV=args.v,
             mdO=args.dout_cast,
             mLSE=args.lse_log2,
-            mD=args.delta,
+            mDelta=args.delta,
             mdQ_accum=args.dq_accum,
             mdK=args.dk,
             mdV=args.dv,
@@ -278,7 +279,7 @@ class BwdSm80(Kernel):
         op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
         atom = cute.make_copy_atom(op, Float32, num_bits_per_copy=32 * FLOATS)
         if thread < tile.tile_m // FLOATS:
-            for i, mY in enumerate((p.mLSE, p.mD)):
+            for i, mY in enumerate((p.mLSE, p.mDelta)):
                 row = seqlen.padded_q_block(m_block, tile.tile_m) * tile.tile_m + thread * FLOATS
                 source = (seqlen.slice_head(mY, head).iterator + row).align(16)
                 sY = storage.sRows[None, stage + i * tile.stages]
@@ -312,8 +313,8 @@ class BwdSm80(Kernel):
         tile, stage, has_mods = self.tile, self.stage(left), self.static.has_mods
         acc_S, acc_dP = (self.accumulator(p.mma_s, (tile.tile_n, tile.tile_m)) for _ in range(2))
 
-        # Wait until the block has landed, and every warp is done with the other stage, and with P and dS of the last
-        # block.
+        # Wait until this block has landed, and every warp is done with the other stage, and with P and dS of the
+        # previous block.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if cutlass.const_expr(tile.stages == 2):
@@ -356,7 +357,7 @@ class BwdSm80(Kernel):
             for i, piece in enumerate(pieces):
                 state.store_p.shifted(i).store(piece)
 
-        # dP^T = V dO^T;  dS^T = P^T (dP^T - D)
+        # dP^T = V dO^T;  dS^T = P^T (dP^T - Δ)
         if cutlass.const_expr(self.static.is_fp32):
             self.gemm_fp32(p.mma_s, acc_dP, state.v, state.do, stage, factors.dp)
         else:
@@ -472,7 +473,10 @@ class BwdSm80(Kernel):
         return p.mma_s.get_slice(rederived(state.thread)).partition_C(coords)
 
     def column_statistic(self, p: Params, state: MainloopState, stage) -> cute.Tensor:
-        """LSE or D of the queries of this thread's columns of S^T (`device.mask.column_offset`)."""
+        """LSE or Δ of this thread's columns of S^T, which are queries.
+
+        `stage`: index in `sRows`, where the stages of Δ follow those of the LSE.
+        """
         columns = as_mn(self.coordinates(p, state))
         pairs = cute.make_layout((2, cute.size(columns, mode=[1]) // 2), stride=(1, 8))
         first = (state.storage.sRows[None, stage].iterator + columns[0, 0][1]).align(8)

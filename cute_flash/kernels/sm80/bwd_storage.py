@@ -34,7 +34,7 @@ class Params:
     mV: cute.Tensor
     mdO: cute.Tensor
     mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
-    mD: cute.Tensor  # (B, H, Sq padded)
+    mDelta: cute.Tensor  # (B, H, Sq padded)
     mdQ_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32, in register order
     mdK: cute.Tensor
     mdV: cute.Tensor
@@ -50,17 +50,18 @@ class Params:
     mma_kv: cute.TiledMma  # P^T dO and dS^T Q: keys x head_dim
     mma_q: cute.TiledMma  # dS K: queries x head_dim
     score_params: BwdScoreParams | None  # None: without score features
-    # fp32 calls, where mQ, mK, mV and mdO are pieces: (5, B, H), the norms of Q, K, V and dO, and the largest |D|.
+    # (5, B, H) in fp32 calls: the largest row norms of Q, K, V and dO, and the largest |Δ|. mQ, mK, mV and mdO are
+    # then fp16 pieces (`device.split_fp32`).
     norms: cute.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors of products of pieces, for one head. See `device.split_fp32`."""
+    """The factors that turn products of fp16 pieces into the true products, for one head. See `device.split_fp32`."""
 
     s: Float32  # of K Q^T
     dp: Float32  # of V dO^T
-    ds: Float32  # of dS, before it is split
+    ds: Float32  # multiplies dS before it is split
     dv: Float32
     dk: Float32
     dq: Float32
@@ -70,7 +71,8 @@ class Factors:
         head_kv = head // (p.mQ.shape[1] // p.mK.shape[1])
         norms = [p.norms[i, seqlen.batch, head_kv if i in (1, 2) else head] for i in range(5)]
         q, k, v, do = (split_fp32.factor(norm) for norm in norms[:4])
-        # |dS| <= |dP| + |D|, as P is at most 1; dropout scales dP.
+        # |dS| <= |dP| + |Δ| <= 2 bound, because P is at most 1. The scaled dS is then below 2^15, in the range of fp16.
+        # Dropout scales dP.
         dp = norms[2] * norms[3]
         if p.score_params is not None and p.score_params.dropout_scale is not None:
             dp = dp * p.score_params.dropout_scale
@@ -89,7 +91,7 @@ class SharedStorage:
     sKV: cute.Tensor  # (tile_n, tile_d, K or V)
     sQdO: cute.Tensor  # (tile_m, tile_d, stages of Q, then those of dO)
     sdSP: cute.Tensor  # (tile_n, tile_m, pieces of dS, then those of P)
-    sRows: cute.Tensor  # (tile_m, stages of LSE, then those of D)
+    sRows: cute.Tensor  # (tile_m, stages of LSE, then those of Δ)
 
     @staticmethod
     def allocate(tile: BwdTileSm80, dtype, k: SmemTile, q: SmemTile, s: SmemTile) -> "SharedStorage":
@@ -115,7 +117,7 @@ class MainloopState:
     q: MmaOperand
     v: MmaOperand  # dP^T = V dO^T
     do: MmaOperand
-    p: MmaOperand  # dV += P^T dO, if P is in shared memory; its high piece
+    p: MmaOperand  # dV += P^T dO, if P is in shared memory; in fp32 calls the high piece, which the low one follows
     do_t: MmaOperand
     ds: MmaOperand  # dK += dS^T Q, if dS is in shared memory
     q_t: MmaOperand

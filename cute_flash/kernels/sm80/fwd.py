@@ -20,7 +20,7 @@ Warps are not specialised. Each has tile_m / num_warps rows (16 or 32), and read
 | sQ            | tile_m x tile_d           | the tile; O is stored through it at the end  |
 | sK, sV        | stages x tile_n x tile_d  | one block each                               |
 
-If values and keys differ in width, the tile has the larger width, and the other operand is zero-filled.
+If values and keys differ in width, the tile has the larger width, and the narrower operand is zero-filled.
 """
 
 from dataclasses import replace
@@ -130,7 +130,7 @@ class FwdSm80(Kernel):
         tracks_max_score, is_exact = p.score_params.max_logit is not None, self.static.batch_invariant
         softmax = Softmax.start(as_mn(acc_O), p.scale_log2, tracks_max_score, is_exact)
         softmax = replace(softmax, sums_by_block=self.static.is_fp32)
-        # The rows of fp16 pieces (fp32 calls) are as wide as the tile.
+        # fp32 calls load fp16 pieces (`device.split_fp32`), whose rows are padded to the width of the tile.
         head_dim, width_v = self.static.head_dim, self.static.width_v
         if cutlass.const_expr(self.static.is_fp32):
             head_dim, width_v = tile.row_cols, tile.row_cols
@@ -165,7 +165,7 @@ class FwdSm80(Kernel):
             self.mainloop(state)
 
         if cutlass.const_expr(self.static.base_cost > 0):
-            # With score features there are no registers to keep these over the loop.
+            # With score features there are no registers to keep these values during the loop: compute them again.
             thread = rederived(thread)
             m_block, head, seqlen = self.tile_coord(p, rederived(cute.arch.block_idx()[0]))
             rows_left, first_row = seqlen.q_len - m_block * tile.tile_m, seqlen.q_row(m_block * tile.tile_m)
@@ -187,11 +187,11 @@ class FwdSm80(Kernel):
             Epilogue(p.tiled_mma, store_rows, thread, rows_left).store(acc_O, sQ[None, None, 0], gO)
 
     def factor(self, p: Params, index: int, head: Int32, seqlen: SeqlenInfo) -> Float32:
-        """The factor of the pieces of Q, K or V (0, 1, 2) of a head."""
+        """The scale factor of a head's fp16 pieces of Q, K or V (`index` 0, 1, 2)."""
         return split_fp32.factor(p.norms[index, seqlen.batch, head])
 
     def score_factor(self, p: Params, head: Int32, head_kv: Int32, seqlen: SeqlenInfo) -> Float32 | None:
-        """The factor from a product of pieces to Q K^T; None if there are no pieces."""
+        """The factor that turns a product of fp16 pieces into Q K^T; None except in fp32 calls."""
         if not self.static.is_fp32:
             return None
         return self.factor(p, 0, head, seqlen) * self.factor(p, 1, head_kv, seqlen)
@@ -286,7 +286,7 @@ class FwdSm80(Kernel):
         first = n_block * self.tile.tile_n
         tile = row_tile(gX, first, self.tile.tile_n, self.tile.row_cols)
         if cutlass.const_expr(self.static.base_cost > 0):
-            # With score features there are no registers to keep its addresses over the loop.
+            # With score features there are no registers to keep the loader's addresses during the loop.
             loader = replace(loader, thread=rederived(loader.thread))
         loader.load(tile, sX[None, None, self.stage(iteration)], state.mask.seqlen_k - first, is_last)
 
@@ -299,7 +299,7 @@ class FwdSm80(Kernel):
         `sparse`: with a block mask, (number of blocks before this one, next n_block).
         """
         tile, mods = self.tile, state.score_params.mods
-        # Selects the stage: a number whose parity alternates from block to block.
+        # The parity of `iteration` selects the stage; it alternates from block to block.
         iteration = n_block if sparse is None else sparse[0]
         stage = self.stage(iteration)
         acc_S = cute.make_rmem_tensor(
@@ -307,7 +307,8 @@ class FwdSm80(Kernel):
         )
         acc_S.fill(0.0)
 
-        # Wait until K(n), and V(n) with two stages, has landed, and every warp is done with the last block's buffers.
+        # Wait until K(n), and V(n) with two stages, has landed, and every warp is done with the previous block's
+        # buffers.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if cutlass.const_expr(tile.stages == 1):
@@ -337,8 +338,8 @@ class FwdSm80(Kernel):
         cute.arch.cp_async_commit_group()
 
         if cutlass.const_expr(state.score_params.score is not None):
-            # A window with two bounds leaves no registers for the polynomial of softcap. `batch_invariant` excludes
-            # it, because the choice of the polynomial depends on all rows of a warp.
+            # `looks_near` allows softcap's polynomial (`Score.apply`). A window with two bounds leaves no registers for
+            # it. `batch_invariant` excludes it, because its use depends on all rows of a warp.
             is_window = self.static.has_left and self.static.has_right
             looks_near = not (masked or is_window or self.static.batch_invariant)
             state.score_params.score.apply(as_mn(acc_S), state.mask, n_block * tile.tile_n, looks_near)
@@ -365,7 +366,7 @@ class FwdSm80(Kernel):
             gemm_rs(state.tiled_mma, state.acc_O, operands[0], state.v, stage)
 
     def prob_pieces(self, acc_S: cute.Tensor) -> list[cute.Tensor]:
-        """P rounded to the type of the MMA, or its two pieces."""
+        """P rounded to the dtype of the MMA; in fp32 calls, its high and its low fp16 piece."""
         if self.static.is_fp32:
             return list(split_fp32.split(acc_S, Float32(split_fp32.PROB_SCALE)))
         rP = cute.make_fragment_like(acc_S, self.dtype)

@@ -40,7 +40,9 @@ class Params:
     copy_out: cute.TiledCopy
     tiled_mma: cute.TiledMma
     score_params: ScoreParams
-    norms: cute.Tensor | None = None  # fp32 calls, where mQ, mK, mV are pieces: (3, B, H), the norms of Q, K, V
+    # (3, B, H) in fp32 calls: the largest row norms of Q, K and V. mQ, mK and mV are then fp16 pieces
+    # (`device.split_fp32`).
+    norms: cute.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class MainloopState:
     dropout: Dropout | None
     batch_head: Int32  # b H + h
     block_iter: BlockSparseIterator | None  # of a block mask
-    score_factor: Float32 | None = None  # the factor from a product of pieces to Q K^T
+    score_factor: Float32 | None = None  # in fp32 calls, turns a product of fp16 pieces into Q K^T
 
 
 def allocate(tile: FwdTileSm80, dtype):
@@ -91,7 +93,7 @@ def gemm(tiled_mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, stage: Int
     """acc += A B, both in shared memory, except the first `q_steps` k-steps of A, which stay in registers.
 
     Loads come right before their use; ptxas hoists them over earlier MMAs as far as registers allow. An explicit
-    double buffer would only restrict it.
+    double buffer would only restrict ptxas.
     """
     a, b = operands
     for k in cutlass.range_constexpr(cute.size(b.fragment, mode=[2])):
@@ -106,7 +108,7 @@ def gemm_rs(tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, b: MmaO
     """acc += A B with A in registers: two n16 tiles of B at a time, with all their k-steps.
 
     The k-steps of an n16 tile are a multiple of the swizzle's period apart, so they need one address and immediate
-    offsets. The tile table was measured with two tiles at a time.
+    offsets. `group` is 2 because the tile tables were measured with it.
     """
     group = 2
     # One ldmatrix.x4 loads the operands of two n8 tiles.

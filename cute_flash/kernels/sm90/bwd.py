@@ -5,16 +5,16 @@ For each K/V tile, over the query heads that share it and their m_blocks i, in p
     S^T  = K Qi^T                       keys are rows: P^T and dS^T stay in registers as operands
     P^T  = exp(scale S^T - LSE)         0 outside the band
     dP^T = V dOi^T
-    dS^T = P^T (dP^T - D),  D = rowsum(dO O) - dLSE
+    dS^T = P^T (dP^T - Δ),  Δ = rowsum(dO O) - dLSE
     dV  += P^T dOi
     dK  += dS^T Qi                      times scale at the end
     dQi += dS K                         fp32 additions in global memory, times scale in postprocess
 
 | warpgroup | warps | role                                                     |
 |-----------|-------|----------------------------------------------------------|
-| 0         | 0     | load K, V, Q, dO, LSE and D by TMA                       |
+| 0         | 0     | load K, V, Q, dO, LSE and Δ by TMA                       |
 | 0         | 1     | add dQ to global memory by bulk reductions               |
-| 0         | 2     | the same for every other block, if deterministic         |
+| 0         | 2     | if deterministic: the same, alternating with warp 1      |
 | 1, 2      | all   | MMA: 64 keys of the tile and half of dQ each             |
 
 | shared memory | elements                    | lifetime                                             |
@@ -23,7 +23,7 @@ For each K/V tile, over the query heads that share it and their m_blocks i, in p
 | sQ, sdO       | stages x tile_m x tile_d    | one block, until dK and dV, one block later          |
 | sdS           | 2 x tile_n x tile_m         | one block, until dQ, two blocks later                |
 | sdQ           | tile_m x tile_d, fp32       | one block, in register order                         |
-| sLSE, sD      | stages x tile_m, fp32       | one m_block                                          |
+| sLSE, sDelta  | stages x tile_m, fp32       | one m_block                                          |
 """
 
 from dataclasses import dataclass
@@ -124,7 +124,7 @@ class BwdSm90(Kernel):
             k=tma.of(load, args.k, config.k),
             v=tma.of(load, args.v, config.k),
             mLSE=args.lse_log2,
-            mD=args.delta,
+            mDelta=args.delta,
             mdQ_accum=args.dq_accum,
             dq_semaphore=semaphore,
             mdK=args.dk,
@@ -235,7 +235,8 @@ class BwdSm90(Kernel):
         operands = tuple(cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
         total = p.num_m_blocks(tile)
         storage.v.wait_full(tile.count)
-        # The number of a block within its head is incremented, because computing it takes a slow division.
+        # The number of a block within its head is incremented, because computing it from the iteration takes a slow
+        # division.
         position = (Int32(0),)
         if cutlass.const_expr(self.has_score_params):
             position = (Int32(0), tile.head_kv * p.heads_per_kv)
@@ -353,13 +354,13 @@ class BwdSm90(Kernel):
         else:
             self.exponentiate(p, acc_S, rLSE)
             convert(acc_S, rP)
-        # dS^T = P^T (dP^T - D)
+        # dS^T = P^T (dP^T - Δ)
         warpgroup.wait_group(0)
         if cutlass.const_expr(has_score_params):
-            sLSE, sD = (self.column_statistic(state, sX, stage) for sX in (storage.sLSE, storage.sD))
-            sums = scores.differentiate(acc_S, acc_dP, sLSE, sD, state.dalibi)
+            sLSE, sDelta = (self.column_statistic(state, sX, stage) for sX in (storage.sLSE, storage.sDelta))
+            sums = scores.differentiate(acc_S, acc_dP, sLSE, sDelta, state.dalibi)
         else:
-            self.differentiate(acc_S, acc_dP, self.load_column_statistic(state, storage.sD, stage))
+            self.differentiate(acc_S, acc_dP, self.load_column_statistic(state, storage.sDelta, stage))
         convert(acc_S, rdS)
         if cutlass.const_expr(has_mods):
             sums.finish()
@@ -435,14 +436,14 @@ class BwdSm90(Kernel):
         self.publish_dq(state, iteration)
 
     def column_statistic(self, state: MmaState, sX: cute.Tensor, stage: Int32) -> cute.Tensor:
-        """LSE or D of this thread's columns, which are queries: a view of shared memory."""
+        """LSE or Δ of this thread's columns, which are queries: a view of shared memory."""
         coords = as_mn(state.tScS)
         columns = cute.make_layout((2, cute.size(coords, mode=[1]) // 2), stride=(1, 8))
         return cute.make_tensor(sX[None, stage].iterator + coords[0, 0][1], columns)
 
     @cute.jit
     def load_column_statistic(self, state: MmaState, sX: cute.Tensor, stage: Int32) -> cute.Tensor:
-        """LSE or D of this thread's columns, which are queries, loaded to registers."""
+        """LSE or Δ of this thread's columns, which are queries, loaded to registers."""
         coords = as_mn(state.tScS)
         rows = cute.domain_offset((coords[0, 0][1],), sX[None, stage])
         rX = cute.make_rmem_tensor(cute.size(coords, mode=[1]), Float32)
@@ -459,12 +460,12 @@ class BwdSm90(Kernel):
                 S_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - rLSE[c], fastmath=True)
 
     @cute.jit
-    def differentiate(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, rD: cute.Tensor):
-        """P^T -> dS^T = P^T (dP^T - D), in place."""
+    def differentiate(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, rDelta: cute.Tensor):
+        """P^T -> dS^T = P^T (dP^T - Δ), in place."""
         P_mn, dP_mn = as_mn(acc_P), as_mn(acc_dP)
         for c in cutlass.range_constexpr(cute.size(P_mn, mode=[1])):
             for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
-                P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rD[c])
+                P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rDelta[c])
 
     @cute.jit
     def apply_band(self, p: Params, tile: KVTile, mask: Mask, acc_S: cute.Tensor, i: Int32):

@@ -1,4 +1,4 @@
-"""Producer warps of the Hopper backward: loads of K, V, Q, dO, LSE and D, and additions of dQ to global memory."""
+"""Producer warps of the Hopper backward: loads of K, V, Q, dO, LSE and Δ, and additions of dQ to global memory."""
 
 from dataclasses import replace
 
@@ -67,7 +67,7 @@ def load_kv(p: Params, tma: TmaTiles | VarlenTmaTiles, pipeline: Pipeline, sX: c
 
 @cute.jit
 def load_block(p: Params, storage: SharedStorage, tile: KVTile, iteration: Int32, g: Int32, i: Int32):
-    """Load the i-th m_block of the g-th head: Q with LSE, dO with D."""
+    """Load the i-th m_block of the g-th head: Q with LSE, dO with Δ."""
     load_q_and_do(p, storage, iteration, (tile.m_block(i), tile.head_kv * p.heads_per_kv + g, tile.seqlen))
 
 
@@ -80,9 +80,9 @@ def load_sparse_block(p: Params, storage: SharedStorage, tile: KVTile, iteration
 
 @cute.jit
 def load_q_and_do(p: Params, storage: SharedStorage, iteration: Int32, coord: tuple):
-    """Load Q with LSE, and dO with D; `coord`: (m_block, head, sequence)."""
+    """Load Q with LSE, and dO with Δ; `coord`: (m_block, head, sequence)."""
     load_rows(p, p.q, storage.q, storage.sQ, (p.mLSE, storage.sLSE), iteration, coord)
-    load_rows(p, p.do, storage.do, storage.sdO, (p.mD, storage.sD), iteration, coord)
+    load_rows(p, p.do, storage.do, storage.sdO, (p.mDelta, storage.sDelta), iteration, coord)
 
 
 @cute.jit

@@ -106,7 +106,7 @@ class Params:
     k: TmaTiles | VarlenTmaTiles  # (tile_n, tile_d)
     v: TmaTiles | VarlenTmaTiles
     mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
-    mD: cute.Tensor  # (B, H, Sq padded)
+    mDelta: cute.Tensor  # (B, H, Sq padded)
     mdQ_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32, in register order
     dq_semaphore: DQSemaphore | None  # for deterministic gradients
     mdK: cute.Tensor  # (B, Hkv, Sk, D), or (1, Hkv, T, D) in a varlen batch
@@ -156,7 +156,7 @@ class Params:
         tile_n, tile_m = self.config.tile.tile_n, self.config.tile.tile_m
         seqlen = self.seqlen_info(coord)
         blocks = self.band.blocks(coord[0], tile_n, tile_m, seqlen.k_len, seqlen.q_len)
-        # Without a mask every tile starts at another m_block, so that few tiles add to the same m_block at a time. A
+        # Without a mask each tile starts at a different m_block, so that few tiles add to one m_block at a time. A
         # semaphore serialises the additions, so the start does not matter.
         shift, num_sparse = None, None
         if self.block_indices is not None:
@@ -177,7 +177,10 @@ class Params:
 
     @property
     def num_adders(self) -> int:
-        """The number of warps that add dQ. With a semaphore there are two, because each waits for its own additions."""
+        """The number of warps that add dQ.
+
+        With a semaphore there are two: one adds while the other waits until its additions are complete.
+        """
         return 1 if self.dq_semaphore is None else DETERMINISTIC_ADDERS
 
 
@@ -191,13 +194,13 @@ class SharedStorage:
     sdO: cute.Tensor
     sdS: cute.Tensor  # (tile_n, tile_m, stage)
     sLSE: cute.Tensor  # (tile_m, stage)
-    sD: cute.Tensor
+    sDelta: cute.Tensor
     sdQ: cute.Tensor  # (4, thread, register / 4, warpgroup) fp32
     tiles: PublishedTiles  # n_block, head, sequence...; valid after k.full
     k: Pipeline  # empty: the last product has read K, and all warps have read the published tile
     v: Pipeline
     q: Pipeline  # with LSE
-    do: Pipeline  # with D
+    do: Pipeline  # with Δ
     dq: Pipeline  # per warpgroup: memory for one block, barriers for DETERMINISTIC_ADDERS blocks
     ds: Pipeline  # full: both warpgroups have written dS; empty: both have read it
 
@@ -209,7 +212,7 @@ class SharedStorage:
         sQ, sdO = allocate(config.q, tile.stages), allocate(config.q, tile.stages)
         sdS = allocate(config.ds, DS_STAGES)
         rows = cute.make_layout((tile.tile_m, tile.stages))
-        sLSE, sD = smem.allocate_tensor(Float32, rows, 128), smem.allocate_tensor(Float32, rows, 128)
+        sLSE, sDelta = smem.allocate_tensor(Float32, rows, 128), smem.allocate_tensor(Float32, rows, 128)
         registers = tile.tile_m * tile.head_dim // MMA_THREADS
         layout = cute.make_layout((4, WARPGROUP_THREADS, registers // 4, NUM_WARPGROUPS))
         sdQ = smem.allocate_tensor(Float32, layout, 128)
@@ -217,7 +220,7 @@ class SharedStorage:
         dq_stages = NUM_WARPGROUPS * DETERMINISTIC_ADDERS
         stages = (1, 1, tile.stages, tile.stages, dq_stages, DS_STAGES)
         k, v, q, do, dq, ds = [Pipeline.allocate(smem, number) for number in stages]
-        return SharedStorage(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, tiles, k, v, q, do, dq, ds)
+        return SharedStorage(sK, sV, sQ, sdO, sdS, sLSE, sDelta, sdQ, tiles, k, v, q, do, dq, ds)
 
     @cute.jit
     def init_barriers(self, num_adders: cutlass.Constexpr):

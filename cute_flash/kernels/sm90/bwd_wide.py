@@ -5,7 +5,7 @@ For each K/V tile, over the query heads that share it and their m_blocks i:
     S    = Qi K^T                       queries are rows; a warpgroup has half of the keys
     P    = exp(scale S - LSE)           0 outside the band
     dP   = dOi V^T
-    dS   = P (dP - D),  D = rowsum(dO O) - dLSE   (here D is not the head dim)
+    dS   = P (dP - Δ),  Δ = rowsum(dO O) - dLSE
     dV^T += dOi^T P                     P and dS pass through shared memory, transposed;
     dK^T += Qi^T dS                     a warpgroup has half of the rows; dK is scaled at the end
     dQi  += dS K                        half of the columns; fp32 additions in global memory
@@ -15,14 +15,14 @@ block, a warpgroup issues the following products. 0 and 1 are the halves of dV, 
 
     dQ0 dK0   S' dK1 dQ1   dV0' dP' dV1'
 
-While dK1 and dQ1 run, it computes the exponentials. While dV1' runs, it computes and stores dS', and waits for that of
+While dK1 and dQ1 run, it computes the exponentials. While dV1' runs, it computes and stores dS', and waits for dS' of
 the other warpgroup. dQ0 and dQ1 complete at equal intervals, so that the additions to global memory keep up.
 
 | warpgroup | warps | role                                                           |
 |-----------|-------|----------------------------------------------------------------|
-| 0         | 0     | load K, V, Q, dO, LSE and D by TMA                             |
-| 0         | 1, 2  | add one warpgroup's dQ to global memory by bulk reductions, if |
-|           |       | deterministic in the order of semaphores                       |
+| 0         | 0     | load K, V, Q, dO, LSE and Δ by TMA                             |
+| 0         | 1, 2  | adder warps: each adds one warpgroup's dQ to global memory by  |
+|           |       | bulk reductions; if deterministic, in the order of semaphores  |
 | 1, 2      | all   | MMA: half of the keys, half of the columns of the gradients    |
 
 | shared memory | elements                    | lifetime                                    |
@@ -33,7 +33,7 @@ the other warpgroup. dQ0 and dQ1 complete at equal intervals, so that the additi
 | sP            | tile_n x tile_m             | exponentials to dV1                         |
 | sdS           | tile_n x tile_m             | dS to dQ1                                   |
 | sdQ           | dQ0 or dQ1, or 7/8 of it    | a half at a time; see `stage_dq`            |
-| sLSE, sD      | stages x tile_m, fp32       | one m_block                                 |
+| sLSE, sDelta  | stages x tile_m, fp32       | one m_block                                 |
 
 There are two tile sizes (`planning.tiles.bwd_sm90`). Plain calls have as many keys per tile as registers and shared
 memory allow. Calls with score features, varlen and deterministic calls have fewer keys. This leaves registers for the
@@ -72,7 +72,7 @@ from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.band import FAR
 from cute_flash.spec.problem import Static
 
-# Named barriers; 0 is the CTA barrier.
+# Named barriers; 0 is the CTA barrier. A name with FIRST_ is the first of two, one per warpgroup.
 FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED = 1, 3, 4, 6
 HALVES = 2
 ALL_PIECES = 8  # pieces of half of a warpgroup's dQ; a piece is four registers of each thread
@@ -151,7 +151,7 @@ class BwdSm90Wide(Kernel):
             dk=tma.of(store, args.dk, config.out),
             dv=tma.of(store, args.dv, config.out),
             mLSE=args.lse_log2,
-            mD=args.delta,
+            mDelta=args.delta,
             mdQ_accum=args.dq_accum,
             dq_semaphore=semaphore,
             seqlen_q=args.q.shape[2],
@@ -384,9 +384,9 @@ class BwdSm90Wide(Kernel):
         cute.arch.fence_proxy("async.shared", space="cta")
         self.start_early_dv(p, state, Int32(0))
         # wait for dP
-        rD = self.load_row_statistic(state, state.storage.sD[None, 0])
+        rDelta = self.load_row_statistic(state, state.storage.sDelta[None, 0])
         warpgroup.wait_group(HALVES)
-        self.make_ds(p, state, tile, scores, rD, Int32(0), where)
+        self.make_ds(p, state, tile, scores, rDelta, Int32(0), where)
 
     @cute.jit
     def start_early_dv(self, p: Params, state: MmaState, iteration: Int32):
@@ -453,10 +453,10 @@ class BwdSm90Wide(Kernel):
         cute.arch.fence_proxy("async.shared", space="cta")
         self.add_rest(p, state, rest, position, 1)
         self.publish_dq(state, iteration, 1)
-        # wait for dP, and load D while it runs
-        rD = self.load_row_statistic(state, storage.sD[None, storage.do.stage(iteration + 1)])
+        # wait for dP, and load Δ while it runs
+        rDelta = self.load_row_statistic(state, storage.sDelta[None, storage.do.stage(iteration + 1)])
         warpgroup.wait_group(1)
-        self.make_ds(p, state, tile, scores, rD, iteration + 1, following[1:])
+        self.make_ds(p, state, tile, scores, rDelta, iteration + 1, following[1:])
         return following
 
     @cute.jit
@@ -619,20 +619,20 @@ class BwdSm90Wide(Kernel):
         state: MmaState,
         tile: KVTile,
         scores: BlockScores | None,
-        rD: cute.Tensor,
+        rDelta: cute.Tensor,
         iteration: Int32,
         where: tuple,
     ):
-        """Compute dS = P (dP - D) and write it to shared memory. Both warpgroups wait until both have written."""
+        """Compute dS = P (dP - Δ) and write it to shared memory. Both warpgroups wait until both have written."""
         storage = state.storage
         if cutlass.const_expr(scores is not None):
             sLSE = self.row_statistic(state, storage.sLSE[None, storage.q.stage(iteration)])
-            scores.differentiate(state.acc_S, state.acc_dP, sLSE, rD, state.dalibi)
+            scores.differentiate(state.acc_S, state.acc_dP, sLSE, rDelta, state.dalibi)
         else:
             P_mn, dP_mn = as_mn(state.acc_S), as_mn(state.acc_dP)
             for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
                 for c in cutlass.range_constexpr(cute.size(P_mn, mode=[1])):
-                    P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rD[r])
+                    P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rDelta[r])
         self.stage_transposed(state, state.acc_S, storage.sdS)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=DS_STAGED, number_of_threads=MMA_THREADS)
@@ -648,14 +648,14 @@ class BwdSm90Wide(Kernel):
         p.score_params.store_dalibi(state.dalibi, head, tile.seqlen, part)
 
     def row_statistic(self, state: MmaState, sX: cute.Tensor) -> cute.Tensor:
-        """LSE or D of this thread's rows: a view of shared memory. Rows are 8 apart."""
+        """LSE or Δ of this thread's rows: a view of shared memory. Rows are 8 apart."""
         coords = as_mn(state.tScS)
         layout = cute.make_layout(cute.size(coords, mode=[0]), stride=8)
         return cute.make_tensor(sX.iterator + coords[0, 0][0], layout)
 
     @cute.jit
     def load_row_statistic(self, state: MmaState, sX: cute.Tensor) -> cute.Tensor:
-        """LSE or D of this thread's rows."""
+        """LSE or Δ of this thread's rows."""
         coords = as_mn(state.tScS)
         rX = cute.make_rmem_tensor(cute.size(coords, mode=[0]), Float32)
         for r in cutlass.range_constexpr(cute.size(rX)):
@@ -699,9 +699,9 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def store_columns(self, tma: TmaTiles, sX: cute.Tensor, width: cutlass.Constexpr, coord: tuple):
-        """Store a warpgroup's columns if the matrix has them.
+        """Store a warpgroup's columns of dK or dV, if they exist.
 
-        If the matrix is one tile wide, the second warpgroup's columns would overwrite those of the first.
+        If dK or dV is only one TMA tile wide, a store of the second warpgroup's columns would overwrite the first's.
         """
         wg = coord[3]
         sY = cute.local_tile(sX, (tma.rows, tma.cols), (0, wg))

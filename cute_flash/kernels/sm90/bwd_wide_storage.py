@@ -32,7 +32,7 @@ class Params:
     dk: TmaTiles | VarlenTmaTiles  # (tile_n, tile_d / 2)
     dv: TmaTiles | VarlenTmaTiles
     mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
-    mD: cute.Tensor  # (B, H, Sq padded)
+    mDelta: cute.Tensor  # (B, H, Sq padded)
     mdQ_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32, in register order
     dq_semaphore: DQSemaphore | None  # for deterministic gradients
     seqlen_q: Int32
@@ -65,6 +65,7 @@ class Params:
         """The K/V tile of this CTA."""
         tile_n, tile_m = self.config.tile.tile_n, self.config.tile.tile_m
         n_block, head_kv, seqlen = self.tile_coord()
+        # The band with keys as rows and queries as columns.
         of_keys = Band(self.band.right, self.band.left)
         blocks = of_keys.blocks(n_block, tile_n, tile_m, seqlen.k_len, seqlen.q_len)
         block_iter = BlockIterator.of(blocks, ascends=True)
@@ -94,11 +95,11 @@ class SharedStorage:
     sdS: cute.Tensor
     sdQ: cute.Tensor  # (4, thread, piece, warpgroup) fp32
     sLSE: cute.Tensor  # (tile_m, stage)
-    sD: cute.Tensor
+    sDelta: cute.Tensor
     k: Pipeline
     v: Pipeline
     q: Pipeline  # with LSE
-    do: Pipeline  # with D
+    do: Pipeline  # with Δ
     dq: Pipeline  # one stage per warpgroup
 
     @staticmethod
@@ -114,16 +115,16 @@ class SharedStorage:
         sP, sdS = allocate(config.ds, 1)[None, None, 0], allocate(config.ds, 1)[None, None, 0]
         layout = cute.make_layout((4, WARPGROUP_THREADS, tile.dq_pieces, NUM_WARPGROUPS))
         sdQ = smem.allocate_tensor(Float32, layout, 128)
-        sLSE, sD = allocate_rows(tile.q_stages), allocate_rows(tile.do_stages)
+        sLSE, sDelta = allocate_rows(tile.q_stages), allocate_rows(tile.do_stages)
         stages = (1, 1, tile.q_stages, tile.do_stages, NUM_WARPGROUPS)
         k, v, q, do, dq = [Pipeline.allocate(smem, number) for number in stages]
-        return SharedStorage(sK, sV, sQ, sdO, sP, sdS, sdQ, sLSE, sD, k, v, q, do, dq)
+        return SharedStorage(sK, sV, sQ, sdO, sP, sdS, sdQ, sLSE, sDelta, k, v, q, do, dq)
 
     @cute.jit
     def init_barriers(self):
         """Called by one thread, before a fence and a CTA barrier."""
         for pipeline in (self.k, self.v, self.q):
             pipeline.init(1, 4 * NUM_WARPGROUPS)
-        # dO is released per thread, because every thread reads D with plain loads.
+        # dO is released per thread, because every thread reads Δ with plain loads.
         self.do.init(1, MMA_THREADS)
         self.dq.init(WARPGROUP_THREADS, 1)

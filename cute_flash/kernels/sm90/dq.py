@@ -42,7 +42,10 @@ def add_accumulators(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int3
 
 @cute.jit
 def add_four(first: cute.Pointer, four: cute.Tensor, part: Int32, piece: cutlass.Constexpr, thread: Int32):
-    """Add four registers per thread to the accumulators at `first`: group `piece` of the 8 groups of a part."""
+    """Add four registers per thread to the accumulators of the m_block at `first`.
+
+    `part`: index of half of a warpgroup's dQ, 32 registers per thread; `piece`: index of the four among them, 0 to 7.
+    """
     address = first + ((part * 8 + piece) * (4 * THREADS) + thread * 4)
     cute.arch.inline_ptx(
         "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",

@@ -266,7 +266,7 @@ class FwdSm90(Kernel):
 
     @cute.jit
     def first_round(self, state: MmaState, tile: MmaTile, acc_P: cute.Tensor):
-        """`round` for all k-steps of a tile's first block."""
+        """Convert P of a tile's first block to the dtype of q, and apply dropout."""
         self.dropout_masks(state).wait(state.warpgroup, tile.iteration)
         self.round(state, acc_P, range(self.config.steps), tile.iteration)
         self.dropout_masks(state).release(state.warpgroup, tile.iteration)
@@ -287,7 +287,8 @@ class FwdSm90(Kernel):
         block_iter, static = tile.block_iter, self.static
         may_speculate = self.config.may_speculate
         speculative_max = self.tile.speculative_max and may_speculate
-        # Softcap has two methods of tanh, which double the loop body, so masked and full blocks share one loop.
+        # Softcap has two methods of tanh, which double the loop body, so masked and full blocks share one loop. ALiBi
+        # in outward order needs this too: only the block with the last key is masked, and it comes first or last.
         is_capped = self.config.has_softcap and static.is_bounded
         if cutlass.const_expr((self.config.has_alibi and isinstance(block_iter, OutwardBlockIterator)) or is_capped):
             for iteration in cutlass.range(tile.iteration + 1, tile.iteration + block_iter.num, unroll=1):
@@ -391,10 +392,10 @@ class FwdSm90(Kernel):
             softmax.scale_rows(as_mn(state.acc_O), softmax.alpha)
 
     def keys_seen(self, blocks_seen: Int32) -> Int32:
-        """The number of keys before a block, for `Softmax.is_outgrown`.
+        """The `keys_seen` of `Softmax.is_outgrown` for a block after the first.
 
-        If two blocks have more than EXACT_KEYS keys, m is exact in the first block only, so the number for later blocks
-        is EXACT_KEYS.
+        If two blocks have more than EXACT_KEYS keys, m is exact in the first block only: the result is then the
+        constant EXACT_KEYS.
         """
         tile_n = self.tile.tile_n
         return Int32(EXACT_KEYS) if 2 * tile_n > EXACT_KEYS else blocks_seen * tile_n
@@ -490,7 +491,7 @@ class FwdSm90(Kernel):
         return rO
 
     def thread_at_end(self, state: MmaState) -> Int32:
-        """The thread index. With score features it is opaque, so that no derived address is kept over a tile."""
+        """The thread index; with score features `rederived`, so that no address stays in registers over a tile."""
         return state.thread if self.static.base_cost == 0 else rederived(state.thread)
 
     @cute.jit

@@ -23,7 +23,7 @@ from cute_flash.kernels.sm90.published_tiles import NO_TILE
 
 @dataclass(frozen=True)
 class PublishedTile:
-    """A tile that the warp that loads Q and K has published."""
+    """A tile, as published by the warp that loads Q and K."""
 
     m_block: Int32
     head: Int32
@@ -33,7 +33,7 @@ class PublishedTile:
 
 @cute.jit
 def for_each_block(p: Params, storage: SharedStorage, visit: Callable):
-    """Call `visit(iteration, tile, i)` for the i-th block of every tile, in the order of the MMA warpgroups."""
+    """Call `visit(iteration, tile, i)` for the i-th block of every tile, in the order in which they are computed."""
     count, iteration = Int32(0), Int32(0)  # tiles and K/V blocks so far
     storage.q.wait_full(count)
     m_block = storage.m_block(count)
@@ -90,7 +90,7 @@ def load_v(p: Params, storage: SharedStorage):
 
 @cute.jit
 def load_bias(p: Params, storage: SharedStorage):
-    """Load the bias. It has its own warp too, because its stages are released last."""
+    """Load the bias. It has its own warp too, because its stages are released at other times than those of K and V."""
 
     def load(iteration: Int32, tile: PublishedTile, i: Int32):
         block = tile.m_block, tile.block_iter.block(i)

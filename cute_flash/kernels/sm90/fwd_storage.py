@@ -64,7 +64,7 @@ class Config:
     def overlaps_tiles(self) -> bool:
         """Whether, with two stages of Q, the next tile's first block overlaps with this tile's last block.
 
-        The overlap needs the most registers, so expensive user mods disable it.
+        The overlap needs the most registers, so block masks and expensive user mods disable it.
         """
         static = self.static
         return not (static.has_mods and (static.block_sparse or static.feature_cost > COST_DROPOUT))

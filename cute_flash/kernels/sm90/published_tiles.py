@@ -8,7 +8,8 @@ from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
 NO_TILE = -1
-# Two, even if the operand that comes with a tile has one stage: some warps read a tile after the next is published.
+# A tile is published together with its Q (in the backward, K). There are two slots even if that operand has one stage,
+# because some warps read a tile again after the next one is published.
 SLOTS = 2
 
 

@@ -57,7 +57,9 @@ class BwdTileSm90Wide(Tile):
 
     q_stages: int = 2
     do_stages: int = 1
-    dq_pieces: int = 7  # how many of the 8 pieces (2 KB each) of half a warpgroup's dQ go through shared memory
+    # A warpgroup computes its dQ in two halves of 8 pieces, 2 KB each. This many pieces of a half go through shared
+    # memory; the others are added to global memory from registers.
+    dq_pieces: int = 7
 
     needs_wgmma: ClassVar[bool] = True
     num_threads: ClassVar[int] = 3 * 128
@@ -97,7 +99,8 @@ SM90_BWD = (
     BwdTileSm90Wide(256, 64, 80, measured=_GRADIENTS_256),
 )
 # Above head dim 128 with score features, in a varlen batch, or deterministic: fewer keys leave registers for features,
-# and shared memory for all of dQ, which adder warps then add in order.
+# and shared memory for all pieces of dQ. The warps that add dQ to global memory then add all of it, and a semaphore can
+# fix their order.
 SM90_BWD_WIDE_SCORE = BwdTileSm90Wide(256, 64, 64, dq_pieces=8)
 # With score features.
 SM90_BWD_SCORE = (

@@ -86,7 +86,8 @@ class FwdTileSm80(Tile):
         """Whether the row has the width and the registers for a problem's head dim, mask and features."""
         bounds = static.has_left + static.has_right
         if bounds and (static.varlen or static.batch_invariant):
-            # The lengths of a varlen sequence take registers; those of dense calls are kernel arguments.
+            # The lengths of a varlen sequence take registers; those of dense calls are kernel arguments. With
+            # batch_invariant, dense calls use the tile of varlen calls, so that results have the same bits.
             bounds = 2
         # All warps read the index lists of a block mask, or the origin of a dropout mask, which takes registers.
         cost = static.feature_cost + static.block_sparse + static.dropout_origin

@@ -28,7 +28,7 @@ class FwdTileSm90(Tile):
 
     stages: int  # of K, and of V
     q_stages: int = 1  # 2: the next tile starts while this one ends, and O is stored through Q's stage
-    speculative_max: bool = False  # full blocks use the old row max and check row sums; S is kept until then
+    speculative_max: bool = False  # full blocks use the old row max, and keep S until their row sums are checked
     ping_pong: bool = True  # warpgroups alternate in issuing MMAs, so that one computes softmax during the other's MMAs
     head_dim_v: int | None = None  # width of V and of the output; None: equal to head_dim
     speculative_max_masked: bool = False  # masked blocks use a speculative max too
