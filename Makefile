@@ -1,4 +1,4 @@
-# Everything runs in .venv, which the first target creates. A change of pyproject.toml or constraints.txt reinstalls.
+# Everything runs in .venv, which the targets create. A change of pyproject.toml or constraints.txt reinstalls it.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -24,13 +24,13 @@ test: lint
 test-fast: $(INSTALLED)
 	$(PYTEST) -m "not compiles and not processes and not gpu"
 
-# Contracts with torch (compile, functorch, autocast, arguments) on the oldest torch of pyproject.toml. The wheel of
-# PyPI is for CUDA on x86_64: there, point pip to CPU builds, for example with PIP_INDEX_URL.
+# The tests that depend on torch's behaviour (compile, functorch, autocast, arguments, torch.distributed), on the oldest
+# torch that pyproject.toml allows. On x86_64, PyPI has the CUDA build; PIP_INDEX_URL can name an index of CPU builds.
 FLOOR := .venv-floor
 CONTRACTS := tests/score_mod/test_compile.py tests/score_mod/test_operations.py tests/test_ops.py tests/test_api.py \
   tests/test_bad_input.py tests/test_fuzz.py tests/decode/test_ops.py tests/decode/test_bad_input.py \
   tests/distributed/test_attn.py
-# Two processes are enough for the contracts.
+# The cases of test_attn.py with 4 and 8 processes, which are left out here: two processes are enough.
 MANY_PROCESSES := $(foreach n,4 8,--deselect 'tests/distributed/test_attn.py::test_results_are_those_of_one_process[$(n)-')
 
 test-floor: $(FLOOR)/.installed

@@ -147,7 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_sanitize(sanitize_command)
     studies.add_commands(add)
     plots = add("plots", "draw the figures and fill in the tables of the documents; needs no GPU", "")
-    plots.add_argument("--out", type=Path, default=figures.FOLDER, metavar="DIR", help="draw into DIR, without tables")
+    plots.add_argument(
+        "--out", type=Path, default=figures.FOLDER, metavar="DIR", help="draw the figures into DIR and write no tables"
+    )
     return parser
 
 
@@ -160,7 +162,7 @@ def _add_rounds(parser: argparse.ArgumentParser, rounds: int, ms: float) -> None
         metavar="N",
         help="rounds; a result is their median (default: %(default)s)",
     )
-    add("--ms", type=float, default=ms, help="time of the back-to-back calls of a round (default: %(default)s)")
+    add("--ms", type=float, default=ms, help="back-to-back calls in a round, in ms (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the inputs (default: %(default)s)")
     add("--out", type=Path, metavar="FILE", help="write all results as JSON, after each cell")
 
@@ -211,7 +213,13 @@ def _add_features(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> No
     add("--head-dims", type=int_list, default=defaults.head_dims, metavar="LIST", help=f"default: {dims}")
     _add_rounds(parser, defaults.rounds, defaults.ms)
     add("--lock", type=Path, metavar="FILE", help="processes with the same FILE measure one after another")
-    add("--parts", type=Path, nargs="+", metavar="FILE", help="only merge the JSON of such processes; needs no GPU")
+    add(
+        "--parts",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="only merge the JSON files of runs that shared a --lock; needs no GPU",
+    )
 
 
 def _add_mods(parser: argparse.ArgumentParser) -> None:
@@ -250,7 +258,7 @@ def _add_ncu(parser: argparse.ArgumentParser) -> None:
 def _add_sanitize(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tool", dest="tools", action="append", choices=sanitize.TOOLS, help="default: all; may be repeated")
-    add("--minutes", type=float, default=20.0, metavar="N", help="stop after so long (default: %(default)s)")
+    add("--minutes", type=float, default=20.0, metavar="N", help="stop after N minutes (default: %(default)s)")
     add("--only", default="*", metavar="PATTERN", help="launches whose name matches, such as 'sm90-*-dropout'")
     add("--list", action="store_true", help="print the launches and the expected time; needs no GPU")
     add("--processes", type=at_least_one, default=4, metavar="N", help="sanitizers at once (default: %(default)s)")
@@ -472,7 +480,7 @@ def _tune(args: argparse.Namespace) -> int:
     peers, unavailable = split_available([] if args.compile_only else select(args.peers))
     print_unavailable(unavailable)
     if not args.compile_only and not peers:
-        raise ValueError(f"no peer to compare with among {', '.join(args.peers)}")
+        raise ValueError(f"--peers {','.join(args.peers)}: none of them is available, so there is no reference")
     names = {f.name for f in fields(tune.Settings)} & set(vars(args))
     settings = replace(
         tune.Settings(**{name: getattr(args, name) for name in names}),
@@ -553,7 +561,7 @@ def _sanitize(args: argparse.Namespace) -> int:
     tools = tuple(dict.fromkeys(args.tools or sanitize.TOOLS))
     chosen = sanitize_case.launches(only=args.only)
     if not chosen:
-        raise ValueError(f"--only {args.only}: no launch has such a name")
+        raise ValueError(f"--only {args.only}: no launch has such a name; --list prints all names")
     seconds = sanitize.expected_seconds(tools, len(chosen))
     if args.list:
         print("\n".join(launch.name for launch in chosen))

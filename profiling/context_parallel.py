@@ -72,7 +72,7 @@ class Loop:
         self.shards = [split(x, s.ranks, 2, s.sharding).unbind(0) for x in self.full]
         sharding = Sharding.of(s.sharding, s.ranks, s.seqlen)
         self.schedule = Schedule(sharding, CAUSAL, max_steps=max_steps(s.heads, s.heads_kv))
-        # The steps of each group.
+        # Direction -> the ring steps of each group.
         self.steps = {"forward": self.schedule.groups, "backward": self.schedule.backward_groups}
         self.args = AttentionArgs(scale=s.head_dim**-0.5)
         self.scores, self.kind = Scores(self.args), s.sharding
@@ -102,7 +102,7 @@ class Loop:
 
     def forward(self, rank: int) -> tuple[Tensor, Tensor]:
         q, k, v, _ = self.shards
-        keys_first(k[rank]), keys_first(v[rank])  # to be sent
+        keys_first(k[rank]), keys_first(v[rank])  # the copies that a real ring would send
         output = Output(q[rank], v[rank], self.num_calls("forward", rank))
         for kv, group in self.arrived["forward"][rank]:
             for call in group.calls:
@@ -122,7 +122,7 @@ class Loop:
         out, lse = self.saved[rank]
         gradients = Gradients(Saved(dout[rank], None, q[rank], out, lse), self.scores)
         own, total = (k[rank], v[rank]), None
-        keys_first(k[rank]), keys_first(v[rank])  # to be sent
+        keys_first(k[rank]), keys_first(v[rank])  # the copies that a real ring would send
         for kv, group in self.arrived["backward"][rank]:
             shares = gradients.add(kv, group.calls, None)
             if not group.parts:

@@ -1,4 +1,4 @@
-"""Forward and backward as the benchmark sees them: inputs, outputs, oracles, and how times are counted."""
+"""Forward and backward as the benchmark sees them: inputs, outputs, oracles, and a description of the method."""
 
 from __future__ import annotations
 

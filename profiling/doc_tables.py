@@ -299,7 +299,7 @@ def _counts(found: dict[str, int]) -> str:
 
 
 def memory() -> str:
-    """The sm80 backward over FlashAttention-2 in both orders of memory, and the time that the order costs each."""
+    """The sm80 backward over FlashAttention-2 in both memory layouts, and the time that (B, H, S, D) adds to each."""
     bshd, bhsd = load(DATA / BACKWARD_SM80), load(DATA / BACKWARD_SM80_BHSD)
     ours, peer = bshd.ours[0], bshd.reference
     before = {cell.key: cell.results for cell in bshd.cells}
@@ -470,7 +470,7 @@ def missing(name: str) -> list[str]:
 
 
 def embed(text: str, folder: str = "") -> str:
-    """The document with its generated blocks rewritten; `folder` is put before links to files of this folder."""
+    """The document with its generated blocks rewritten; `folder` is the prefix of links to files of profiling/."""
 
     def block(match: re.Match[str]) -> str:
         name = match[2]
@@ -482,7 +482,7 @@ def embed(text: str, folder: str = "") -> str:
     return _BLOCK.sub(block, text)
 
 
-# Document -> prefix of its links to files of this folder.
+# Document -> prefix of its links to files of profiling/.
 DOCUMENTS = {
     README: "profiling/",
     **{

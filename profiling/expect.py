@@ -54,7 +54,8 @@ class Expected:
             # The hardware counts no wavefront of cp.async as a conflict.
             predicted[f"{name}_conflicts"] = 0 if name.endswith("ldgsts") else count.conflicts
             predicted[f"{name}_wavefronts"] = count.wavefronts
-            # The counters of ld.shared and st.shared include other instructions, but no ldmatrix or stmatrix.
+            # The instruction counts of "ld" and "st" have no prediction: they exclude ldmatrix and stmatrix, and
+            # include other instructions.
             if name not in ("ld", "st"):
                 predicted[f"{name}_instructions"] = count.instructions
         return {name: value for name, value in predicted.items() if name in METRICS}
@@ -73,9 +74,9 @@ def uses_of(plan: Plan) -> tuple[Use, ...]:
 
 
 def work_of(plan: Plan) -> Work:
-    """The tiles of a launch and the blocks that they visit, exact under any band.
+    """The number of tiles of a launch and of the blocks that they visit, exact for any causal mask or window.
 
-    Tiles are of queries in the forward, with blocks of keys, and of keys in the backward, with blocks of queries.
+    In the forward, tiles of queries visit blocks of keys; in the backward, tiles of keys visit blocks of queries.
     """
     p, tile = plan.problem, plan.tile
     if plan.main.kernel.startswith("fwd"):

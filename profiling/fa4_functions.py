@@ -72,7 +72,7 @@ def capped(cap: float) -> Function:
 
 
 def relative(table: Tensor, near: int) -> Function:
-    """A (H, N) table by distance from -`near`; all larger distances use the last entry."""
+    """A (H, N) table, indexed by the head and by q_idx - kv_idx + `near`, which is clamped to the table."""
     last = table.shape[1] - 1
 
     @cute.jit

@@ -289,9 +289,8 @@ class Prepared:
 def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
     """Call each side once in each direction, and keep the sides that run.
 
-    If the cell has an `alike`, only sides whose results match those of `alike` are kept.
-
-    `alike` is called first: importing a peer may patch the DSL that compiles our kernels.
+    If `cell.alike` names a side, only sides whose results match its results are kept. That side is called first:
+    importing a peer may patch the DSL that compiles our kernels.
     """
     result = CellResult(cell.kind, cell.name, cell.base)
     ready: dict[str, dict[str, Contender]] = {direction: {} for direction in DIRECTIONS}
@@ -342,7 +341,7 @@ def run_features(
     known = KINDS if cells is None else cells
     for kind in kinds:
         if kind not in known:
-            raise ValueError(f"{kind!r}: choose from {', '.join(known)}")
+            raise ValueError(f"kind {kind!r}: choose from {', '.join(known)}")
     chosen = (cell for kind in kinds for cell in known[kind](settings, device))
     prepared: Iterable[Prepared] = (prepare_cell(cell, timer) for cell in chosen)
     if lock is not None:
@@ -399,9 +398,11 @@ def merged(parts: Sequence[dict[str, Any]], kinds: Sequence[str]) -> dict[str, A
     same = [{name: value for name, value in part["settings"].items() if name not in choices} for part in parts]
     names = [(cell["kind"], cell["name"]) for part in parts for cell in part["cells"]]
     if any(settings != same[0] for settings in same):
-        raise ValueError("the parts were measured with different settings")
+        raise ValueError(
+            "--parts: the files were measured with different settings; repeat one run with those of the other"
+        )
     if len(set(names)) < len(names):
-        raise ValueError("the parts have cells in common")
+        raise ValueError("--parts: two files have cells in common; leave one file out")
     head_dims = sorted({x for part in parts for x in part["settings"]["head_dims"]})
     chosen = {"head_dims": head_dims, "functions": [], "peers": []}
     cells = sorted((cell for part in parts for cell in part["cells"]), key=place)

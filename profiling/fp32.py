@@ -34,13 +34,13 @@ DIRECTIONS = ("fwd", "bwd")
 OUTPUTS = ("out", "dq", "dk", "dv")
 DISTRIBUTIONS = ("normal", "3 sigma", "outliers")
 OUTLIER_FACTOR, OUTLIER_RATE = 30.0, 0.001
-# An error is too large if it exceeds this many times that of `sdpa-math`, plus a part of the largest exact element.
+# An error is too large above MAX_TIMES times that of `sdpa-math`, plus SLACK times the largest exact element.
 MAX_TIMES, SLACK = 2.0, 1e-6
 METHOD = {
     "time": "device time: replays of CUDA graphs between events, median of interleaved rounds",
     "flops": "4 B H S^2 D, halved when causal; backward 2.5 times as many",
     "accuracy": f"against fp64; B = 1, H = {HEADS}; max: largest element, relative: Frobenius norm",
-    "outliers": f"N(0, 1), a part of {OUTLIER_RATE} times {OUTLIER_FACTOR:.0f}",
+    "outliers": f"N(0, 1), each element multiplied by {OUTLIER_FACTOR:.0f} with probability {OUTLIER_RATE}",
     "float32_matmul_precision": "highest",
 }
 Record = dict[str, Any]
@@ -258,7 +258,7 @@ def run_fp32(settings: Settings, sides: Sequence[Provider], tools: Tools) -> Rec
                 tools.save(record)
                 tools.progress(f"{direction} {shape.id}")
                 if tools.device.type == "cuda":
-                    # The scores of `sdpa-math`.
+                    # Frees the scores of `sdpa-math`.
                     torch.cuda.empty_cache()
     record["card"]["after"] = tools.card_state()
     record["is_complete"] = True

@@ -83,7 +83,8 @@ def floor_of(ours: Contender, made_by_torch: Callable[[], Tensor] | None = None)
     """The allocations and the launches of a call, without anything else; None if it launches no kernel.
 
     An argument in memory that two calls do not share was allocated by the call. Launches of one stream are
-    ordered, so the floor's launches may share the recorded outputs, workspace and counters.
+    ordered, so the floor's launches may share the recorded outputs, workspace and counters. `made_by_torch` makes an
+    operand by a torch kernel; the floor runs it in place of that operand's allocation.
     """
     with ours.context(), recorded_launches() as launches:
         ours.call()
@@ -220,8 +221,8 @@ def measure(settings: Settings, index: int) -> Times:
 
 
 def fresh_process(environment: Mapping[str, str]) -> Callable[..., Any]:
-    """Calls a function in a process of its own; RuntimeError if it fails."""
-    # The profiler would print lines about itself; read when torch is imported.
+    """A function that calls another function in a fresh process, and raises RuntimeError if it fails."""
+    # Keeps the profiler from printing lines about itself. torch reads the variable when it is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
     def run(function: Callable[..., Any], *args: Any) -> Any:
@@ -243,7 +244,7 @@ def run_host(
 ) -> dict[str, Any]:
     """Compile all kernels, then measure in one fresh process after another.
 
-    `run(function, *args)` calls a function in a fresh process. `base`: an earlier result, or nothing.
+    `run(function, *args)` calls a function in a fresh process. `base`: the JSON of an earlier run, or empty.
     """
     cases, processes, failed = settings.chosen(), [], {}
     start = time.perf_counter()

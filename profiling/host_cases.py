@@ -40,7 +40,7 @@ class Goal:
     is_as_base: bool = False  # the ratio to SDPA may exceed that of an earlier run by at most NOISE
 
     def bounds(self, base_ratio: float | None) -> dict[str, float]:
-        """The bounds by field of `Figures`; without an earlier run `is_as_base` gives none."""
+        """The bounds by field of `Figures`; without an earlier run, `is_as_base` adds none."""
         bounds = {"over_floor_us": self.over_floor_us, "ratio": self.of_sdpa}
         if self.is_as_base and base_ratio is not None:
             bounds["ratio"] = base_ratio * (1 + NOISE)

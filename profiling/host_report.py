@@ -26,7 +26,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Figures:
-    """A case in all processes. A figure is None if one of its sides was not measured."""
+    """The host times of one case in all processes. A figure is None if one of its sides was not measured."""
 
     process_us: dict[str, tuple[float, ...]]  # by side
 

@@ -24,10 +24,10 @@ from cute_flash.spec.band import Band, ceil_div
 from cute_flash.spec.dtypes import DTYPE_BYTES
 
 FP32_BYTES = 4
-# Share of L2 that behaves like one LRU cache. Fitted to the reports of S = 2048 on an H200; reports of other shapes
-# are predictions.
+# Share of L2 that behaves like one LRU cache. Fitted to the reports of S = 2048 on an H200, and not to those of other
+# shapes.
 L2_SHARE = 2 / 3
-# A generator yields None for a step.
+# `next` returns this at the end of a generator; a step of the replay is a None.
 DONE = object()
 
 

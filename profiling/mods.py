@@ -22,6 +22,7 @@ from profiling import mods_fa4
 from profiling.features import AnySide, Cell, Settings, Side, random_qkv
 
 NUM_DOCUMENTS = 8
+# Softcap; index of distance 0 in the relative-position table, and its length; lengths of prefix and window.
 CAP, NEAR, DISTANCES, PREFIX, WINDOW = 20.0, 128, 256, 1024, 1024
 FIRST_SLOPE, LAST_SLOPE = 0.5, 0.01
 OURS, PEERS = "cute_flash", ("flex", "fa4")

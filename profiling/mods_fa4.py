@@ -27,7 +27,7 @@ BACKWARD_BLOCKS = {64: (128, 128), 128: (64, 128)}
 
 
 def missing() -> str | None:
-    """Why the package cannot be imported, or None. Importing it would patch the DSL that compiles our kernels."""
+    """Why the package cannot be found, or None. It is not imported: that would patch the DSL of our kernels."""
     try:
         is_here = importlib.util.find_spec("flash_attn.cute") is not None
     except Exception as error:

@@ -18,7 +18,7 @@ _WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
 _SASS_CONFLICTS = "smsp__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
 _SASS_WAVEFRONTS = "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
 
-# Our name -> ncu's name. "ld" includes ldmatrix, "st" stmatrix.
+# Our name -> ncu's name. Conflicts and wavefronts of "ld" include ldmatrix, those of "st" stmatrix.
 METRICS = {
     "duration_ns": "gpu__time_duration.sum",
     **{f"{op}_conflicts": _CONFLICTS.format(op) for op in ("ld", "st", "ldgsts")},

@@ -39,7 +39,7 @@ def from_exports(folder: Path) -> list[Finding]:
 
 
 def export_record(folder: Path) -> None:
-    """Write a .csv for every case that only the record has, as records of older versions do."""
+    """Write the missing .csv of every case in the record; older versions wrote none."""
     path = folder / RECORD
     data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": {}}
     for case_id, case in data["cases"].items():
@@ -66,7 +66,7 @@ def from_folder(folder: Path) -> tuple[list[Finding], dict[str, Any]]:
     """The findings of a folder's exports, and a new record of them. Writes nothing."""
     findings = from_exports(folder)
     if not findings:
-        raise ValueError(f"{folder}: no .csv of a profiled case")
+        raise ValueError(f"{folder}: no .csv of a profiled case; run without --from-exports first")
     return findings, record(findings, **facts_of(folder))
 
 
@@ -83,7 +83,7 @@ def profile_all(
     tool: Tool, findings: Sequence[Finding], facts: dict[str, Any], step: Callable[[str], None]
 ) -> list[Finding]:
     """Profile all cases. A case that fails is recorded, and the others continue; `NotPermittedError` ends the run."""
-    # Before this run adds its exports to the folder.
+    # Read before this run adds its exports to the folder.
     done = earlier_findings(tool.folder, facts["machine"], findings)
     num_earlier = len(done)
 

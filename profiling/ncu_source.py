@@ -16,9 +16,9 @@ from profiling.ncu_case import Case
 from profiling.terminal import Table
 
 SECTION = "SourceCounters"
-# Opcodes that use shared memory, or add to global memory beside it.
+# Opcodes that use shared memory, and REDG, which adds to global memory.
 OPCODES = ("LDS", "STS", "LDSM", "STSM", "LDGSTS", "ATOMS", "SYNCS", "UBLKRED", "UBLKCP", "UTMALDG", "UTMASTG", "REDG")
-# Columns of the source page, without case and with any words after them in brackets.
+# Columns of the source page in lower case, without the words in brackets that may follow.
 _SOURCE, _EXECUTED = "source", "instructions executed"
 _WAVEFRONTS, _IDEAL = "l1 wavefronts shared", "l1 wavefronts shared ideal"
 _OPCODE = re.compile(r"(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
@@ -83,7 +83,7 @@ def table(title: str, counted: dict[str, Counted]) -> Table:
         (opcode, f"{one.executed:,}", f"{one.wavefronts:,}", f"{one.ideal:,}", f"{one.wavefronts - one.ideal:,}")
         for opcode, one in sorted(counted.items(), key=lambda item: -item[1].wavefronts)
     ]
-    return Table(title, ("instruction", "executed", "wavefronts", "ideal", "more"), tuple(rows))
+    return Table(title, ("instruction", "executed", "wavefronts", "ideal", "above ideal"), tuple(rows))
 
 
 def read_tables(text: str) -> dict[str, dict[str, Counted]]:

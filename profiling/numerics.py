@@ -24,7 +24,7 @@ from cute_flash.spec.band import Band
 from profiling.accuracy import OUTLIER_RATE, OUTLIER_STD
 
 NORMAL, OUTLIERS, LONG_TAILED = DISTRIBUTIONS = ("normal", "outliers", "long-tailed")
-# Of Student's t-distribution: the fewest with a finite variance.
+# Degrees of freedom of Student's t-distribution: the fewest with a finite variance.
 TAIL_DEGREES = 3
 CPU_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -50,7 +50,7 @@ def draw(distribution: str, size: tuple[int, ...], generator: torch.Generator) -
     return x
 
 
-# Q, K, V and the keys of a block -> O
+# Q, K, V and the number of keys in a block -> O
 Way = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 

@@ -16,7 +16,7 @@ def pick(records: Records, **conditions: Any) -> list[dict[str, Any]]:
 
 
 def _cell(found: Records) -> str:
-    """The relative error and the largest element; "-" if it is absent."""
+    """The relative error, and the largest error of an element; "-" if there is no result."""
     if not found or found[0]["relative"] is None or found[0]["max_abs"] is None:
         return "-"
     return f"{found[0]['relative']:.1e}, {found[0]['max_abs']:.1e}"

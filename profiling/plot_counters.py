@@ -142,7 +142,7 @@ def conflicts(record: dict[str, Any], title: str) -> Figure:
 
 
 def hbm_bytes(record: dict[str, Any], title: str) -> Figure:
-    """Bytes read and written in every case that fits one scale, predicted above measured."""
+    """Bytes read and written in all cases but those beyond L2, whose scale is larger; predicted above measured."""
     cases = [case for case in measured_cases(record) if not is_beyond_l2(case)]
     figure = new_figure(1.2 + 0.3 * len(cases), f"{_setting(record)}; {_shape(cases[0])}, or D as written")
     labels = [f"{case['kernel']}, D {case['shape']['head_dim']}, {case['layout']}" for case in cases]

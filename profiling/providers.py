@@ -182,7 +182,8 @@ class Flex:
         return lambda q, k, v: flex(q, k, v, block_mask=mask, enable_gqa=is_grouped)
 
 
-# Of the flash-attn family, on (B, S, H, D) tensors: q, k, v, causal, and for gradients dout before it.
+# Functions of the flash-attn family on (B, S, H, D) tensors. They take q, k, v and causal; for gradients q, k, v, dout
+# and causal.
 BshdForward = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 BshdPrepareBackward = Callable[[Tensor, Tensor, Tensor, Tensor, bool], BackwardCall]
 
@@ -192,7 +193,9 @@ def fa3_ops() -> Any:
     """FlashAttention-3's ops, from the folder FA3_DIR (`_C.so`) or from its Python package."""
     folder = os.environ.get("FA3_DIR")
     if folder and not (Path(folder) / "_C.so").exists():
-        raise FileNotFoundError(f"FA3_DIR={folder} holds no _C.so")
+        raise FileNotFoundError(
+            f"FA3_DIR={folder} holds no _C.so; name the folder of FlashAttention-3's library, or unset it"
+        )
     if folder:
         # The op links the CUDA runtime that it was built with, which may not be torch's.
         runtime = Path(folder) / "libcudart.so.12"
@@ -222,7 +225,7 @@ def _fa3_backward() -> BshdPrepareBackward:
         out, lse = forward(q, k, v, num_splits=1, **options)[:2]
 
         def call() -> Gradients:
-            # Passed to the op, as its package does: its return values have changed between versions.
+            # The gradients are passed to the op, as its package does: its return values differ between versions.
             dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
             backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options)
             return dq, dk, dv

@@ -66,7 +66,7 @@ class Cell:
     working_set_bytes: int  # Q, K, V, O and the LSE; backward: dO, dQ, dK and dV too
     exceeds_l2: bool | None  # if not, repeated calls find their inputs in the cache
     results: dict[str, Result]
-    yardstick: dict[str, Errors] = field(default_factory=dict)  # as the accuracy of a result
+    yardstick: dict[str, Errors] = field(default_factory=dict)  # of unfused PyTorch; keys as in Result.accuracy
     oracle_error: str | None = None
     before: dict[str, Any] = field(default_factory=dict)
     after: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Cell:
         return values[0] / values[1]
 
     def worst_error_ratio(self, name: str, other: str, distribution: str = "normal") -> float | None:
-        """The relative error of the output, or the largest of the gradients; None if one is missing."""
+        """The ratio of relative errors of the output, or the largest ratio of dq, dk and dv; None if one is missing."""
         labels = [label for label in self.yardstick if label.partition(" ")[0] == distribution]
         ratios = [self.error_ratio(name, other, label) for label in labels]
         known = [ratio for ratio in ratios if ratio is not None]
@@ -146,7 +146,9 @@ class Run:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Run:
         if data.get("schema") != SCHEMA:
-            raise ValueError(f"schema {data.get('schema')}: this version reads {SCHEMA}")
+            raise ValueError(
+                f"a result file of schema {data.get('schema')}: this version reads schema {SCHEMA}; measure it again"
+            )
         ceiling = data["ceiling"]
         return Run(
             **{

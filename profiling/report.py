@@ -15,8 +15,8 @@ from profiling.terminal import Table
 NOISY_SPREAD = 0.05
 LEGEND = (
     "TFLOP/s; `~` rounds differ by more than 5 %, `!` wrong output, `x` failed; "
-    "ours/ref, ours/best: our speed over that of the reference and of the best right peer; "
-    "err/ref: our relative error (Frobenius norm) over that of the reference, of gradients the worst of dq, dk and dv"
+    "ours/ref, ours/best: our speed over that of the reference and of the fastest correct peer; "
+    "err/ref: our relative error (Frobenius norm) over that of the reference; for gradients the worst of dq, dk and dv"
 )
 NOTHING = "-"
 

@@ -26,7 +26,7 @@ PROGRAM = "compute-sanitizer"
 SECONDS_PER_LAUNCH = {"memcheck": 0.15, "racecheck": 0.35, "synccheck": 0.15}
 COMPILE_SECONDS = 75
 NOT_FOUND = f"{PROGRAM}: no such program. It belongs to the CUDA toolkit (package cuda-sanitizer)"
-# A report of the sanitizer: its first line, without the prefix of ten equal signs.
+# The first line of a report of the sanitizer, after its prefix of nine equal signs.
 _REPORT = re.compile(r"=========\s+(Error: .*|Warning: .*|Invalid .*|Barrier error.*|Program hit .*|Race reported .*)")
 _SUMMARY = re.compile(r"=========\s+((?:ERROR|RACECHECK) SUMMARY: .*)")
 MAX_REPORTS = 3  # of a launch in the log

@@ -25,7 +25,7 @@ from cute_flash.score_mod.block_mask import BlockMask
 
 FAMILIES = ("sm80", "sm90")
 HEAD_DIMS = (64, 128, 256)
-# Feature -> keywords of a call; those of tensors are made in `_options`.
+# Feature -> keywords of a call; `_options` adds those whose values are tensors.
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -70,7 +70,7 @@ DECODE: dict[str, dict[str, Any]] = {
     "attn_varlen": {},
 }
 SPLIT_CALLS = ("attn", "attn_varlen")
-# The other features at one head dim.
+# These features run at all head dims, the others at DECODE_DIM only.
 DECODE_WIDE, DECODE_DIM = ("contiguous", "append", "fp8"), 128
 BEGIN, END, SKIPPED = "LAUNCH", "DONE", "FORWARD ONLY"
 

@@ -113,7 +113,7 @@ def fit(shape: Shape, max_score_bytes: int) -> Shape:
     return Shape(batch, heads, heads, shape.seqlen, shape.head_dim, shape.causal)
 
 
-# ---- bytes by definition
+# ---- predicted bytes
 
 
 def standard_bytes(shape: Shape, direction: str) -> int:
@@ -150,7 +150,7 @@ class Cell:
     direction: str
     timer: str  # "graph": replays of CUDA graphs; "event": calls from the host
     score_bytes: int
-    model_bytes: dict[str, int]  # HBM bytes by definition
+    model_bytes: dict[str, int]  # predicted HBM bytes by provider
     results: dict[str, Measurement] = field(default_factory=dict)
     distance: float | None = None  # of the two outputs: ‖ours - standard‖ / ‖standard‖; forward only
 

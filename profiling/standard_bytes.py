@@ -17,7 +17,7 @@ READ, WRITE = "dram_read_bytes", "dram_write_bytes"
 
 
 def command(program: str, report: Path, settings: Settings) -> list[str]:
-    """Counts in one pass: no launch is replayed. Caches are left as the launch before left them."""
+    """The command of ncu. It counts in one pass, so no launch is replayed, and does not flush the caches."""
     return [
         program,
         "--force-overwrite",
@@ -34,7 +34,7 @@ def command(program: str, report: Path, settings: Settings) -> list[str]:
 
 
 def _sections(profiles: Sequence[Profile]) -> list[list[Profile]]:
-    """The launches before each marker."""
+    """For each marker kernel, the launches between the previous marker and it."""
     sections: list[list[Profile]] = [[]]
     for profile in profiles:
         if MARKER in profile.kernel:
@@ -51,7 +51,9 @@ def counted(profiles: Sequence[Profile], expected: Sequence[Case]) -> dict[str, 
     """
     sections = _sections(profiles)
     if len(sections) != 2 * len(expected):
-        raise ncu.NcuError(f"{len(sections)} parts in the report, expected {2 * len(expected)}")
+        raise ncu.NcuError(
+            f"{len(sections)} marker kernels in the report, expected {2 * len(expected)}: two for each case"
+        )
     found: dict[str, dict[str, Any]] = {}
     for i, case in enumerate(expected):
         call, eviction = sections[2 * i : 2 * i + 2]

@@ -1,8 +1,8 @@
 """`python -m profiling.standard_case`: calls of standard attention and of cute_flash for Nsight Compute to count.
 
-One process makes all calls, because its start takes longer than they do. Between the profiler's start and stop, each
-case has two parts, each ended by a marker kernel: the call itself, and a read of a buffer that is larger than L2. The
-read evicts what the call left in L2, so that all bytes that the call wrote are counted.
+One process makes all calls, because starting a process takes longer than the calls. Between the profiler's start and
+stop, each case has two parts, each ended by a marker kernel: the call itself, and a read of a buffer that is larger
+than L2. The read evicts what the call left in L2, so that all bytes that the call wrote are counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Start time: fresh processes import cute_flash after torch and finish one kernel.
+"""Start time: fresh processes import torch, then cute_flash, and call `attn` twice.
 
 The first process starts with an empty compile cache; the others load the kernel that it stored there.
 """

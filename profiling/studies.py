@@ -199,7 +199,7 @@ def _show_standard(record: dict[str, Any], path: Path | None) -> int:
 
 
 def _bytes(args: argparse.Namespace) -> int:
-    """Count bytes and add them to the record of the times, which must be of the same source."""
+    """Count bytes and add them to the record of the times, which must come from the same source code."""
     defaults = standard_case.BYTES_SETTINGS
     settings = replace(
         defaults, lengths=args.lengths or defaults.lengths, head_dims=args.head_dims, masks=args.masks or defaults.masks
@@ -214,7 +214,9 @@ def _bytes(args: argparse.Namespace) -> int:
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     if args.csv:
         if record is None:
-            raise ValueError(f"{path}: no record that the counters can be added to")
+            raise ValueError(
+                f"{path}: no record to add the counters to; measure without --bytes first, or name its file with --out"
+            )
         counted = standard_bytes.counted(parse_raw(args.csv.read_text()), standard_case.cases(settings))
         # The counters are those of the earlier run.
         facts = (record["bytes"] or record)["machine"]
@@ -222,7 +224,7 @@ def _bytes(args: argparse.Namespace) -> int:
     else:
         _need_gpu()
         if record is not None and record["machine"]["source_digest"] != facts["source_digest"]:
-            raise ValueError(f"{path}: measured with other source; choose another file with --out")
+            raise ValueError(f"{path}: measured with other source code; choose another file with --out")
         tool = ncu.Tool(path.parent, args.ncu)
         tool.check()
         version = tool.version

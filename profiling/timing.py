@@ -1,4 +1,4 @@
-"""GPU time of contenders in interleaved rounds, so that clocks, power and temperature affect all alike.
+"""GPU time of contenders (functions to compare) in interleaved rounds: clocks and temperature affect all alike.
 
 Every round times every contender once, in another order. After a kernel that uses little power, the card is cooler and
 clocks are higher, so no contender may always follow the same one. A batch is as many back-to-back calls

@@ -36,7 +36,7 @@ from profiling.variants import Variant
 from profiling.workers import Unusable, note
 from tests.cases import Case, assert_close, make_inputs
 
-FORWARD_ONLY = "a variant of a forward kernel"
+FORWARD_ONLY = "a variant of a forward kernel has no backward"
 # Batch, heads, K/V heads, queries, keys. With a causal mask the third has whole tiles that see no key.
 ODD_SHAPES = ((2, 4, 2, 200, 333), (1, 2, 2, 129, 129), (1, 2, 1, 600, 77), (1, 3, 1, 257, 1027), (2, 6, 3, 1, 130))
 

@@ -101,7 +101,7 @@ def run_tune(
     tools: Tools,
     unavailable: Mapping[str, str] | None = None,
 ) -> Tuning:
-    """Compile, check and time; saved after each of these and after each cell.
+    """Compile, check and time all variants; results are saved after each of the three steps and after each cell.
 
     `unavailable`: the peers that cannot run here, with the reason.
     """

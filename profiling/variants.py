@@ -29,7 +29,7 @@ from profiling.suites import MASKS, Shape
 
 DEFAULT_HEAD_DIMS = (64, 128)
 WIDTH_STEP = 32
-# A table may have other rows for short sequences than for long ones. These lengths reach all rows.
+# A tile table may have other rows for short sequences than for long ones. These lengths reach all rows.
 SAMPLE_LENGTHS = (1024, 2048, 16384)
 # Registers of a thread for accumulators, of 255. More would spill.
 MAX_ACCUMULATORS = 240
@@ -61,8 +61,8 @@ class Family:
     tile: type[FwdTileSm80] | type[FwdTileSm90]
     letters: Mapping[str, str]  # letter of the compact form -> field of the tile
     choices: Mapping[str, tuple[int, ...]]  # values of each field to try, ascending
-    max_accumulators: Callable[[Any], int]  # accumulator registers of a thread, by tile
-    is_redundant: Callable[[Any], bool] = lambda tile: False  # another tile gives the same kernel
+    max_accumulators: Callable[[Any], int]  # tile -> limit of accumulator registers of a thread
+    is_redundant: Callable[[Any], bool] = lambda tile: False  # another tile gives the same kernel, or a faster one
 
     def is_candidate(self, tile: Tile, arch: ArchSpec) -> bool:
         has_room = tile.fits(arch) and tile.accumulator_registers <= self.max_accumulators(tile)
@@ -294,7 +294,7 @@ def _steps(tile: Tile, row: Tile, choices: Mapping[str, tuple[int, ...]]) -> int
 
 @dataclass(frozen=True)
 class Selection:
-    """The variants of `sources`, or without sources the neighbours of the table's rows."""
+    """The variants of `sources`, or without sources the neighbours of the tile table's rows."""
 
     sources: tuple[str, ...] = ()
     head_dims: tuple[int, ...] | None = None  # None: those that the sources name
@@ -303,7 +303,7 @@ class Selection:
 
 
 def choose(selection: Selection, family: str, arch: ArchSpec) -> list[Variant]:
-    """The variants to tune; those of each head dim begin with the table's rows."""
+    """The variants to tune; those of each head dim begin with the tile table's rows."""
     exprs = read(selection.sources)
     named = list(dict.fromkeys(expr.head_dim for expr in exprs if expr.head_dim is not None))
     chosen: list[Variant] = []

@@ -77,7 +77,7 @@ def test_dropout_in_a_checkpoint(use_reentrant: bool) -> None:
             return attn(q, k, v, dropout=0.5).sin() + attn(q, k, v, dropout=0.2)
 
         out = checkpoint(layer, *leaves, use_reentrant=use_reentrant) if is_saved else layer(*leaves)
-        torch.manual_seed(99)  # the backward pass draws nothing of its own
+        torch.manual_seed(99)  # the backward pass must not use the generator
         out.sum().backward()
         found.append([out.detach(), *(x.grad for x in leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -183,7 +183,7 @@ def test_the_reference_in_fp64_is_an_oracle() -> None:
         expected, expected_lse, *_ = oracle(*call.tensors, **call.options)
         out, lse = reference.decode.forward(*bind(*call.tensors, **call.options), dtype=torch.float64)
         assert out.dtype == lse.dtype == torch.float64
-        # A rotated element may be rounded to another neighbour.
+        # An element of a rotated query or key may be rounded up instead of down.
         tolerance = 2e-2 if case.rotary_dim else 1e-6
         torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)

@@ -91,7 +91,7 @@ def compiled_model_gives_the_same_gradients() -> None:
         return cp.attn(x * 2, x, x, group=dist.group.WORLD, method="ring", causal=True) + 1
 
     x = torch.randn(1, 2, 8, 8, requires_grad=True)
-    # The compiled call comes first: it imports the function.
+    # The compiled call comes first, because the first use of `cp.attn` imports its module.
     found, expected = torch.compile(layer, backend="aot_eager")(x), layer(x)
     torch.testing.assert_close(found, expected)
     (dx,), (expected_dx,) = (torch.autograd.grad(out.square().sum(), x) for out in (found, expected))

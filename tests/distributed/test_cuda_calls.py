@@ -1,4 +1,4 @@
-"""The calls of all ranks in one process, on a fake GPU: CUDA has the kernels, and a group of hops is one launch."""
+"""The calls of all ranks in one process, on a fake GPU: each has a kernel, and a group of hops is one launch."""
 
 from __future__ import annotations
 

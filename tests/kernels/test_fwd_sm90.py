@@ -18,7 +18,7 @@ from cute_flash.kernels.sm90.fwd import FwdSm90
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.problem import Static
 
-# The DSL flattens dataclasses. These have the fields of the kernel that `look_ahead` reads.
+# Stand-ins for the kernel's state, with the fields that `look_ahead` reads. The DSL flattens dataclasses.
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def test_the_record_is_what_the_exports_say() -> None:
     assert before == {path.name: path.stat().st_mtime_ns for path in FOLDER.iterdir()}
     found = json.loads(json.dumps(record))
     written = json.loads((DATA / COUNTERS).read_text())
-    assert written == found, "python -m profiling ncu --from-exports --out profiling/reports/h200"
+    assert written == found, "out of date: run python -m profiling ncu --from-exports --out profiling/reports/h200"
 
 
 def test_a_record_whose_export_is_gone_is_noticed(tmp_path) -> None:

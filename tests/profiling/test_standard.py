@@ -199,7 +199,7 @@ def test_bytes_are_summed_over_the_launches_of_a_case() -> None:
 
 
 def test_a_report_of_other_cases_is_refused() -> None:
-    with pytest.raises(ncu.NcuError, match="7 parts in the report, expected 8"):
+    with pytest.raises(ncu.NcuError, match="7 marker kernels in the report, expected 8"):
         standard_bytes.counted(profiles(BYTES)[:-1], standard_case.cases(BYTES))
 
 

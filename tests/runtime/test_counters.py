@@ -35,7 +35,9 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Current:
     monkeypatch.setattr(counters, "_zero", lambda device: torch.zeros(1, dtype=torch.int32))
 
     def lasting(device: int) -> torch.Tensor:
-        assert threading.get_ident() != main_thread, "memory of a pool that this thread allocates from"
+        assert threading.get_ident() != main_thread, (
+            "allocated in this thread: the memory may belong to the pool of a graph"
+        )
         return torch.zeros(1, dtype=torch.int32)
 
     monkeypatch.setattr(counters, "_lasting_zero", lasting)
