@@ -21,7 +21,7 @@ from cute_flash.spec.arch import ArchSpec
 from tests import cases, mod_cases
 from tests.fakes.recording import backward_keys, main_key
 from tests.gradients import largest
-from tests.mod_cases import Case
+from tests.mod_cases import Case, Kind
 
 # The largest number of kernels to compile for a kind and a family; cases that need other kernels are skipped.
 MOST_KERNELS = 2
@@ -29,6 +29,21 @@ MOST_KERNELS = 2
 # gradient's size.
 YARDSTICK = 0.2
 FLOOR = {torch.float32: 3e-3, torch.float16: 4e-3, torch.bfloat16: 1e-2}
+# Kinds of gradients only: the forward of wide heads has no kernel of its own.
+WIDE_KINDS = [
+    Kind(256, score="alibi", bounds=(False, True)),
+    Kind(192, score="capped", bounds=(True, True)),
+    Kind(192, score="relative", mask="document", dtype=torch.float16),
+    Kind(256, mask="document_causal", has_block_mask=True),
+    Kind(256, mask="padding", bounds=(True, True), has_block_mask=True),
+    Kind(192, mask="window", has_block_mask=True, dtype=torch.float16),
+    Kind(256, score="alibi", mask="window", bias=torch.bfloat16),
+    Kind(192, bias=torch.float32, bounds=(False, True)),
+    Kind(256, bias=torch.bfloat16, has_pairs=False),
+    Kind(136, mask="prefix", more={"softcap": 4.0, "sinks": True}),
+    Kind(256, score="alibi", bias=torch.bfloat16, more={"softcap": 4.0}),
+]
+KINDS = mod_cases.KINDS + WIDE_KINDS
 
 
 def leaves_of(case: Case) -> dict[str, Tensor]:
@@ -125,7 +140,7 @@ def keys_of(
 
 
 def chosen(
-    arch: ArchSpec, family: str, device: str, kinds: list[mod_cases.Kind] = mod_cases.KINDS
+    arch: ArchSpec, family: str, device: str, kinds: list[Kind] = KINDS
 ) -> Iterator[tuple[Case, list[CompileKey]]]:
     """Cases that need at most `MOST_KERNELS` kernels per kind, with their kernels: [] if the family has none."""
     known: dict[str, set[CompileKey]] = {}
@@ -161,10 +176,11 @@ def deterministic_cases(device: str = "cpu") -> list[Case]:
     """
     kinds = [kind for kind in mod_cases.KINDS if not kind.has_block_mask and not kind.score and kind.head_dim <= 128]
     sizes = mod_cases.Sizes(2, 6, 3, 333, 640)
-    dense = [Case(kind, sizes, 3, device) for kind in itertools.islice(kinds, 0, None, 2)]
+    wide = [kind for kind in WIDE_KINDS if not kind.has_block_mask and not kind.score]
+    dense = [Case(kind, sizes, 3, device) for kind in (*itertools.islice(kinds, 0, None, 2), *wide)]
     # More tiles than SMs.
     sizes = mod_cases.Sizes(2, 16, 8, 1000, 2000)
-    kinds = [kind for kind in mod_cases.KINDS if kind.has_block_mask and not kind.score]
+    kinds = [kind for kind in (*mod_cases.KINDS, *WIDE_KINDS[3:5]) if kind.has_block_mask and not kind.score]
     dense += [Case(kind, sizes, 3, device) for kind in kinds]
     sizes = mod_cases.Sizes(2, 6, 3, 333, 640)
     dense += [Case(kind, sizes, 3, device) for kind in mod_cases.KINDS if kind.score]

@@ -1,8 +1,8 @@
 """A bias and its gradient in the backward, moved element by element between global memory and registers.
 
-Rows of a block are keys, so neighbouring elements of a thread are two queries of one key, which are not neighbours in
-memory. Vector accesses are therefore impossible. One access of a warp covers eight neighbouring keys of four queries:
-half of a 32-byte sector of 16-bit elements per query. The next access covers the other half.
+If rows of a block are keys, neighbouring elements of a thread are two queries of one key, which are not neighbours in
+memory. Vector accesses are then impossible. One access of a warp covers eight neighbouring keys of four queries: half
+of a 32-byte sector of 16-bit elements per query. The next access covers the other half.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_flash.device.gradient_sums import GradientSums
-from cute_flash.device.mask import column_offset
 from cute_flash.device.position import BwdBlockPosition
 from cute_flash.device.ptx import add_if, store_if
 from cute_flash.score_mod.graph import COLUMN, ROW
@@ -33,13 +32,14 @@ class BwdBiasParams:
         `size`: rows and columns of the thread. `lengths`: queries and keys of the sequence.
         """
         rows, columns = size
-        shape = rows if self.varies & COLUMN else 1, columns if self.varies & ROW else 1
+        of_rows, of_columns = (COLUMN, ROW) if position.is_transposed else (ROW, COLUMN)
+        shape = rows if self.varies & of_rows else 1, columns if self.varies & of_columns else 1
         return BwdBlockBias(self, position, lengths, cute.make_rmem_tensor(shape, self.mBias.element_type))
 
 
 @dataclass(frozen=True)
 class BwdBlockBias:
-    """This thread's bias elements of one block. Rows are keys, columns are queries."""
+    """This thread's bias elements of one block."""
 
     params: BwdBiasParams
     position: BwdBlockPosition
@@ -62,16 +62,16 @@ class BwdBlockBias:
             # The row stride fits in 32 bits (`spec.features.MAX_BIAS_ROW_BYTES`), so an address takes one product.
             row, key = Int64(Int32(gBias.stride[0] * width)), gBias.stride[1] * width
             for r in range(self.rBias.shape[0]):
-                first = gBias.iterator.toint() + Int64(self._key(r)) * key
-                address = first + Int64(self._query(c)) * row
+                first = gBias.iterator.toint() + Int64(self._key(r, c)) * key
+                address = first + Int64(self._query(r, c)) * row
                 pointer = cute.make_ptr(dtype, address, cutlass.AddressSpace.gmem, assumed_align=width)
                 self.rBias[r, c] = pointer.load()
 
-    def _query(self, c: int) -> Int32:
-        return cutlass.min(self.position.query + column_offset(c), self.lengths[0] - 1)
+    def _query(self, r: int, c: int) -> Int32:
+        return cutlass.min(self.position.query_at(r, c), self.lengths[0] - 1)
 
-    def _key(self, r: int) -> Int32:
-        return cutlass.min(self.position.key + self.position.row_offset(r), self.lengths[1] - 1)
+    def _key(self, r: int, c: int) -> Int32:
+        return cutlass.min(self.position.key_at(r, c), self.lengths[1] - 1)
 
     def add_gradient(self, dS: Float32, r: int, c: int, sums: GradientSums) -> None:
         """Add dS to the gradient, if the bias has one."""
@@ -82,14 +82,14 @@ class BwdBlockBias:
         varies = params.varies & (ROW | COLUMN)
         if params.accumulates and varies != ROW | COLUMN:
             # Scores that share an entry use the same coordinate: 0 in a dimension in which the bias broadcasts.
-            coord = self._query(c) if varies & ROW else 0, self._key(r) if varies & COLUMN else 0
+            coord = self._query(r, c) if varies & ROW else 0, self._key(r, c) if varies & COLUMN else 0
             sums.add("bias", varies, r, dS, gdBias, coord)
         else:
             self._store(gdBias, dS, r, c)
 
     def _store(self, gdBias: cute.Tensor, dS: Float32, r: int, c: int) -> None:
         position, (num_queries, num_keys) = self.position, self.lengths
-        query, key = position.query + column_offset(c), position.key + position.row_offset(r)
+        query, key = position.query_at(r, c), position.key_at(r, c)
         exists = (query < num_queries) & (key < num_keys)
         target = gdBias.iterator + cute.crd2idx((query, key), gdBias.layout)
         if self.params.accumulates:

@@ -1,7 +1,7 @@
 """Gradients of values that many scores share: summed in a thread, then over lanes, then atomically in global memory.
 
-Blocks are keys by queries, as in the accumulators of the backward. Rows of a thread are keys; lanes 4, 8 and 16 apart
-have different keys. Columns are queries; lanes 1 and 2 apart have different queries.
+Lanes 4, 8 and 16 apart have different rows of the accumulator of S, and lanes 1 and 2 apart have different columns.
+Rows are keys and columns are queries, or the other way round.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,8 @@ from cutlass import Boolean, Float32, Int32
 from cute_flash.device.ptx import add_if
 from cute_flash.score_mod.graph import COLUMN, ROW
 
-# Offsets of the lanes that share an entry, if the entry depends on the query (ROW), on the key (COLUMN) or on neither.
+# Offsets of the lanes that share an entry, if rows are keys, and the entry depends on the query (ROW), on the key
+# (COLUMN) or on neither.
 LANES = {ROW: (4, 8, 16), COLUMN: (1, 2), 0: (1, 2, 4, 8, 16)}
 BOTH = ROW | COLUMN
 
@@ -22,7 +23,8 @@ BOTH = ROW | COLUMN
 class GradientSums:
     """This thread's sums over one block. Elements must be added column by column, and row by row within a column."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_transposed: bool = True) -> None:
+        self.is_transposed = is_transposed  # rows are keys
         # (name, row) -> (sum, coordinate of the entry, gradient tensor)
         self.sums: dict[tuple[Any, int], tuple[Float32, Any, cute.Tensor]] = {}
         self.depends: dict[Any, int] = {}
@@ -32,20 +34,22 @@ class GradientSums:
 
         Args:
             name: identifies the sum among those of the block.
-            depends: bits of ROW and COLUMN, the indices that `coord` depends on. With both there is nothing to sum in
-                the thread, and the value goes to global memory at once.
+            depends: bits of ROW (queries) and COLUMN (keys), the indices that `coord` depends on. With both there is
+                nothing to sum in the thread, and the value goes to global memory at once.
             r: the row of this thread.
         """
         if depends == BOTH:
             add_at(gradient, coord, value)
             return
+        if depends and not self.is_transposed:
+            depends ^= BOTH
         key = name, r if depends == COLUMN else 0
         old = self.sums.get(key)
         self.sums[key] = value if old is None else old[0] + value, coord, gradient
         self.depends[name] = depends
 
     def finish_column(self) -> None:
-        """Add the sums whose entries depend on the query to global memory. Call it after each column."""
+        """Add the sums whose entries depend on the thread's column to global memory. Call it after each column."""
         # All lanes add, most of them 0, because a branch in the middle of a block would cost registers.
         for value, coord, gradient, lanes in self._finished(ROW):
             add_at(gradient, coord, cutlass.select_(is_first(lanes), value, Float32(0.0)))

@@ -5,9 +5,10 @@
     dS' = P (Z dP - Δ),  Z = 0 or 1 / (1 - dropout),  Δ = rowsum(dO O) - dLSE
     dS  = score_mod'(S) dS', 0 where P is 0; then times the derivative of softcap
 
-Rows are keys and columns are queries. P takes the registers of S while dP is computed. If the gradient needs S itself,
-or the tanh of softcap, the registers keep that value instead, and P is computed twice. Subexpressions that depend on a
-query are computed for each column and then dropped; those that depend on a key are computed once per block.
+P takes the registers of S while dP is computed. If the gradient needs S itself, or the tanh of softcap, the registers
+keep that value instead, and P is computed twice. Rows are keys and columns are queries, or the other way round
+(`BlockScores.is_transposed`). Subexpressions that depend on a column are computed for each column and then dropped;
+those that depend on a row are computed once per block.
 
 A score_mod may map -inf to a finite number, so -inf does not always mark masked entries. If P is kept, masked entries
 are set to 0; if S is kept, they hold a sentinel NaN; without a score_mod they are -inf.
@@ -108,36 +109,44 @@ class BwdModParams:
     dcapture_terms: tuple | None = None
 
     def block(self, plain: BlockScores, mask: Mask, head: Int32, batch: Int32, first_col: Int32):
-        """`plain` with the bias and the user mods, for the keys of `mask` and the queries from `first_col` on."""
+        """`plain` with the bias and the user mods, for the rows of `mask` and the columns from `first_col` on."""
         coords = as_mn(mask.tScS)
         (row, column), size = coords[0, 0], tuple(cute.size(coords, mode=[i]) for i in range(2))
-        position = BwdBlockPosition(head, batch, first_col + column, mask.first_row + row, plain.row_step)
-        lengths = mask.seqlen_k, mask.seqlen_q
+        if plain.is_transposed:
+            position = BwdBlockPosition(head, batch, first_col + column, mask.first_row + row, plain.row_step)
+            lengths = mask.seqlen_k, mask.seqlen_q
+        else:
+            position = BwdBlockPosition(head, batch, mask.first_row + row, first_col + column, plain.row_step, False)
+            lengths = mask.seqlen_q, mask.seqlen_k
         bias = None if self.bias is None else self.bias.block(position, size, lengths)
         return ModScores(plain, self, position, size, bias)
 
 
 class ModEvaluator:
-    """A graph in one block, with the values of its subexpressions that depend on a key of this thread."""
+    """A graph in one block, with the values of its subexpressions that depend on a row of this thread."""
 
     def __init__(self, graph: Graph, arguments: tuple | None, position: BwdBlockPosition, num_rows: int) -> None:
         captures, scalars = (tuple(x or ()) for x in arguments or ((), ()))
         self.evaluator = Evaluator(graph, CuteArithmetic(), captures, scalars)
         self.position = position
         self.head = self.evaluator.at_head(position.batch, position.head)
-        key, offsets = Float32(position.key), (position.row_offset(r) for r in range(num_rows))
-        keys = ((position.key + offset, key + Float32(offset)) for offset in offsets)
-        self.keys = [self.evaluator.at_column(self.head, *x) for x in keys]
-        self.query = Float32(position.query)
+        # In the graph, rows are queries and columns are keys.
+        at_query, at_key = self.evaluator.at_row, self.evaluator.at_column
+        at_row, self.at_column = (at_key, at_query) if position.is_transposed else (at_query, at_key)
+        row, offsets = Float32(position.first_row), (position.row_offset(r) for r in range(num_rows))
+        rows = ((position.first_row + offset, row + Float32(offset)) for offset in offsets)
+        self.rows = [at_row(self.head, *x) for x in rows]
+        self.first_column = Float32(position.first_column)
 
     def column(self, c: int):
-        """The values of the subexpressions that depend on the query of the thread's c-th column."""
+        """The values of the subexpressions that depend on the thread's c-th column."""
         offset = column_offset(c)
-        return self.evaluator.at_row(self.head, self.position.query + offset, self.query + Float32(offset))
+        return self.at_column(self.head, self.position.first_column + offset, self.first_column + Float32(offset))
 
     def at(self, r: int, column, score=None, grad=None) -> tuple:
         """The outputs of the graph in the thread's r-th row."""
-        return self.evaluator.at(self.head, column, self.keys[r], score, grad)
+        parts = (column, self.rows[r]) if self.position.is_transposed else (self.rows[r], column)
+        return self.evaluator.at(self.head, *parts, score, grad)
 
 
 @dataclass(frozen=True)
@@ -250,9 +259,9 @@ class ModScores:
                     # The compiler does not move loads across this barrier. Loading all columns at once would spill
                     # registers.
                     cute.arch.sync_warp()
-                query = mask_mod.column(c)
+                column = mask_mod.column(c)
                 for r in cutlass.range_constexpr(self.size[0]):
-                    (is_visible,) = mask_mod.at(r, query)
+                    (is_visible,) = mask_mod.at(r, column)
                     S_mn[r, c] = select_if(is_visible, S_mn[r, c], masked)
 
     @cute.jit
@@ -267,12 +276,12 @@ class ModScores:
             if cutlass.const_expr(bias is not None and (self.keeps_tanh or self.masks_probs)):
                 bias.load_column(c)
                 bias.load_column(c + 1)
-            queries = [None if score_mod is None else score_mod.column(c + j) for j in range(2)]
+            columns = [None if score_mod is None else score_mod.column(c + j) for j in range(2)]
             for r in cutlass.range_constexpr(self.size[0]):
                 pair = []
                 for j in cutlass.range_constexpr(2):
                     x = S_mn[r, c + j]
-                    P = self.prob(x, (r, c + j), rLSE, score_mod, queries[j], bits)
+                    P = self.prob(x, (r, c + j), rLSE, score_mod, columns[j], bits)
                     if cutlass.const_expr(not self.keeps_score):
                         S_mn[r, c + j] = P * tanh_derivative(x) if cutlass.const_expr(self.has_softcap) else P
                     pair.append(P)
@@ -305,7 +314,7 @@ class ModScores:
             return self.with_alibi_and_bias(x * scale, r, c)
         return x
 
-    def prob(self, x: Float32, at: tuple, rLSE, score_mod: ModEvaluator | None, query, bits) -> Float32:
+    def prob(self, x: Float32, at: tuple, rLSE, score_mod: ModEvaluator | None, column, bits) -> Float32:
         """P = exp(score_mod(S) - LSE), from the value x in a register of S."""
         r, c = at
         lse = self.plain.of_query(rLSE, r, c)
@@ -314,7 +323,7 @@ class ModScores:
             if not self.scales and not self.keeps_tanh:
                 unit = self.plain.score.softcap_log2 if self.has_softcap else self.plain.score.scale_log2
             return cute.math.exp2(S * unit - lse, fastmath=True)
-        (score,) = score_mod.at(r, query, self.mod_input(x, r, c))
+        (score,) = score_mod.at(r, column, self.mod_input(x, r, c))
         P = cute.math.exp2(Float32(score) * LOG2_E - lse, fastmath=True)
         return cutlass.select_(bits[r, c] == MASKED_BITS, Float32(0.0), P) if self.masks_by_bits else P
 
@@ -327,12 +336,12 @@ class ModScores:
         S_mn, dP_mn, bits = as_mn(acc_S), as_mn(acc_dP), bits_of(acc_S)
         opaque, zero = self.opaque(dP_mn)
         score_mod = opaque.mod("score") if cutlass.const_expr(self.keeps_score) else None
-        gradient, sums = opaque.mod("gradient"), GradientSums()
+        gradient, sums = opaque.mod("gradient"), GradientSums(self.position.is_transposed)
         for c in cutlass.range_constexpr(self.size[1]):
             if cutlass.const_expr(self.keeps_tanh and self.bias is not None):
                 opaque.bias.load_column(c)
-            query = None if score_mod is None else score_mod.column(c)
-            column = None if gradient is None else gradient.column(c)
+            score_column = None if score_mod is None else score_mod.column(c)
+            gradient_column = None if gradient is None else gradient.column(c)
             for r in cutlass.range_constexpr(self.size[0]):
                 x, dP = S_mn[r, c], dP_mn[r, c]
                 if cutlass.const_expr(self.plain.dropout_bits is not None):
@@ -340,11 +349,11 @@ class ModScores:
                 P, S = x, None
                 if cutlass.const_expr(self.keeps_score):
                     shifted = x + zero
-                    P = opaque.prob(shifted, (r, c), rLSE, score_mod, query, bits)
+                    P = opaque.prob(shifted, (r, c), rLSE, score_mod, score_column, bits)
                     S = opaque.mod_input(shifted, r, c)
                 dS = P * (dP - self.plain.of_query(rDelta, r, c))
                 if cutlass.const_expr(gradient is not None):
-                    outputs = gradient.at(r, column, S, dS)
+                    outputs = gradient.at(r, gradient_column, S, dS)
                     is_zero = P == 0.0
                     dS = self.graphs.output(outputs, 0, is_zero)
                     opaque.add_capture_gradients(sums, outputs, is_zero, r, c)
@@ -370,7 +379,7 @@ class ModScores:
     def store_term(self, i: int, grad: Float32, element: Int32, r: int, c: int) -> None:
         """Store a score's term of the gradient of the i-th load, and the index of the element it is added to."""
         position, (mTerms, mElements) = self.position, self.params.dcapture_terms
-        query, key = position.query + column_offset(c), position.key + position.row_offset(r)
+        query, key = position.query_at(r, c), position.key_at(r, c)
         gTerms, gElements = (mX[i, position.batch, position.head, None, None] for mX in (mTerms, mElements))
         exists = Int32((query < gTerms.shape[0]) & (key < gTerms.shape[1]))
         offset = cute.crd2idx((query, key), gTerms.layout)

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_flash.device.mask import column_offset
 from cute_flash.device.views import as_mn
 
 
@@ -29,17 +30,33 @@ class TilePosition:
 
 @dataclass(frozen=True)
 class BwdBlockPosition:
-    """The position of the first element of this thread in a block of the backward: rows are keys, columns queries."""
+    """The position of the first element of this thread in a block of the backward."""
 
     head: Int32
     batch: Int32
-    query: Int32  # of the first column
-    key: Int32  # of the first row
+    query: Int32
+    key: Int32
     row_step: cutlass.Constexpr  # rows from one m16 tile of a thread to the next
+    is_transposed: cutlass.Constexpr = True  # rows are keys and columns are queries
+
+    @property
+    def first_row(self) -> Int32:
+        return self.key if self.is_transposed else self.query
+
+    @property
+    def first_column(self) -> Int32:
+        return self.query if self.is_transposed else self.key
 
     def row_offset(self, r: int) -> int:
         """Distance of the r-th row of a thread from its first."""
         return r // 2 * self.row_step + r % 2 * 8
+
+    def query_at(self, r: int, c: int) -> Int32:
+        """The query of the element in the thread's r-th row and c-th column."""
+        return self.query + (column_offset(c) if self.is_transposed else self.row_offset(r))
+
+    def key_at(self, r: int, c: int) -> Int32:
+        return self.key + (self.row_offset(r) if self.is_transposed else column_offset(c))
 
     def shifted(self, zero: Int32) -> "BwdBlockPosition":
         """The same position plus a 0 that the compiler cannot fold (`ModScores.opaque`)."""

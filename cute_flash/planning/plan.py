@@ -9,7 +9,7 @@ from typing import Any
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning import varlen
 from cute_flash.planning.registry import KERNELS
-from cute_flash.planning.tiles import AnyBwdTile, bwd_tile, fwd_tile, pads_with_dropout
+from cute_flash.planning.tiles import AnyBwdTile, bwd_tile, fwd_tile, max_mod_ops, pads_with_dropout
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.spec.arch import ArchSpec
@@ -426,8 +426,8 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, fa
     names = "".join(f"{name} and " for name in (*backward_features(problem.features), *blocks))
     what = "deterministic gradients" if deterministic else "the gradient"
     least = "only on sm_90"
-    if problem.static.has_mods and problem.static.widest > 128:
-        least += ", up to head_dim=128"
+    if problem.mods is not None and problem.mods.bwd_ops_per_score > max_mod_ops(problem.static):
+        least += f", with at most {max_mod_ops(problem.static)} operations per score in score_mod and mask_mod"
     if deterministic and problem.mods is not None and problem.mods.captures_needing_grad:
         least += ", and without gradients of captured tensors"
     return (

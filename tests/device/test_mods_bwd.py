@@ -17,7 +17,7 @@ from cutlass.cute.runtime import from_dlpack
 from cute_flash.device import gradient_sums, mods_bwd
 from cute_flash.device.band import Band
 from cute_flash.device.bias_bwd import BwdBiasParams, BwdBlockBias
-from cute_flash.device.mask import Mask, column_offset
+from cute_flash.device.mask import Mask
 from cute_flash.device.mods_bwd import BwdGraphs, BwdModParams
 from cute_flash.device.score import Score
 from cute_flash.device.score_bwd import BwdScoreParams
@@ -31,7 +31,7 @@ from cute_flash.score_mod.mod_spec import ModSpec
 from cute_flash.spec.dropout import threshold
 from tests.combinations import RNG
 from tests.device.test_score import on_one_thread as on_one_thread
-from tests.device.test_score_bwd import FOR_HOPPER, SHAPES
+from tests.device.test_score_bwd import BY_QUERIES, FOR_HOPPER, SHAPES
 from tests.device.test_score_bwd import on_the_host as plain_on_the_host  # noqa: F401
 
 SQ, SK, SCALE, BATCH, HEADS, HEAD, CAP, SLOPE = 300, 333, 0.37, 1, 5, 3, 2.0, 0.02
@@ -89,8 +89,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, plain_on_the_host: None) -> Non
         gradient[coord] = gradient[coord] + value
 
     def store(self, gdBias, dS, r, c):  # type: ignore[no-untyped-def]
-        query = self.position.query + column_offset(c)
-        key = self.position.key + self.position.row_offset(r)
+        query, key = self.position.query_at(r, c), self.position.key_at(r, c)
         # Values past the end are 0; they are added to the last valid entry.
         at = cutlass.min(query, SQ - 1), cutlass.min(key, SK - 1)
         gdBias[at] = gdBias[at] + dS
@@ -137,6 +136,8 @@ def block(  # type: ignore[no-untyped-def]
     `stores_terms`: gradients of captured tensors are stored by score, and summed afterwards.
     """
     keys, queries, threads, row_step, mma_of = shape
+    is_transposed = shape not in BY_QUERIES.values()  # rows are keys
+    size = (keys, queries) if is_transposed else (queries, keys)
     graphs = BwdGraphs.of(call.graphs, wanted)
     varies = 0 if bias is None else (ROW if bias.shape[2] > 1 else 0) | (COLUMN if bias.shape[3] > 1 else 0)
     accumulates = bias is not None and bias.shape != (BATCH + 1, HEADS, SQ, SK)
@@ -160,27 +161,30 @@ def block(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         score = Score.of(numbers[0], softcap, True)
         params = BwdScoreParams(score, Int32(HEADS), slopes if "alibi" in names else None, None, *dropout, mods)
-        band = Band(Int32(100), Int32(50))
         for thread in range(threads):
             thr_mma = mma.get_slice(Int32(thread))
-            tScS = thr_mma.partition_C(cute.make_identity_tensor((keys, queries)))
-            acc_S, acc_dP = (
-                cute.make_rmem_tensor(thr_mma.partition_shape_C((keys, queries)), Float32) for _ in range(2)
-            )
+            tScS = thr_mma.partition_C(cute.make_identity_tensor(size))
+            acc_S, acc_dP = (cute.make_rmem_tensor(thr_mma.partition_shape_C(size), Float32) for _ in range(2))
+            at = [tScS[i] if is_transposed else (tScS[i][1], tScS[i][0]) for i in range(cute.size(tScS))]
             for i in cutlass.range_constexpr(cute.size(acc_S)):
-                acc_S[i], acc_dP[i] = products[tScS[i]], dP[tScS[i]]
+                acc_S[i], acc_dP[i] = products[at[i]], dP[at[i]]
             coords = as_mn(tScS)
-            lse, d = (cute.make_rmem_tensor(cute.size(coords, mode=[1]), Float32) for _ in range(2))
+            lse, d = (cute.make_rmem_tensor(cute.size(coords, mode=[int(is_transposed)]), Float32) for _ in range(2))
             for c in cutlass.range_constexpr(cute.size(lse)):
-                lse[c], d[c] = statistics[0, coords[0, c][1]] * LOG2_E, statistics[1, coords[0, c][1]]
-            mask = Mask(band, Int32(SK), Int32(SQ), Int32(first[0]), tScS)
-            scores = params.block(mask, Int32(HEAD), Int32(BATCH), Int32(first[1]), True, row_step)
+                query = coords[0, c][1] if cutlass.const_expr(is_transposed) else coords[c, 0][0]
+                lse[c], d[c] = statistics[0, query] * LOG2_E, statistics[1, query]
+            if cutlass.const_expr(is_transposed):
+                mask = Mask(Band(Int32(100), Int32(50)), Int32(SK), Int32(SQ), Int32(first[0]), tScS)
+            else:
+                mask = Mask(Band(Int32(50), Int32(100)), Int32(SQ), Int32(SK), Int32(first[1]), tScS)
+            first_column = Int32(first[1] if cutlass.const_expr(is_transposed) else first[0])
+            scores = params.block(mask, Int32(HEAD), Int32(BATCH), first_column, is_transposed, row_step)
             scores.prefetch()
             scores.apply_softcap(acc_S)
             rP = cute.make_rmem_tensor(acc_S.layout, cutlass.BFloat16)
             if cutlass.const_expr(scores.masks_probs):
                 scores.exponentiate(acc_S, rP, lse)
-            scores.apply_band(acc_S, mask, Int32(first[1]))
+            scores.apply_band(acc_S, mask, first_column)
             scores.apply_mask(acc_S)
             if cutlass.const_expr(scores.masks_probs):
                 scores.pack_probs(acc_S, rP)
@@ -191,7 +195,7 @@ def block(  # type: ignore[no-untyped-def]
             scores.differentiate(acc_S, acc_dP, lse, d, total).finish()
             dalibi[thread] = total[0]
             for i in cutlass.range_constexpr(cute.size(acc_S)):
-                P[tScS[i]], dS[tScS[i]] = rP[i].to(Float32), acc_S[i]
+                P[at[i]], dS[at[i]] = rP[i].to(Float32), acc_S[i]
 
     outs = [torch.full((keys, queries), torch.nan) for _ in range(2)] + [torch.zeros(threads)]
     numbers = torch.tensor([SCALE, CAP, 1 / 0.7])
@@ -234,6 +238,13 @@ CASES: list[tuple[str, str, Any, Any, str]] = [
     ("d128 sm_80", "dropout", everywhere, documents, "of queries"),
     ("d96 sm_80", "softcap", buckets, None, "one"),
     ("d256 sm_80", "alibi", tangent, documents, "of keys"),
+    ("wide", "", tangent, None, ""),
+    ("wide", "", buckets, documents, "with holes"),
+    ("wide", "alibi", everywhere, documents, "of heads"),
+    ("wide", "", None, documents, "of queries"),
+    ("wide", "softcap dropout", None, None, "of keys"),
+    ("wide", "softcap alibi dropout", everywhere, documents, "full"),
+    ("wide", "", odd, documents, "one"),
 ]
 
 
@@ -250,7 +261,7 @@ def test_a_block_with_deterministic_gradients_of_tables(name: str, score_mod: An
 
 
 def check_block(name: str, features: str, score_mod: Any, mask_mod: Any, kind: str, stores_terms: bool = False) -> None:
-    shape, names, bias = SHAPES[name], features.split(), bias_of(kind)
+    shape, names, bias = (SHAPES | BY_QUERIES)[name], features.split(), bias_of(kind)
     keys, queries, *_ = shape
     generator = torch.Generator().manual_seed(1)
     products, dP = (torch.randn(keys, queries, generator=generator) * 4 for _ in range(2))

@@ -213,9 +213,17 @@ def test_gradients_with_and_without_the_dispatcher(qkv, name):
 def test_backward_that_no_kernel_computes_is_refused(family):
     if family == "sm80":
         pytest.skip("the sm80 family has a kernel for this gradient")
-    q, k = (torch.randn(1, 2, 64, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    out = cute_flash.attn(q.requires_grad_(), k, k, softcap=20.0)
-    with pytest.raises(cute_flash.UnsupportedError, match="the gradient of attn with softcap"):
+    q, k = (torch.randn(1, 2, 64, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def long_mod(score, b, h, q, kv):
+        for i in range(8):
+            score = torch.where((q - kv) % (i + 2) == 0, score * 0.5 + i, score)
+        return score
+
+    out = cute_flash.attn(q.requires_grad_(), k, k, score_mod=long_mod)
+    with pytest.raises(
+        cute_flash.UnsupportedError, match=r"the gradient of attn with score_mod .* operations per score"
+    ):
         out.sum().backward()
 
 

@@ -98,11 +98,14 @@ def test_wide_heads_with_features_have_a_smaller_tile(head_dim: int, head_dim_v:
         assert (found.main.kernel, found.tile.tile_n) == ("bwd_sm90_wide", 80)
 
 
-def test_wide_heads_with_mods_are_computed_by_mma_sync() -> None:
-    kind = Kind(256, score="alibi")
-    case = Case(kind, Sizes(1, 2, 2, 300, 300), device="cpu")
-    assert main_key(mod_gradients.keys_of(case, ARCHS["sm_90"])).kernel == "bwd_sm80"  # type: ignore[union-attr]
-    message = r"attn with score_mod and head_dim=256 .*'sm90': .*up to head_dim=128\); call use_kernels with 'sm80'"
+@pytest.mark.parametrize(("head_dim", "kernel"), [(64, "bwd_sm90"), (128, "bwd_sm90"), (256, "bwd_sm90_wide")])
+def test_long_mods_are_computed_by_mma_sync(head_dim: int, kernel: str) -> None:
+    for score, expected in (("alibi", kernel), ("gated", "bwd_sm80")):
+        case = Case(Kind(head_dim, score=score, mask="by_head"), Sizes(1, 2, 2, 300, 300), device="cpu")
+        key = main_key(mod_gradients.keys_of(case, ARCHS["sm_90"]))
+        assert key.kernel == expected  # type: ignore[union-attr]
+    most = 10 if head_dim == 128 else 24
+    message = rf"attn with score_mod and mask_mod .*'sm90': .*at most {most} operations per score .*use_kernels"
     with pytest.raises(UnsupportedError, match=message):
         mod_gradients.keys_of(case, ARCHS["sm_90"], "sm90")
 

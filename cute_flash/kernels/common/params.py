@@ -114,7 +114,7 @@ def bwd_score_params(static: Static, tile: BwdTileSm80 | BwdTileSm90, args: Simp
             bias=bias,
             dcaptures=None if args.dcaptures is None else tuple(args.dcaptures),
             block_indices=None if args.block_indices is None else BwdBlockIndices(*args.block_indices),
-            prefetches_bias=tile.prefetches_bias(spec.bwd_ops_per_score),
+            prefetches_bias=tile.prefetches_bias(spec.bwd_ops_per_score, "softcap" in static.features),
             dcapture_terms=None if args.dcapture_terms is None else tuple(args.dcapture_terms),
         )
     return BwdScoreParams(

@@ -50,7 +50,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from cute_flash.device.band import Band
+from cute_flash.device.block_sparse import BwdBlockIndex
 from cute_flash.device.mask import Mask
+from cute_flash.device.mods_bwd import ModScores
 from cute_flash.device.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.ptx import rederived
 from cute_flash.device.score_bwd import BlockScores
@@ -63,7 +65,7 @@ from cute_flash.device.views import as_mn, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.common.params import bwd_score_params
-from cute_flash.kernels.sm90.bwd_producer import load_block, load_kv
+from cute_flash.kernels.sm90.bwd_producer import load_block, load_kv, load_sparse_block, sparse_rank
 from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile
 from cute_flash.kernels.sm90.bwd_wide_storage import Params, SharedStorage
 from cute_flash.kernels.sm90.dq import add_four, bulk_add
@@ -112,7 +114,6 @@ class BwdSm90Wide(Kernel):
 
     def __init__(self, static: Static, tile: BwdTileSm90Wide):
         super().__init__(static, tile)
-        assert not static.has_mods
         # Additions from registers (`add_rest`) have no fixed order.
         assert not static.deterministic or tile.dq_pieces == ALL_PIECES
         self.config = Config(static, tile)
@@ -206,13 +207,21 @@ class BwdSm90Wide(Kernel):
         """Load K, the first m_block, V, and the other m_blocks."""
         tile, iteration = p.tile(), Int32(0)
         load_kv(p, p.k, storage.k, storage.sK, tile)
-        if tile.block_iter.num * p.heads_per_kv > 0:
-            load_block(p, storage, tile, iteration, Int32(0), Int32(0))
+        total = p.num_m_blocks(tile)
+        if total > 0:
+            if cutlass.const_expr(p.block_indices is None):
+                load_block(p, storage, tile, iteration, Int32(0), Int32(0))
+            else:
+                load_sparse_block(p, storage, tile, iteration, Int32(0))
         load_kv(p, p.v, storage.v, storage.sV, tile)
-        for g in cutlass.range(p.heads_per_kv, unroll=1):
-            for i in cutlass.range(1 if g == 0 else 0, tile.block_iter.num, unroll=1):
-                load_block(p, storage, tile, iteration + i, g, i)
-            iteration += tile.block_iter.num
+        if cutlass.const_expr(p.block_indices is None):
+            for g in cutlass.range(p.heads_per_kv, unroll=1):
+                for i in cutlass.range(1 if g == 0 else 0, tile.block_iter.num, unroll=1):
+                    load_block(p, storage, tile, iteration + i, g, i)
+                iteration += tile.block_iter.num
+        else:
+            for i in cutlass.range(1, total, unroll=1):
+                load_sparse_block(p, storage, tile, i, i)
 
     @cute.jit
     def add_dq(self, p: Params, storage: SharedStorage, wg: Int32):
@@ -221,54 +230,73 @@ class BwdSm90Wide(Kernel):
         Each MMA warpgroup has its own adder warp, so that neither waits for the part of the other. Each half of a
         warpgroup's part of a block has its own semaphore, so that a half waits only for the same half of other tiles.
         """
-        tile, accum_block, iteration = p.tile(), Int32(0), Int32(0)
-        accum_block = p.first_accum_block(tile)
-        elements = self.tile.tile_m * self.tile.head_dim
-        source = storage.sdQ[None, None, None, wg].iterator
-        for g in cutlass.range(p.heads_per_kv, unroll=1):
-            for i in cutlass.range(tile.block_iter.num, unroll=1):
-                first = p.mdQ_accum.iterator + Int64(accum_block + i) * elements
-                for half in cutlass.range_constexpr(HALVES):
-                    staged = (HALVES * (iteration + i) + half) * NUM_WARPGROUPS + wg
-                    part = HALVES * wg + half
-                    if cutlass.const_expr(p.dq_semaphore is not None):
-                        self.wait_semaphore(p, tile, g, i, part)
-                    storage.dq.wait_full(staged)
-                    with cute.arch.elect_one():
-                        target = first + part * (elements // (HALVES * NUM_WARPGROUPS))
-                        bulk_add(target, source, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces)
-                        cute.arch.cp_async_bulk_commit_group()
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    storage.dq.release(staged)
-                    if cutlass.const_expr(p.dq_semaphore is not None):
-                        self.arrive_semaphore(p, tile, g, i, part)
-            iteration += tile.block_iter.num
-            accum_block += p.mdQ_accum.shape[2]
+        tile, iteration = p.tile(), Int32(0)
+        if cutlass.const_expr(p.block_indices is None):
+            accum_block = p.first_accum_block(tile)
+            for g in cutlass.range(p.heads_per_kv, unroll=1):
+                for i in cutlass.range(tile.block_iter.num, unroll=1):
+                    self.add_block(p, storage, tile, (wg, accum_block + i, iteration + i), (g, i))
+                iteration += tile.block_iter.num
+                accum_block += p.mdQ_accum.shape[2]
+        else:
+            for i in cutlass.range(p.num_m_blocks(tile), unroll=1):
+                accum_block = p.sparse_accum_block(tile, p.block_index(tile, i))
+                self.add_block(p, storage, tile, (wg, accum_block, i), (Int32(0), i))
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
 
-    def semaphore_rank(self, p: Params, tile: KVTile, g: Int32, i: Int32, part: Int32) -> tuple:
-        """The coordinate of the semaphore of a part of the i-th m_block of the g-th head, and the rank of this tile.
+    @cute.jit
+    def add_block(self, p: Params, storage: SharedStorage, tile: KVTile, part: tuple, block: tuple):
+        """Add both halves of a warpgroup's dQ of an m_block.
+
+        `part`: (warpgroup, index of the block in mdQ_accum, iteration). `block`: (g, i), the i-th m_block of the g-th
+        head, or (0, i), the i-th m_block that a block mask lists.
+        """
+        wg, accum_block, iteration = part
+        elements = self.tile.tile_m * self.tile.head_dim
+        first = p.mdQ_accum.iterator + Int64(accum_block) * elements
+        source = storage.sdQ[None, None, None, wg].iterator
+        for half in cutlass.range_constexpr(HALVES):
+            staged = (HALVES * iteration + half) * NUM_WARPGROUPS + wg
+            column_part = HALVES * wg + half
+            if cutlass.const_expr(p.dq_semaphore is not None):
+                self.wait_semaphore(p, tile, block, column_part)
+            storage.dq.wait_full(staged)
+            with cute.arch.elect_one():
+                target = first + column_part * (elements // (HALVES * NUM_WARPGROUPS))
+                bulk_add(target, source, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            storage.dq.release(staged)
+            if cutlass.const_expr(p.dq_semaphore is not None):
+                self.arrive_semaphore(p, tile, block, column_part)
+
+    def semaphore_rank(self, p: Params, tile: KVTile, block: tuple, column_part: Int32) -> tuple:
+        """The coordinate of the semaphore of a part of an m_block, and the rank of this tile. `block`: see `add_block`.
 
         The wait and the arrival each compute them, because there are no registers to keep them.
         """
+        g, i = block
+        if p.block_indices is not None:
+            (head, batch, m_block), rank = sparse_rank(p, tile, rederived(i))
+            return (head, batch, m_block * self.tile.dq_semaphores + column_part), rank
         seqlen, m_block = replace(tile.seqlen, batch=rederived(tile.batch)), tile.block_iter.block(rederived(i))
-        block = seqlen.padded_q_block(m_block, self.tile.tile_m) * self.tile.dq_semaphores + part
-        coord = (tile.head_kv * p.heads_per_kv + g, 0 if seqlen.is_varlen else seqlen.batch, block)
+        index = seqlen.padded_q_block(m_block, self.tile.tile_m) * self.tile.dq_semaphores + column_part
+        coord = (tile.head_kv * p.heads_per_kv + g, 0 if seqlen.is_varlen else seqlen.batch, index)
         return coord, p.dq_semaphore.rank(tile.n_block, m_block, seqlen if seqlen.is_varlen else None)
 
     @cute.jit
-    def wait_semaphore(self, p: Params, tile: KVTile, g: Int32, i: Int32, part: Int32):
+    def wait_semaphore(self, p: Params, tile: KVTile, block: tuple, column_part: Int32):
         """Wait until all K/V tiles of lower rank have added this part of a block."""
-        coord, rank = self.semaphore_rank(p, tile, g, i, part)
+        coord, rank = self.semaphore_rank(p, tile, block, column_part)
         with cute.arch.elect_one():
             p.dq_semaphore.wait(coord, rank)
         cute.arch.sync_warp()
 
     @cute.jit
-    def arrive_semaphore(self, p: Params, tile: KVTile, g: Int32, i: Int32, part: Int32):
+    def arrive_semaphore(self, p: Params, tile: KVTile, block: tuple, column_part: Int32):
         """Let the next K/V tile add this part of a block, after the additions of this tile are complete."""
-        coord, rank = self.semaphore_rank(p, tile, g, i, part)
+        coord, rank = self.semaphore_rank(p, tile, block, column_part)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
             p.dq_semaphore.arrive(coord, rank)
@@ -277,7 +305,7 @@ class BwdSm90Wide(Kernel):
     @property
     def needs_head(self) -> bool:
         """Whether the scores of a block depend on its head."""
-        return self.has_alibi or self.has_dropout
+        return self.has_alibi or self.has_dropout or self.static.has_mods
 
     def dv_scale(self, p: Params) -> Float32:
         """The factor of dV. It includes the scale of dropout, by which P is not multiplied."""
@@ -355,38 +383,54 @@ class BwdSm90Wide(Kernel):
             state.acc_dV[half].fill(0.0)
         if cutlass.const_expr(state.dalibi is not None):
             state.dalibi.fill(0.0)
-        total = tile.block_iter.num * p.heads_per_kv
+        total = p.num_m_blocks(tile)
         storage.k.wait_full(0)
         storage.v.wait_full(0)
         if total > 0:
             self.first_scores(p, state, tile)
-            position = (p.first_accum_block(tile), *self.first_block(p, tile))
+            position = self.first_position(p, tile)
             for iteration in cutlass.range(total - 1, unroll=1):
                 position = self.process_block(p, state, tile, iteration, position)
             self.last_block(p, state, total - 1, position)
         self.store_gradients(p, state, tile)
 
-    def first_block(self, p: Params, tile: KVTile) -> tuple:
-        """The number of a tile's first block within its head and, if scores depend on the head, the head."""
-        return (Int32(0), tile.head_kv * p.heads_per_kv) if self.needs_head else (Int32(0),)
+    def first_position(self, p: Params, tile: KVTile) -> tuple:
+        """The position of a tile's first block.
+
+        A position has the index of the block in mdQ_accum, its number within its head and, if scores depend on the
+        head, its head. With a block mask it has the index in mdQ_accum, the number of the block in the list, and the
+        bits of its `BwdBlockIndex`.
+        """
+        if self.static.block_sparse:
+            index = p.block_index(tile, Int32(0))
+            return p.sparse_accum_block(tile, index), Int32(0), index.bits
+        accum_block = p.first_accum_block(tile)
+        return (accum_block, Int32(0), tile.head_kv * p.heads_per_kv) if self.needs_head else (accum_block, Int32(0))
+
+    def block_and_head(self, p: Params, tile: KVTile, position: tuple) -> tuple:
+        """(m_block, head) at a position; the head is 0 if scores do not depend on it."""
+        if not self.static.block_sparse:
+            return tile.block_iter.block(position[1]), position[2] if self.needs_head else Int32(0)
+        index = BwdBlockIndex(position[2])
+        return index.m_block, tile.head_kv * p.heads_per_kv + index.head
 
     @cute.jit
     def first_scores(self, p: Params, state: MmaState, tile: KVTile):
         """Compute P and dS of the first block, and start its dV."""
-        where = self.first_block(p, tile)
-        scores = self.block_scores(p, state, tile, where)
+        position = self.first_position(p, tile)
+        scores = self.block_scores(p, state, tile, position)
         self.start_s(p, state, Int32(0))
         self.start_dp(p, state, Int32(0))
         warpgroup.wait_group(1)
         rLSE = self.load_row_statistic(state, state.storage.sLSE[None, 0])
-        probs = self.make_p(p, state, tile, scores, rLSE, Int32(0))
+        probs = self.make_p(p, state, tile, scores, rLSE, position)
         self.stage_transposed(state, probs, state.storage.sP)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.start_early_dv(p, state, Int32(0))
         # wait for dP
         rDelta = self.load_row_statistic(state, state.storage.sDelta[None, 0])
         warpgroup.wait_group(HALVES)
-        self.make_ds(p, state, tile, scores, rDelta, Int32(0), where)
+        self.make_ds(p, state, tile, scores, rDelta, Int32(0), position)
 
     @cute.jit
     def start_early_dv(self, p: Params, state: MmaState, iteration: Int32):
@@ -408,8 +452,7 @@ class BwdSm90Wide(Kernel):
         Both warpgroups arrive at `p_free` after dV, so sP is free after a wait for it. Both arrive at the barrier
         P_STAGED after dQ1, the last reader of sdS, so the single stage of sdS is free after that barrier.
 
-        `position`: (index of the block in mdQ_accum, its number within its head), and with features that depend on the
-        head, its head. The position of the next block is returned.
+        `position`: as in `first_position`. The position of the next block is returned.
         """
         storage = state.storage
         self.start_dq(p, state, iteration, 0)
@@ -421,7 +464,7 @@ class BwdSm90Wide(Kernel):
         if cutlass.const_expr(p.score_params is not None):
             # Dropout bits are computed while products run, and before S takes registers.
             following = self.next_position(p, tile, position)
-            scores = self.block_scores(p, state, tile, following[1:])
+            scores = self.block_scores(p, state, tile, following)
         # wait for dQ0, and move it to shared memory while dK0 runs
         warpgroup.wait_group(1)
         rest = self.stage_dq(state, iteration, 0)
@@ -436,7 +479,7 @@ class BwdSm90Wide(Kernel):
         # wait for S; compute its exponentials while dK1 and dQ1 run
         rLSE = self.load_row_statistic(state, storage.sLSE[None, storage.q.stage(iteration + 1)])
         warpgroup.wait_group(2)
-        probs = self.make_p(p, state, tile, scores, rLSE, following[1])
+        probs = self.make_p(p, state, tile, scores, rLSE, following)
         state.p_free.wait()
         self.stage_transposed(state, probs, storage.sP)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -456,14 +499,17 @@ class BwdSm90Wide(Kernel):
         # wait for dP, and load Δ while it runs
         rDelta = self.load_row_statistic(state, storage.sDelta[None, storage.do.stage(iteration + 1)])
         warpgroup.wait_group(1)
-        self.make_ds(p, state, tile, scores, rDelta, iteration + 1, following[1:])
+        self.make_ds(p, state, tile, scores, rDelta, iteration + 1, following)
         return following
 
     @cute.jit
     def next_position(self, p: Params, tile: KVTile, position: tuple):
-        """The position of the next block; see `process_block`."""
+        """The position of the next block; see `first_position`. After the last block of a list it is the same block."""
         accum_block, i = position[0] + 1, position[1] + 1
-        if cutlass.const_expr(self.needs_head):
+        if cutlass.const_expr(self.static.block_sparse):
+            index = p.block_index(tile, cutlass.min(i, tile.num_sparse - 1))
+            following = (p.sparse_accum_block(tile, index), i, index.bits)
+        elif cutlass.const_expr(self.needs_head):
             head = position[2]
             if i == tile.block_iter.num:
                 accum_block, i = accum_block + (p.mdQ_accum.shape[2] - tile.block_iter.num), Int32(0)
@@ -477,7 +523,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def last_block(self, p: Params, state: MmaState, iteration: Int32, position: tuple):
-        """Compute the gradients of the tile's last block. `position`: as in `process_block`."""
+        """Compute the gradients of the tile's last block. `position`: as in `first_position`."""
         self.start_dq(p, state, iteration, 0)
         for half in cutlass.range_constexpr(HALVES):
             self.start_dk(p, state, iteration, half)
@@ -562,37 +608,52 @@ class BwdSm90Wide(Kernel):
         """Signal the adder warp that a half of dQ is in shared memory. Called after a fence."""
         cute.arch.mbarrier_arrive(state.storage.dq.full_barrier(self.dq_iteration(state, iteration, half)))
 
-    def block_scores(self, p: Params, state: MmaState, tile: KVTile, where: tuple) -> BlockScores | None:
-        """The score features of a block; None: there are none. `where`: as in `first_block`."""
+    def block_scores(self, p: Params, state: MmaState, tile: KVTile, position: tuple) -> BlockScores | ModScores | None:
+        """The score features of a block; None: there are none."""
         if p.score_params is None:
             return None
-        head = where[1] if self.needs_head else Int32(0)
-        mask, first_key = self.mask(p, state, tile, where[0])
-        return p.score_params.block(mask, head, tile.batch, first_key, is_transposed=False)
+        m_block, head = self.block_and_head(p, tile, position)
+        mask, first_key = self.mask(p, state, tile, m_block)
+        scores = p.score_params.block(mask, head, tile.batch, first_key, is_transposed=False)
+        if self.static.has_mods:
+            scores.prefetch()
+        return scores
 
-    def mask(self, p: Params, state: MmaState, tile: KVTile, i: Int32) -> tuple[Mask, Int32]:
-        """The mask of the i-th m_block of a head, and the first key of this warpgroup."""
-        first_query = tile.block_iter.block(i) * self.tile.tile_m
+    def mask(self, p: Params, state: MmaState, tile: KVTile, m_block: Int32) -> tuple[Mask, Int32]:
+        """The mask of an m_block, and the first key of this warpgroup."""
+        first_query = m_block * self.tile.tile_m
         first_key = tile.n_block * self.tile.tile_n + state.wg * self.keys
         coords = self._coords(p, rederived(state.thread))
         return Mask(p.band, tile.seqlen.q_len, tile.seqlen.k_len, first_query, coords), first_key
 
     @cute.jit
     def make_p(
-        self, p: Params, state: MmaState, tile: KVTile, scores: BlockScores | None, rLSE: cute.Tensor, i: Int32
+        self,
+        p: Params,
+        state: MmaState,
+        tile: KVTile,
+        scores: BlockScores | ModScores | None,
+        rLSE: cute.Tensor,
+        position: tuple,
     ) -> cute.Tensor:
-        """S -> P = exp(scale S - LSE). `i`: number of the m_block within its head.
+        """S -> P = exp(scale S - LSE).
 
         P replaces S, and is returned. With score features, P in 16 bits is returned, and the registers of S keep the
         values for `make_ds`.
         """
-        probs = state.acc_S
+        probs, has_mods = state.acc_S, self.static.has_mods
         if cutlass.const_expr(scores is not None):
             scores.apply_softcap(state.acc_S)
-        self.apply_band(p, state, tile, i)
+        if cutlass.const_expr(not has_mods):
+            self.apply_band(p, state, tile, position[1])
+        elif cutlass.const_expr(not scores.masks_probs):
+            self.apply_mask(p, state, tile, scores, position)
         if cutlass.const_expr(scores is not None):
             probs = cute.make_fragment_like(state.acc_S, self.dtype)
             scores.exponentiate(state.acc_S, probs, rLSE)
+            if cutlass.const_expr(has_mods and scores.masks_probs):
+                self.apply_mask(p, state, tile, scores, position)
+                scores.pack_probs(state.acc_S, probs)
         else:
             S_mn, scale_log2 = as_mn(state.acc_S), p.scale * LOG2_E
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
@@ -602,10 +663,24 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def apply_band(self, p: Params, state: MmaState, tile: KVTile, i: Int32):
-        """Set scores outside the band to -inf. Queries past the end need no mask: their LSE is +inf."""
+        """Set scores of the i-th m_block of a head to -inf outside the band.
+
+        Queries past the end need no mask: their LSE is +inf.
+        """
         if i < tile.block_iter.full_begin or i >= tile.block_iter.full_end:
-            mask, first_key = self.mask(p, state, tile, i)
+            mask, first_key = self.mask(p, state, tile, tile.block_iter.block(i))
             mask.apply(as_mn(state.acc_S), first_key)
+
+    @cute.jit
+    def apply_mask(self, p: Params, state: MmaState, tile: KVTile, scores: ModScores, position: tuple):
+        """Mask scores outside the band, keys and queries past the end, and scores where mask_mod is false."""
+        m_block, _head = self.block_and_head(p, tile, position)
+        is_tail = (tile.n_block + 1) * self.tile.tile_n > tile.seqlen.k_len
+        if m_block < tile.blocks.full_begin or m_block >= tile.blocks.full_end or is_tail:
+            mask, first_key = self.mask(p, state, tile, m_block)
+            scores.apply_band(state.acc_S, mask, first_key)
+        is_sparse = self.static.block_sparse
+        scores.apply_mask(state.acc_S, BwdBlockIndex(position[2]).is_partial if cutlass.const_expr(is_sparse) else None)
 
     def _coords(self, p: Params, thread: Int32) -> cute.Tensor:
         """(query, key) of every element of S in this thread."""
@@ -618,16 +693,16 @@ class BwdSm90Wide(Kernel):
         p: Params,
         state: MmaState,
         tile: KVTile,
-        scores: BlockScores | None,
+        scores: BlockScores | ModScores | None,
         rDelta: cute.Tensor,
         iteration: Int32,
-        where: tuple,
+        position: tuple,
     ):
         """Compute dS = P (dP - Δ) and write it to shared memory. Both warpgroups wait until both have written."""
         storage = state.storage
         if cutlass.const_expr(scores is not None):
             sLSE = self.row_statistic(state, storage.sLSE[None, storage.q.stage(iteration)])
-            scores.differentiate(state.acc_S, state.acc_dP, sLSE, rDelta, state.dalibi)
+            sums = scores.differentiate(state.acc_S, state.acc_dP, sLSE, rDelta, state.dalibi)
         else:
             P_mn, dP_mn = as_mn(state.acc_S), as_mn(state.acc_dP)
             for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
@@ -636,9 +711,17 @@ class BwdSm90Wide(Kernel):
         self.stage_transposed(state, state.acc_S, storage.sdS)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=DS_STAGED, number_of_threads=MMA_THREADS)
+        if cutlass.const_expr(self.static.has_mods):
+            sums.finish()
         if cutlass.const_expr(state.dalibi is not None):
-            if where[0] + 1 == tile.block_iter.num:
-                self.store_dalibi(p, state, tile, where[1])
+            if self.is_last_of_head(tile, position):
+                self.store_dalibi(p, state, tile, self.block_and_head(p, tile, position)[1])
+
+    def is_last_of_head(self, tile: KVTile, position: tuple) -> cutlass.Boolean:
+        """Whether the block at a position is the last one of its head in this tile."""
+        if self.static.block_sparse:
+            return BwdBlockIndex(position[2]).is_last
+        return position[1] + 1 == tile.block_iter.num
 
     @cute.jit
     def store_dalibi(self, p: Params, state: MmaState, tile: KVTile, head: Int32):

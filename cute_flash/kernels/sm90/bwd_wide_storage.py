@@ -10,6 +10,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.device.band import Band
 from cute_flash.device.block_iterator import BlockIterator
+from cute_flash.device.block_sparse import BwdBlockIndex, BwdBlockIndices
 from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.score_bwd import BwdScoreParams
 from cute_flash.device.semaphore import DQSemaphore
@@ -72,10 +73,32 @@ class Params:
         # Keys past the end must not contribute to dQ, so all blocks of the last tile are masked.
         is_tail = (n_block + 1) * tile_n > seqlen.k_len
         block_iter = replace(block_iter, full_end=Int32(0) if is_tail else block_iter.full_end)
-        return KVTile(Int32(0), Int32(0), n_block, head_kv, seqlen, blocks, block_iter, None)
+        num_sparse = None
+        if cutlass.const_expr(self.block_indices is not None):
+            num_sparse = self.block_indices.count(seqlen.batch, head_kv, n_block)
+        return KVTile(Int32(0), Int32(0), n_block, head_kv, seqlen, blocks, block_iter, None, num_sparse)
+
+    @property
+    def block_indices(self) -> BwdBlockIndices | None:
+        """The index lists of a block mask; None without one."""
+        mods = None if self.score_params is None else self.score_params.mods
+        return None if mods is None else mods.block_indices
+
+    def num_m_blocks(self, tile: KVTile) -> Int32:
+        """The number of m_blocks of a tile, of all heads that share its keys."""
+        return tile.block_iter.num * self.heads_per_kv if tile.num_sparse is None else tile.num_sparse
+
+    def block_index(self, tile: KVTile, i: Int32) -> BwdBlockIndex:
+        """The i-th m_block that a block mask lists for a tile."""
+        return BwdBlockIndex(self.block_indices.read(tile.batch, tile.head_kv, tile.n_block, i))
+
+    def sparse_accum_block(self, tile: KVTile, index: BwdBlockIndex) -> Int32:
+        """The index of an m_block that a block mask lists, among all blocks of mdQ_accum."""
+        _, heads, blocks, _ = self.mdQ_accum.shape
+        return (tile.batch * heads + tile.head_kv * self.heads_per_kv + index.head) * blocks + index.m_block
 
     def first_accum_block(self, tile: KVTile) -> Int32:
-        """The index of the first block that a tile adds to, among all blocks of mdQ_accum."""
+        """The index of the first block that a tile adds to, among all blocks of mdQ_accum, without a block mask."""
         _, heads, blocks, _ = self.mdQ_accum.shape
         first_head, first = tile.head_kv * self.heads_per_kv, tile.block_iter.first
         if tile.seqlen.is_varlen:

@@ -23,9 +23,9 @@ from cute_flash.spec.problem import Problem, Static
 AnyFwdTile = FwdTileSm80 | FwdTileSm90
 AnyBwdTile = BwdTileSm80 | BwdTileSm90 | BwdTileSm90Wide
 
-# The most operations per score of user mods for which the Hopper backward has enough registers: at head dims up to 64,
-# and at larger head dims. Longer mods run on the mma.sync kernel, with a smaller tile at head dims up to 64.
-MAX_MOD_OPS = (24, 10)
+# User mods with more operations per score than this, or than `max_mod_ops` of the Hopper tile, run on the mma.sync
+# kernel, which then has a smaller tile at head dims up to 64.
+MAX_MOD_OPS = 24
 
 
 def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile:
@@ -70,11 +70,11 @@ def _bwd_rows(family: str, arch: ArchSpec, static: Static, cost: int, determinis
         # The large tiles would spill with features, and with the semaphore of a varlen batch.
         is_small = cost > 0 or (deterministic and static.varlen)
         rows = (SM80_BWD_SCORE if is_small else SM80_BWD)[arch.name]
-        return (SM80_BWD_LONG_MOD, *rows) if mod_ops > MAX_MOD_OPS[0] else rows
+        return (SM80_BWD_LONG_MOD, *rows) if mod_ops > MAX_MOD_OPS else rows
     if deterministic and static.mods is not None and static.mods.captures_needing_grad:
         # Storing each score's term of a captured tensor's gradient takes too many registers.
         return ()
-    candidates: tuple[AnyBwdTile, ...] = SM90_BWD_SCORE if cost else SM90_BWD
+    candidates: tuple[BwdTileSm90 | BwdTileSm90Wide, ...] = SM90_BWD_SCORE if cost else SM90_BWD
     if not cost and (static.varlen or deterministic):
         candidates = (*SM90_BWD[:-1], SM90_BWD_WIDE_SCORE)
     if cost and static.has_mods:
@@ -82,8 +82,19 @@ def _bwd_rows(family: str, arch: ArchSpec, static: Static, cost: int, determinis
         candidates = SM90_BWD_SCORE[2:]
         if _has_cheap_mod(static):
             candidates = (SM90_BWD_CHEAP_MOD, *candidates)
-        candidates = tuple(row for row in candidates if not isinstance(row, BwdTileSm90Wide))
-    return tuple(row for row in candidates if mod_ops <= MAX_MOD_OPS[row.head_dim > 64])
+    # A wider tile than necessary would be slower than mma.sync.
+    candidates = tuple(row for row in candidates if row.head_dim == _hopper_width(static))
+    return tuple(row for row in candidates if mod_ops <= row.max_mod_ops)
+
+
+def _hopper_width(static: Static) -> int:
+    """The width of the narrowest tile of the Hopper backward that holds the head dim."""
+    return min(row.head_dim for row in SM90_BWD if row.head_dim >= static.widest)
+
+
+def max_mod_ops(static: Static) -> int:
+    """The most operations per score of user mods for which the Hopper backward has enough registers."""
+    return next(row.max_mod_ops for row in SM90_BWD if row.head_dim == _hopper_width(static))
 
 
 def _has_cheap_mod(static: Static) -> bool:

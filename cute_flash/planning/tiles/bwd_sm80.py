@@ -72,7 +72,7 @@ class BwdTileSm80(Tile):
         """Registers of a thread for dK, dV, S and dP in fp32."""
         return 2 * self.tile_n * (self.head_dim + self.tile_m) // self.num_threads
 
-    def prefetches_bias(self, mod_ops: int) -> bool:
+    def prefetches_bias(self, mod_ops: int, has_softcap: bool) -> bool:
         """See `BwdTileSm90.prefetches_bias`."""
         return mod_ops <= 24
 
@@ -132,6 +132,6 @@ _FP32_99 = (
     BwdTileSm80(head_dim=128, tile_m=32, tile_n=32, num_warps=4, stages=1, warps_s=2, warps_kv=2, warps_q=2, pieces=2),
 )
 SM80_BWD_FP32 = {"sm_80": _FP32_163, "sm_86": _FP32_99, "sm_89": _FP32_99, "sm_90": _FP32_163}
-# For user mods with more than `MAX_MOD_OPS[0]` operations per score, at head dims up to 64.
+# For user mods with more than `MAX_MOD_OPS` operations per score, at head dims up to 64.
 SM80_BWD_LONG_MOD = BwdTileSm80(head_dim=64, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=4, warps_q=4)
 # fmt: on

@@ -43,7 +43,12 @@ class BwdTileSm90(Tile):
         # Two slots of 16 bytes, in which the producer publishes tiles.
         return ELEMENT_BYTES * halves + 4 * floats + 32 + 8 * (16 + 4 * self.stages)
 
-    def prefetches_bias(self, mod_ops: int) -> bool:
+    @property
+    def max_mod_ops(self) -> int:
+        """The most operations per score of user mods for which there are enough registers."""
+        return 24 if self.head_dim <= 64 else 10
+
+    def prefetches_bias(self, mod_ops: int, has_softcap: bool) -> bool:
         """Whether a block of the bias is loaded during the MMA of S; long user mods leave no registers for it."""
         return mod_ops <= 10
 
@@ -63,8 +68,13 @@ class BwdTileSm90Wide(Tile):
 
     needs_wgmma: ClassVar[bool] = True
     num_threads: ClassVar[int] = 3 * 128
+    max_mod_ops: ClassVar[int] = 24
     dq_semaphores: ClassVar[int] = 4  # two halves of each warpgroup's part of dQ
     registers: ClassVar[tuple[int, int]] = 24, 240  # per thread of the producer, and of the consumer warpgroups
+
+    def prefetches_bias(self, mod_ops: int, has_softcap: bool) -> bool:
+        """Whether a block of the bias is loaded before S is computed; mods and softcap leave no registers for it."""
+        return mod_ops <= 4 and not has_softcap
 
     @property
     def separates_dp(self) -> bool:
