@@ -1,9 +1,9 @@
 """Runs the calls of one rank, and sums their results in fp32 (fp64 for fp64).
 
-Forward: outputs over disjoint keys are merged by their LSEs. Backward: the operator `attention_bwd` takes the output
-and the LSE over all keys. Then P = exp(S - LSE) is the probability among all keys, and Δ = rowsum(dO ∘ O) - dLSE is
-that of the full row. So each call computes an exact part of dq, dk and dv, called its *share*, and the gradients are
-the sums of the shares.
+Forward: outputs over disjoint keys are merged by their LSEs; on a GPU, one kernel merges up to `MAX_PARTIALS` of them.
+Backward: the operator `attention_bwd` takes the output and the LSE over all keys. Then P = exp(S - LSE) is the
+probability among all keys, and Δ = rowsum(dO ∘ O) - dLSE is that of the full row. So each call computes an exact part
+of dq, dk and dv, called its *share*, and the gradients are the sums of the shares.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch import Tensor
 from cute_flash import ops
 from cute_flash.distributed.calls import BandCall, Range
 from cute_flash.distributed.comm import Pair
+from cute_flash.planning.merge import MAX_PARTIALS
+from cute_flash.runtime.merge import merge_partials
 from cute_flash.score_mod.bound import mod_arguments
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.shapes import lse_dtype
@@ -86,53 +88,69 @@ def rows_of(x: Tensor, rows: Range) -> Tensor:
     return x if rows == (0, x.shape[2]) else x[:, :, rows[0] : rows[1]]
 
 
+@dataclass(frozen=True, eq=False)
+class PartialOutput:
+    """The result of a call: output and LSE of some rows over some keys."""
+
+    rows: Range
+    out: Tensor
+    lse: Tensor
+
+
 class Output:
-    """The output and the LSE of a rank, merged call by call. Rows that see no key have output 0 and LSE -inf."""
+    """The output and the LSE of a rank, from the calls over parts of its keys."""
 
     def __init__(self, q: Tensor, v: Tensor, num_parts: int) -> None:
         self.q, self.v = q, v
         # A single result is not merged, so it need not be in fp32.
         self.out_fp32 = num_parts > 1 and q.dtype in (torch.float16, torch.bfloat16)
-        self.out: Tensor | None = None
-        self.lse: Tensor | None = None
+        # Results that are not merged yet.
+        self.parts: list[PartialOutput] = []
 
     def add(self, kv: Pair, call: BandCall, scores: Scores, key_positions: Tensor | None) -> None:
-        """Run a call and merge its result. For each row, the keys of all calls are disjoint."""
+        """Run a call and keep its result. For each row, the keys of all calls are disjoint."""
         args = scores.of_call(call, key_positions)._replace(out_fp32=self.out_fp32)
         q, k, v = rows_of(self.q, call.rows), rows_of(kv[0], call.keys), rows_of(kv[1], call.keys)
         out, lse, _ = ops.attention(q, k, v, args)
-        if self.out is None and call.rows == (0, self.q.shape[2]):
-            self.out, self.lse = out, lse
-            return
-        if self.out is None or self.lse is None:
-            self.out, self.lse = self._zeros(out.dtype)
-        merge_(rows_of(self.out, call.rows), rows_of(self.lse, call.rows), out, lse)
-
-    def _zeros(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        shape = self.q.shape[:3]
-        out = self.q.new_zeros((*shape, self.v.shape[3]), dtype=dtype)
-        return out, self.q.new_full(shape, -torch.inf, dtype=lse_dtype(self.q.dtype))
+        if len(self.parts) == MAX_PARTIALS:
+            self.parts = [PartialOutput((0, self.q.shape[2]), *self._merged(out.dtype))]
+        self.parts.append(PartialOutput(call.rows, out, lse))
 
     def result(self, sinks: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
-        """The output in the dtype of q, and the LSE, both with `sinks`.
+        """The output in the dtype of q, and the LSE, both with `sinks`. Rows that see no key have output 0.
 
         A sink adds one key without a value to each of the first `num_rows` rows. The rows after them are padding.
         """
-        if self.out is None or self.lse is None:
-            self.out, self.lse = self._zeros(self.q.dtype)
         if sinks is None:
-            return self.out.to(self.q.dtype), self.lse
-        lse = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
+            return self._merged(self.q.dtype)
+        dtype = lse_dtype(self.q.dtype)
+        out, all_lse = self._merged(dtype)
+        lse = torch.logaddexp(all_lse, sinks.to(dtype)[:, None])
         lse[:, :, num_rows:] = -torch.inf
-        out = self.out * _factor(self.lse, lse)
-        return out.to(self.q.dtype), lse
+        return (out * _factor(all_lse, lse)).to(self.q.dtype), lse
+
+    def _merged(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The output over all keys so far, in `dtype`, and its LSE. Rows that see no key have output 0 and LSE -inf."""
+        shape, parts = self.q.shape[:3], self.parts
+        if len(parts) == 1 and parts[0].rows == (0, shape[2]):
+            return parts[0].out.to(dtype), parts[0].lse
+        out = self.q.new_empty((*shape, self.v.shape[3]), dtype=dtype)
+        lse = self.q.new_empty(shape, dtype=lse_dtype(self.q.dtype))
+        if parts and out.is_cuda:
+            merge_partials(out, lse, [(part.rows[0], part.out.float(), part.lse) for part in parts])
+            return out, lse
+        total = out.new_zeros(out.shape, dtype=lse.dtype)
+        lse.fill_(-torch.inf)
+        for part in parts:
+            merge_(rows_of(total, part.rows), rows_of(lse, part.rows), part.out.to(lse.dtype), part.lse)
+        return total.to(dtype), lse
 
 
 def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
     """Merge `more_out` and `more_lse`, results over other keys, into `out` and `lse`, in place.
 
-    The weight of `more_out` is w = exp(more_lse) / (exp(lse) + exp(more_lse)), and that of `out` is 1 - w. One kernel
-    reads and writes the outputs; four kernels read and write LSEs. Rows that see no key keep the output 0.
+    The weight of `more_out` is w = exp(more_lse) / (exp(lse) + exp(more_lse)), and that of `out` is 1 - w. Rows that
+    see no key keep the output 0.
     """
     weight = torch.sub(more_lse, lse).sigmoid_().nan_to_num_(nan=0.0)
     out.lerp_(more_out, weight[..., None])

@@ -51,7 +51,7 @@ def max_steps(heads: int, heads_kv: int) -> int:
 
     With 16-bit tensors and D = Dv, K and V of one step take as much memory as an fp32 output of Hkv heads: two tensors
     of 2 bytes an element against one of 4 bytes. So K and V of 2 H / Hkv steps take as much as two fp32 outputs of all
-    H heads, and a merge of outputs holds two of these anyway. Without GQA, a group has two steps.
+    H heads, and a rank holds at least two of these anyway, until they are merged. Without GQA, a group has two steps.
     """
     return max(EDGE_STEPS, 2 * heads // max(heads_kv, 1))
 

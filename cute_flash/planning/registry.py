@@ -125,6 +125,15 @@ _DECODE = (
     *_scalars("i32", "window_left", "window_right", "num_splits", "num_ctas", "heads_at_once"),
 )
 
+# Merging partial outputs. The last three are lists, with an entry for each partial output.
+_MERGE = (
+    _rows("out", "B", "H", "S", "Dv"),
+    Operand("lse", "statistics f32", ("B", "H", "S")),
+    Operand("partials", "partials", ("B", "H")),
+    Operand("partial_lses", "partial_lses", ("B", "H")),
+    Operand("first_rows", "first_rows"),
+)
+
 KERNELS = {
     "fwd_sm80": KernelSpec("sm80.fwd:FwdSm80", (*_FWD, *_FWD_OPTIONAL)),
     "fwd_sm80_fp32": KernelSpec("sm80.fwd:FwdSm80", (*_PIECES, *_FWD[3:], *_FWD_OPTIONAL)),
@@ -140,6 +149,7 @@ KERNELS = {
     "split_fp32_fwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, *_PIECES, *_OFFSETS)),
     "split_fp32_bwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, DOUT_CAST, *_BWD_PIECES, *_OFFSETS)),
     "decode": KernelSpec("common.decode:Decode", _DECODE),
+    "merge_partials": KernelSpec("common.merge:MergePartials", _MERGE),
     "varlen_scheduler_fwd": KernelSpec("common.varlen_scheduler:VarlenScheduler", (*_OFFSETS, Q_TILES, *_SCHEDULER)),
     "varlen_scheduler_bwd": KernelSpec(
         "common.varlen_scheduler:VarlenScheduler", (*_OFFSETS, KV_TILES, Q_TILES, *_SCHEDULER)

@@ -158,6 +158,25 @@ class Fakes:
         """The maximum and the sum of each row of a split."""
         return _compact(Float32, (*self.shape(operand.dims), self.tile.tile_m, 2), 8)
 
+    def partials(self, operand: Operand) -> list[cute.Tensor]:
+        """Partial outputs of a merge, in fp32, each with some rows of the output."""
+        heads, width = self.shape(operand.dims), self.size("Dv")
+        found = []
+        for _ in range(self.static.num_partials):
+            strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
+            shape = (*heads, cute.sym_int(), width)
+            found.append(make_fake_tensor(Float32, shape, strides, assumed_align=ROW_ALIGN_BYTES))
+        return found
+
+    def partial_lses(self, operand: Operand) -> list[cute.Tensor]:
+        """The LSEs of the partial outputs."""
+        heads = self.shape(operand.dims)
+        return [_compact(Float32, (*heads, cute.sym_int())) for _ in range(self.static.num_partials)]
+
+    def first_rows(self, operand: Operand) -> list[Int32]:
+        """The rows of the output at which the partial outputs begin."""
+        return [Int32(1) for _ in range(self.static.num_partials)]
+
     def pieces(self, operand: Operand) -> cute.Tensor:
         """The fp16 pieces of fp32 rows: in each row the high pieces, then the low ones."""
         shape = (*self.shape(operand.dims), 2 * self.tile.head_dim)

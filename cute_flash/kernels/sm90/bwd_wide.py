@@ -231,6 +231,9 @@ class BwdSm90Wide(Kernel):
         warpgroup's part of a block has its own semaphore, so that a half waits only for the same half of other tiles.
         """
         tile, iteration = p.tile(), Int32(0)
+        if cutlass.const_expr(p.dq_semaphore is not None):
+            if p.num_m_blocks(tile) > 0:
+                self.wait_semaphore(p, tile, (Int32(0), Int32(0)), HALVES * wg)
         if cutlass.const_expr(p.block_indices is None):
             accum_block = p.first_accum_block(tile)
             for g in cutlass.range(p.heads_per_kv, unroll=1):
@@ -247,29 +250,42 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def add_block(self, p: Params, storage: SharedStorage, tile: KVTile, part: tuple, block: tuple):
-        """Add both halves of a warpgroup's dQ of an m_block.
+        """Add both halves of a warpgroup's dQ of an m_block. The semaphore of its first half has been waited for.
 
         `part`: (warpgroup, index of the block in mdQ_accum, iteration). `block`: (g, i), the i-th m_block of the g-th
         head, or (0, i), the i-th m_block that a block mask lists.
         """
         wg, accum_block, iteration = part
-        elements = self.tile.tile_m * self.tile.head_dim
+        elements, source = self.tile.tile_m * self.tile.head_dim, storage.sdQ[None, None, None, wg].iterator
         first = p.mdQ_accum.iterator + Int64(accum_block) * elements
-        source = storage.sdQ[None, None, None, wg].iterator
         for half in cutlass.range_constexpr(HALVES):
             staged = (HALVES * iteration + half) * NUM_WARPGROUPS + wg
-            column_part = HALVES * wg + half
-            if cutlass.const_expr(p.dq_semaphore is not None):
-                self.wait_semaphore(p, tile, block, column_part)
             storage.dq.wait_full(staged)
             with cute.arch.elect_one():
-                target = first + column_part * (elements // (HALVES * NUM_WARPGROUPS))
+                target = first + (HALVES * wg + half) * (elements // (HALVES * NUM_WARPGROUPS))
                 bulk_add(target, source, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces)
                 cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                if cutlass.const_expr(p.dq_semaphore is None):
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if cutlass.const_expr(p.dq_semaphore is not None):
+                # Wait for the semaphore of the next half while the additions run.
+                if cutlass.const_expr(half + 1 < HALVES):
+                    self.wait_semaphore(p, tile, block, HALVES * wg + half + 1)
+                elif iteration + 1 < p.num_m_blocks(tile):
+                    self.wait_semaphore(p, tile, self.next_block(tile, block), HALVES * wg)
+                with cute.arch.elect_one():
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
             storage.dq.release(staged)
             if cutlass.const_expr(p.dq_semaphore is not None):
-                self.arrive_semaphore(p, tile, block, column_part)
+                self.arrive_semaphore(p, tile, block, HALVES * wg + half)
+
+    def next_block(self, tile: KVTile, block: tuple) -> tuple:
+        """The block after `block`, in the form of `add_block`."""
+        g, i = block
+        if self.static.block_sparse:
+            return g, i + 1
+        is_last = i + 1 == tile.block_iter.num
+        return g + Int32(is_last), cutlass.select_(is_last, Int32(0), i + 1)
 
     def semaphore_rank(self, p: Params, tile: KVTile, block: tuple, column_part: Int32) -> tuple:
         """The coordinate of the semaphore of a part of an m_block, and the rank of this tile. `block`: see `add_block`.
