@@ -1,4 +1,5 @@
-# Everything runs in .venv, which the targets create. A change of pyproject.toml or constraints.txt reinstalls it.
+# The targets create .venv and run in it; test-floor uses .venv-floor instead. A change of pyproject.toml or
+# constraints.txt reinstalls .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed

@@ -101,9 +101,9 @@ def attn(
     on to `attn_nested`.
 
     Gradients flow through out and lse. On CUDA, dq is accumulated by atomic additions in no fixed order, so its bits
-    may differ between calls unless `deterministic` is set. On sm_90, gradients use wgmma, except in three cases, which
-    use the slower mma.sync: D > 128 with a score_mod, mask_mod, bias or block mask; mods with many operations; and
-    deterministic gradients of tensors that score_mod captures.
+    may differ between calls unless `deterministic` is set. On sm_90, gradients of fp16 and bf16 calls use wgmma, except
+    in two cases, which use the slower mma.sync: mods with many operations (docs/mods.md), and deterministic gradients
+    of tensors that score_mod captures.
 
     Args:
         q: Queries, (B, H, Sq, D), or (B, Sq, H, D) with `layout="bshd"`; (B, Sq, D) or (Sq, D) for a single head.
@@ -305,7 +305,7 @@ def attn_varlen(
 
     On CUDA, only kernels read the lengths. The host does not synchronize, new lengths need no compilation, and a CUDA
     graph uses the offsets that the tensors hold when it is replayed. Wrong offsets give wrong results, but no access
-    outside of the tensors. On sm_90, gradients with D > 128 and a score_mod or mask_mod use mma.sync.
+    outside of the tensors.
 
     Args:
         q: Queries of all sequences, (Tq, H, D); dtypes and head dims as for `attn`.

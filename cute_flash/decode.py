@@ -74,16 +74,17 @@ def attn_decode(
     ``leftpad[b] <= j < len`` that `causal` and `window` allow. A query that sees no key has output 0. Its LSE is -inf
     or, with `sinks`, the sink of its head. docs/decode.md shows each use.
 
-    On CUDA, q is fp16 or bf16, D and Dv are multiples of 8 up to 256, and only kernels read lengths and tables: the
-    host does not synchronize, and a CUDA graph uses the values that the tensors hold when it is replayed. Wrong lengths
-    and indices raise a `ValueError` on the CPU, but are not checked on CUDA. On the CPU, q is fp16, bf16, fp32 or fp64.
-    There are no gradients, and autocast has no effect, because the caches have a dtype of their own.
+    On CUDA, q is fp16 or bf16, D and Dv are multiples of 8 up to 256 (of 16 with FP8 caches), and only kernels read
+    lengths and tables: the host does not synchronize, and a CUDA graph uses the values that the tensors hold when it is
+    replayed. Wrong lengths and indices raise a `ValueError` on the CPU, but are not checked on CUDA. On the CPU, q is
+    fp16, bf16, fp32 or fp64. There are no gradients, and autocast has no effect, because the caches have a dtype of
+    their own.
 
     Args:
         q: Queries, (B, T, H, D), or (T, H, D) with `cu_seqlens_q`.
         k_cache: Keys, (B or more, S, Hkv, D), or pages (num_pages, page_size, Hkv, D) with `page_table`; in the dtype
-            of q, or float8_e4m3fn. Any strides, except that the last dimension is contiguous. H must be a multiple of
-            Hkv.
+            of q, or float8_e4m3fn. Any strides, except that the last dimension is contiguous and, on CUDA, rows start
+            at multiples of 16 bytes. H must be a multiple of Hkv.
         v_cache: Values, in the same form and dtype, with head dim Dv.
         cache_seqlens: (B), int32: the number of rows of each sequence before the append; or one number for all.
         page_table: (B, max_pages), int32: row j of sequence b is row ``j % page_size`` of page

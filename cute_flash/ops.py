@@ -92,7 +92,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
 def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
     """Whether the dispatcher can be bypassed, because it would only call the operator's CUDA implementation.
 
-    This holds if the tensors are on CUDA, none is a subclass with overrides, and `is_observed` is false.
+    This holds if the tensors are on CUDA, none is a subclass with overrides or has the negative bit, and `is_observed`
+    is false.
     """
     # The negative bit (torch's lazy negation) of q, k and v needs no check: such tensors are views of imaginary parts,
     # with an element stride of 2, and the launch copies tensors with that stride.

@@ -4,8 +4,8 @@
     documents   a document mask of eight equal documents with its block mask, against the same without one
     bias        a bias against plain attention on the same tensors
 
-Cells and ratios are those of `features`: above 1 the call is faster than its base. A side whose results differ from
-ours is not timed.
+Cells and ratios are those of `features`: above 1 the call is faster than its base. In `function` and `documents`, a
+side whose results differ from ours is not timed.
 """
 
 from __future__ import annotations

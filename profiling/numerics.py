@@ -139,7 +139,7 @@ class Error:
     """One case: its conditions, its errors, and the average number of rescales of a row."""
 
     study: str  # "length", "tile", "rescales" or "dtype"
-    way: str  # of `WAYS`, or a dtype
+    way: str  # of `WAYS`, `UNFUSED`, or a dtype
     distribution: str
     seqlen: int
     block: int | None  # keys of a K/V block

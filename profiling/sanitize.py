@@ -1,7 +1,8 @@
 """`python -m profiling sanitize`: memcheck, racecheck and synccheck of compute-sanitizer over small launches.
 
 All kernels are compiled first. Then every tool runs, in several processes that share the launches. If a process ends
-or hangs before its last launch, another process runs the remaining launches. The log is written after every tool.
+before its last launch, another process runs the remaining launches. If a process hangs, it is stopped at the time
+limit, and the log lists its remaining launches as not run. The log is written after every tool.
 """
 
 from __future__ import annotations

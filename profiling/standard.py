@@ -119,10 +119,10 @@ def fit(shape: Shape, max_score_bytes: int) -> Shape:
 def standard_bytes(shape: Shape, direction: str) -> int:
     """The fewest HBM bytes of standard attention, if nothing stays in L2 between its kernels.
 
-    Forward: Q, K, V and O once, and 4 passes over N x N (S written and read, P written and read), with a causal mask 2
-    more. Backward: twice the tensors, and 7 passes (P read for dV; dP written; P and dP read and dS written by the
-    softmax; dS read for dQ and for dK), with a causal mask 2 more. The scaled copy of Q adds 2 tensors forward, and
-    its gradient 2 backward.
+    Forward: 6 tensors (Q, K, V and O once, and the scaled copy of Q written and read), and 4 passes over N x N (S
+    written and read, P written and read). Backward: 12 tensors, twice those of the forward, and 7 passes (P read for
+    dV; dP written; P and dP read and dS written by the softmax; dS read for dQ and for dK). A causal mask adds 2
+    passes in each direction.
     """
     tensor = shape.batch * shape.heads * shape.seqlen * shape.head_dim * DTYPES[DTYPE].itemsize
     tensors, passes = (6, 4) if direction == "fwd" else (12, 7)

@@ -1,8 +1,8 @@
 """Shapes of the benchmark, grouped into suites.
 
 The `paper` suite is the setting in which FlashAttention-2 and -3 publish their speed: 16,384 tokens in all,
-hidden size 2048, as many K/V heads as query heads. All cells read and write the same number of bytes; they differ in
-the number of sequences and heads. In the `gqa` suites query heads share K/V heads.
+hidden size 2048, as many K/V heads as query heads. Q, K, V and O have the same number of bytes in all cells, which
+differ in the number of sequences and heads. In the `gqa` suites query heads share K/V heads.
 """
 
 from __future__ import annotations

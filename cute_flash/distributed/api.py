@@ -185,12 +185,12 @@ def attn_varlen(
         group: As for `attn`; a 2-D DeviceMesh is not supported.
         method: "auto" or "allgather".
         causal: As for `attn`.
-        window: (left, right), as for `attn`; without `causal`, bounds are not supported.
+        window: (left, right), as for `attn`. Bounds need `causal`, or a right bound of 0, which is the same mask.
         scale: As for `attn`.
         return_lse: Also return the log-sum-exp, (H, T / n).
         deterministic: As for `attn`.
         softcap: As for `attn`.
-        alibi: As for `attn`, only with `causal`.
+        alibi: As for `attn`. It needs `causal`, or a right bound of 0.
         sinks: As for `attn`.
         dropout: None or 0. Dropout is not supported.
 
@@ -199,7 +199,7 @@ def attn_varlen(
 
     Raises:
         ValueError: Arguments are invalid or contradict each other.
-        UnsupportedError: A window or ALiBi without `causal`, another method, a 2-D mesh, or dropout.
+        UnsupportedError: A window or ALiBi, if a query sees later keys; another method; a 2-D mesh; or dropout.
         RuntimeError: Another rank failed or did not answer before the timeout of the group.
 
     Examples:

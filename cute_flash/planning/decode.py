@@ -32,7 +32,7 @@ MIN_SPLIT_KEYS = 512
 MAX_VARLEN_TOKENS = 4
 MAX_SPLITS = 1024
 COUNTERS_STEP = 4096
-# Keys of a unit: a CTA computes whole units (`device/kv_splits.py`).
+# Keys of a unit without `num_splits`: a CTA computes whole units (`device/kv_splits.py`).
 UNIT_KEYS = 32
 # Programmatic dependent launch saves 1 to 2 % of a call with few query tiles and costs as much with many: it is used
 # with fewer than this many query tiles per SM (profiling/notes/decode.md).
@@ -270,7 +270,7 @@ def plan_decode(
     if num_splits is not None:
         if num_splits > MAX_SPLITS:
             raise UnsupportedError(f"num_splits={num_splits} on cuda: use at most {MAX_SPLITS}, or None")
-        # Each CTA computes one unit.
+        # A unit is then one of the `num_splits` parts of a query tile's keys, and each CTA computes one unit.
         num_ctas = num_query_tiles * num_splits
     if num_query_tiles >= MAX_OVERLAP_TILES_PER_SM * arch.num_sms:
         static = replace(static, overlaps_previous=False)

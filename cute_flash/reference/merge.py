@@ -21,8 +21,8 @@ MAX_SCORES = 1 << 24
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:
     """Combine attention over disjoint parts of the keys into attention over all keys.
 
-    lse = log Σᵢ exp(lseᵢ) and out = Σᵢ exp(lseᵢ - lse) outᵢ, summed in fp32 (fp64 for fp64). A row that sees no key in
-    any part has output 0 and LSE -inf. The function is plain torch, runs on any device, and is differentiable.
+    lse = log Σᵢ exp(lseᵢ) and out = Σᵢ exp(lseᵢ - lse) outᵢ, summed in fp32 (fp64 for fp64). A row whose LSE is -inf in
+    all parts has output 0 and LSE -inf. The function is plain torch, runs on any device, and is differentiable.
 
     Args:
         outs: The outputs of `attn(..., return_lse=True)` for the same queries and each part of the keys, as a sequence

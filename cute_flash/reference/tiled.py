@@ -1,8 +1,8 @@
 """Tiled attention in plain PyTorch, exact and in O(S) memory: the loops of the CPU path.
 
 Tensors are q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), of any strides; query head h uses K/V head
-h // (H // Hkv). A row that sees no key has out = 0 and LSE = -inf. Accumulators and the LSE, (B, H, Sq), are fp32 (fp64
-for fp64 inputs). `score.py` defines the scores.
+h // (H // Hkv). A row that sees no key has out = 0 and LSE = -inf or, with `sinks`, the sink of its head. Accumulators
+and the LSE, (B, H, Sq), are fp32 (fp64 for fp64 inputs). `score.py` defines the scores.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The CUDA implementation of `attn_decode`: plans a call once per signature, then launches one kernel.
 
 The host does not read lengths: the kernel divides the keys of all sequences among its CTAs. If several CTAs compute
-splits of one query tile, the splits are merged through a workspace, which all launches on a stream share.
+splits of one query tile, the splits are merged through a workspace. Launches on one stream share it, except with
+`num_splits` and during a CUDA graph capture (`_add_workspace`).
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def query_block_indices(
         has_ranks: Also return the ranks.
 
     Returns:
-        The number of entries (B, Hkv, K/V tiles), the entries (B, Hkv, K/V tiles, largest number), and the ranks
-            (B, H, query blocks, K/V tiles), which are valid for listed blocks only.
+        The number of entries (B, Hkv, K/V tiles), the entries (B, Hkv, K/V tiles, H / Hkv · query blocks), and the
+            ranks (B, H, query blocks, K/V tiles), which are valid for listed blocks only.
     """
     key = tuple(sizes), tile, batch, heads, heads_kv, has_ranks
 

@@ -5,7 +5,8 @@ The shapes, after `cute_flash.decode` has applied `kv_layout`:
     q                 (B, T, H, D), or (T, H, D) with cu_seqlens_q
     k_cache, v_cache  (B or more, S, Hkv, D) and (…, Dv), or pages (num_pages, page_size, Hkv, D) with page_table
 
-Caches may have any strides, except that the last dimension is contiguous.
+Caches may have any strides, except that the last dimension is contiguous and, on CUDA, rows start at multiples of 16
+bytes, which `runtime.decode` checks.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The command line: demo, doctor, explain, inspect and precompile."""
+"""The command line: demo, doctor, explain, tiles, loops, inspect, precompile and cache."""

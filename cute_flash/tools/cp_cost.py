@@ -107,7 +107,7 @@ NO_GROUP = Group((), ())
 
 @dataclass(frozen=True)
 class Model:
-    """A problem on n ranks of one kind of GPU, with a zigzag sharding."""
+    """A problem on n ranks of one kind of GPU. `kind` is the sharding, "zigzag" or "contiguous"."""
 
     problem: Problem  # of the full sequence
     ranks: int

@@ -49,7 +49,7 @@ def demo() -> int:
 
 
 def _gpu() -> tuple[arch.ArchSpec | None, str]:
-    """The first supported GPU, or None with the reason."""
+    """The first GPU; None, with the reason, if there is none or the kernels do not support it."""
     if not torch.cuda.is_available():
         return None, "torch sees no CUDA GPU"
     try:

@@ -123,9 +123,9 @@ class DecodeExplanation:
 
     @property
     def tiles_at_once(self) -> int:
-        """Query tiles whose units are numbered: those of all K/V heads, or of one head.
+        """Query tiles whose units are numbered consecutively and divided among CTAs (`device/kv_splits.py`).
 
-        They are those of one head if `heads_at_once` is the number of K/V heads (`device/kv_splits.py`).
+        They are those of one K/V head if `heads_at_once` is the number of K/V heads, else those of all heads.
         """
         return self.num_tiles // self.plan.heads_at_once
 

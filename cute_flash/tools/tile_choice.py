@@ -36,7 +36,7 @@ UNKNOWN = "sm_00"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # Shared memory of each CTA that the driver reserves.
 RESERVED_SMEM = KIB
-# Barriers and published tiles of a Hopper CTA, rounded up.
+# Barriers of a Hopper CTA, and the tile coordinates that its producer warp publishes to the other warps; rounded up.
 BARRIER_BYTES = 512
 # The most registers of a thread in a kernel without setmaxnreg.
 MAX_REGISTERS = 255

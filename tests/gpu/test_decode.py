@@ -78,7 +78,7 @@ def assert_appended(name: str, cache: Tensor, expected: Tensor, new: Tensor | No
     differs = cache.contiguous().view(bits) != expected.contiguous().view(bits)
     found, wanted = cache.double()[differs], expected.double()[differs]
     assert found.isfinite().all() and wanted.isfinite().all(), (
-        f"{name}: a row that must stay was written, or is missing"
+        f"{name}: a row that must not change was written, or a new row was not written"
     )
     allowed = ULP[cache.dtype] * torch.maximum(found.abs(), wanted.abs()) + SMALLEST[cache.dtype]
     assert ((found - wanted).abs() <= allowed).all(), f"{name}: wrong rows"

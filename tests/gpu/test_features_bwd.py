@@ -134,7 +134,10 @@ def test_captured_training_step(monkeypatch):
 
 
 def test_dropout_and_weights_agree_between_the_directions():
-    """With v = 1, and dout = 1 in column 0, dv and out have sums of the same weights after dropout in that column."""
+    """With v = 1, and dout = 1 in column 0 and 0 elsewhere, column 0 of out and column 0 of dv have the same sum.
+
+    Both sums are that of all weights after dropout.
+    """
     case = made.CASES[9]
     tensors = on_gpu(case)
     tensors["v"] = torch.ones_like(tensors["v"])

@@ -1,8 +1,8 @@
 """Small models of transformers with random weights on a GPU, in bf16: `cute_attention` beside eager attention.
 
-Expected results are those of eager attention in fp32, with the same weights, rounded to bf16. The error of
-`cute_attention` in bf16 must be at most twice that of eager attention in bf16. Takes about five minutes, most of them
-for compiling kernels.
+Expected results are those of eager attention in fp32. All models have the same weights, which are rounded to bf16. The
+error of `cute_attention` in bf16 must be at most twice that of eager attention in bf16. Takes about five minutes, most
+of them for compiling kernels.
 """
 
 from __future__ import annotations

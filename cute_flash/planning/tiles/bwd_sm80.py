@@ -101,7 +101,7 @@ _BWD_99 = (
     BwdTileSm80(head_dim=256, tile_m=32, tile_n=32, num_warps=4, stages=1, warps_s=2, warps_kv=1, warps_q=1),
 )
 SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_163}
-# With softcap, ALiBi or dropout, and deterministic with varlen: smaller tiles, which do not spill.
+# With score features or a block mask, and deterministic with varlen: smaller tiles, which do not spill.
 _SCORE_163 = (
     _BWD_99[0],
     BwdTileSm80(head_dim=96, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=4, warps_q=4),

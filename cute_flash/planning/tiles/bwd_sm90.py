@@ -95,9 +95,12 @@ class BwdTileSm90Wide(Tile):
         return ELEMENT_BYTES * halves + staged + 4 * stages * self.tile_m + 8 * (4 + 2 * stages + 4)
 
 
-_GRADIENTS = "H200, bf16, 16384 tokens, hidden 2048, sweep of 2026-11-15, version 2, TFLOP/s of S=512/2048/8192: "
+# Versions are those of profiling/notes/bwd_sm90.md.
+_GRADIENTS = "H200, bf16, 16384 tokens, hidden 2048, kernel version 2, 2026-11-15, TFLOP/s of S=512/2048/8192: "
 _GRADIENTS_256 = "H200, bf16, 16384 tokens, hidden 2048, S=1024/8192: 387/505; causal 296/458 TFLOP/s"
-_CHEAP_MOD = "H200, bf16, B=4, S=4096, hidden 2048: ALiBi 2.52 ms, causal 1.41; 64 queries: 3.29, 1.73"
+_CHEAP_MOD = (
+    "H200, bf16, B=4, S=4096, hidden 2048: ALiBi score_mod 2.52 ms, causal block mask 1.41; tile_m=64: 3.29, 1.73"
+)
 
 # Rules for rows that were not measured: many keys, two stages if they fit, no spills.
 # Columns: head_dim, tile_m, tile_n.

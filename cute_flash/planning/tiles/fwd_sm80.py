@@ -102,8 +102,8 @@ class FwdTileSm80(Tile):
 
 
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, TFLOP/s of S=512/2048/16384 full; causal: "
-_FOR_FEATURES = "not measured: for softcap and dropout, which would spill in the row before"
-_FOR_MODS = "not measured: for user mods with a bias, which would spill in the rows before"
+_FOR_FEATURES = "not measured: for features that would spill in the row before"
+_FOR_MODS = "not measured: for mods and features that would spill in the rows before"
 
 # The first row that supports a problem and fits is chosen. Rules for GPUs that were not measured: two CTAs of four
 # warps on an SM if shared memory allows; 32 rows per warp while O and S fit in registers, because fewer rows read more

@@ -132,14 +132,15 @@ class FwdTileSm90(Tile):
         return is_wide_enough and is_as_wide and is_for_any_length and is_for_mask and has_room
 
 
-_SWEEP = "H200, bf16, 16384 tokens, hidden 2048, sweeps of 2026-11-15, version 7, TFLOP/s of S=512/1024/8192: "
+# Versions are those of profiling/notes/fwd_sm90.md.
+_SWEEP = "H200, bf16, 16384 tokens, hidden 2048, kernel version 7, 2026-11-15, TFLOP/s of S=512/1024/8192: "
 _BY_WIDTH = "not measured: like its neighbours, as far as registers and shared memory allow"
 _FOR_FEATURES = "not measured: for features that would spill in the row before"
-_FOR_MODS = "not measured: for user mods with a bias, which would spill in the rows before"
+_FOR_MODS = "not measured: for mods and features that would spill in the rows before"
 _FOR_BLOCK_MASKS = "user mods and block masks: H200, bf16, B=4, S=4096, documents 1.80 ms; 192x128 1.98; 128x96 2.01"
 _DROPOUT_128 = "H200, bf16, B=4, S=4096, hidden 2048: 1.13 ms; with 2 stages of Q and 1 of dropout masks 1.25 ms"
-_BIAS_64 = "H200, bf16, B=4, S=4096, hidden 2048: bias of all pairs 1.53 ms, of each head 1.57; 128x128: 1.50, 1.68"
-_BIAS_128 = "H200, bf16, B=4, S=4096, hidden 2048, bias of all pairs: 1.09 ms; 2 stages of Q and 1 of the bias 1.33"
+_BIAS_64 = "H200, bf16, B=4, S=4096, hidden 2048: bias (B, H, S, S) 1.53 ms, (1, H, S, S) 1.57; 128x128: 1.50, 1.68"
+_BIAS_128 = "H200, bf16, B=4, S=4096, hidden 2048, bias (B, H, S, S): 1.09 ms; 2 stages of Q and 1 of the bias 1.33"
 
 _with_dropout = partial(FwdTileSm90, dropout_producer=True, measured="not measured: for dropout")
 _with_bias = partial(FwdTileSm90, bias_stages=2, measured="not measured: for a bias")
