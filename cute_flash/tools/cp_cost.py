@@ -19,6 +19,7 @@ from cute_flash.distributed.ring import Group, Schedule, max_steps
 from cute_flash.distributed.sharding import Sharding
 from cute_flash.distributed.ulysses import check_divides
 from cute_flash.errors import UnsupportedError
+from cute_flash.planning.merge import MAX_PARTIALS
 from cute_flash.spec.arch import H200, ArchSpec
 from cute_flash.spec.band import Band
 from cute_flash.spec.dtypes import DTYPE_BYTES
@@ -31,12 +32,8 @@ RATES = {64: (590.0, 579.0), 128: (750.0, 665.0), 256: (768.0, 501.0)}
 BACKWARD_FLOPS = 2.5
 # Assumed fractions of the datasheet rates: of the link for messages, of HBM for passes over memory.
 LINK_SHARE, HBM_SHARE = 0.8, 0.85
-# The share of the HBM rate that merges reach: torch does not vectorise a kernel with broadcast weights. Measured on an
-# H200 (`python -m profiling context-parallel`): 0.32 ms for four merges of 4096 rows, 32 heads and D = 128, including
-# the copy of the rank's K and V and the conversion of its output.
-MERGE_SHARE = 0.75
-# Assumed time to start a message, and to launch the kernels of a merge, in ms.
-MESSAGE_MS, MERGE_LAUNCH_MS = 0.01, 0.008
+# Assumed time to start a message, and to launch a merge, in ms.
+MESSAGE_MS, MERGE_LAUNCH_MS = 0.01, 0.003
 FP32_BYTES = 4
 # GPUs of one NVLink domain, such as an HGX board: "usp" exchanges heads among them.
 NODE = 8
@@ -161,8 +158,8 @@ class Model:
         scale = 1e9 * self.gpu.tensor_tflops / H200.tensor_tflops
         return flops / (rates[0] * scale), BACKWARD_FLOPS * flops / (rates[1] * scale)
 
-    def memory_ms(self, num_bytes: float, share: float = HBM_SHARE) -> float:
-        return num_bytes / (self.gpu.hbm_tbps * share * 1e9)
+    def memory_ms(self, num_bytes: float) -> float:
+        return num_bytes / (self.gpu.hbm_tbps * HBM_SHARE * 1e9)
 
     @property
     def single_ms(self) -> float:
@@ -240,24 +237,20 @@ class Model:
 
     def _ring_passes(self, schedule: Schedule, rank: int, link: Link, shapes: Shapes) -> tuple[Pass, Pass]:
         """The forward and the backward of one rank."""
-        # K and V of the own shard are copied before they are sent, and the merged output is converted.
+        # K and V of the own shard are copied before they are sent.
         copied = self.memory_ms(2 * shapes.kv_elements * shapes.element_bytes)
-        outputs = shapes.batch * shapes.heads * shapes.head_dim_v * shapes.length
-        converted = self.memory_ms((FP32_BYTES + shapes.element_bytes) * outputs)
         found = []
         for backward, all_steps in enumerate((schedule.groups, schedule.backward_groups)):
             groups = [Group((), schedule.calls(rank, rank)), *(schedule.group(rank, x) for x in all_steps[1:])]
-            is_partial = sum(len(group.calls) for group in groups) > 1
+            num_calls = sum(len(group.calls) for group in groups)
             compute = communication = exposed = 0.0
-            passes = (copied if len(groups) > 1 else 0.0) + (converted if is_partial and not backward else 0.0)
-            has_output = False
+            passes = (copied if len(groups) > 1 else 0.0) + (0.0 if backward else self._merge_ms(num_calls, shapes))
             # While a group's calls run, K and V of the next group arrive, and dK and dV of the previous group leave. No
             # call hides dK and dV of the last group.
             for before, group, after in zip([NO_GROUP, *groups], [*groups, NO_GROUP], [*groups[1:], *2 * [NO_GROUP]]):
                 busy = 0.0
                 for call in group.calls:
-                    kernels, memory = self._call(call, shapes, is_partial, merges=has_output)
-                    has_output = True
+                    kernels, memory = self._call(call, shapes, num_calls > 1)
                     compute, passes = compute + kernels[backward], passes + memory[backward]
                     busy += kernels[backward] + memory[backward]
                 moving = link_ms(link, (after, before) if backward else (after,), shapes)
@@ -266,9 +259,17 @@ class Model:
             found.append(Pass(compute, passes, communication, exposed))
         return found[0], found[1]
 
-    def _call(
-        self, call: BandCall, shapes: Shapes, is_partial: bool, merges: bool
-    ) -> tuple[list[float], tuple[float, float]]:
+    def _merge_ms(self, num_calls: int, shapes: Shapes) -> float:
+        """The time of a rank's merges, apart from reading the partial outputs of calls, which `_call` counts."""
+        if num_calls == 1:
+            return 0.0
+        # A merge before the last one writes an fp32 output, which the next one reads.
+        outputs = shapes.batch * shapes.heads * shapes.head_dim_v * shapes.length
+        num = -(-(num_calls - 1) // (MAX_PARTIALS - 1))
+        num_bytes = shapes.element_bytes * outputs + 2 * FP32_BYTES * outputs * (num - 1)
+        return self.memory_ms(num_bytes) + num * MERGE_LAUNCH_MS
+
+    def _call(self, call: BandCall, shapes: Shapes, is_partial: bool) -> tuple[list[float], tuple[float, float]]:
         """Times of the kernels of one call, and of its passes over memory; forward and backward."""
         rows, keys = call.rows[1] - call.rows[0], call.keys[1] - call.keys[0]
         # After an exchange of heads, a rank has only some of them.
@@ -276,12 +277,9 @@ class Model:
         compute = [share * x for x in self.compute_ms(visible(call.band, rows, keys))]
         row_elements = shapes.batch * shapes.heads * shapes.head_dim_v * rows
         key_elements = shapes.batch * shapes.heads_kv * (shapes.head_dim + shapes.head_dim_v) * keys
-        # Forward: write a partial output in fp32; a merge reads two and writes one. Backward: pre- and postprocess read
-        # out and dout, and clear and convert dq; dq, dk and dv are added to their sums.
-        output = FP32_BYTES * row_elements
-        forward = self.memory_ms(output) if is_partial else 0.0
-        if merges:
-            forward += self.memory_ms(3 * output, MERGE_SHARE) + MERGE_LAUNCH_MS
+        # Forward: write a partial output in fp32, which a merge reads. Backward: pre- and postprocess read out and dout,
+        # and clear and convert dq; dq, dk and dv are added to their sums.
+        forward = self.memory_ms(2 * FP32_BYTES * row_elements) if is_partial else 0.0
         pre_and_post = (3 * size + 2 * FP32_BYTES) * row_elements
         sums = (2 * FP32_BYTES + size) * (row_elements + key_elements)
         return compute, (forward, self.memory_ms(pre_and_post + sums))
