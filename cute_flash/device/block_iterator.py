@@ -44,8 +44,8 @@ class OutwardBlockIterator:
     """Visits a start block and the blocks before it in descending order, then the blocks after it in ascending order.
 
     The start block is nearest to the queries, where scores are often the largest, so that the row max seldom grows
-    later. The iterator is only for unbounded bands: there only the block with the last key may need a mask, and that
-    block is visited first or last.
+    later. `full_begin` and `full_end` are valid for unbounded bands only: there only the block with the last key may
+    need a mask, and that block is visited first or last. For other bands, call `is_masked`.
     """
 
     first: Int32

@@ -10,8 +10,8 @@ keys j and j + 1, which are 4 lanes apart, need the results of the same calls. E
 thread for query i, the second for query i + 1, each for both keys. Then a shuffle exchanges the bits of 32 scores.
 
 A step is one call per thread. It gives the bits of 2 rows and 8 columns of a thread, or of 4 columns if the thread has
-only 4. Up to MAX_UNROLLED steps are unrolled; more run as a loop, while the tensor cores compute the scores. The first
-column of a block is a multiple of 32, or of 16 if a thread has 4 columns.
+only 4. Up to MAX_UNROLLED steps are unrolled if registers allow; otherwise the steps run as a loop, while the tensor
+cores compute the scores. The first column of a block is a multiple of 32, or of 16 if a thread has 4 columns.
 """
 
 from dataclasses import dataclass

@@ -65,7 +65,7 @@ class TileCtas:
 
     first: Int32
     last: Int32
-    num_final: Int32  # the number of these CTAs that have no later split: all, or all but the last
+    num_final: Int32  # CTAs of these whose interval does not continue after the query tile: all, or all but the last
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,10 @@ class KvSplits:
 
     @cute.jit
     def divide(self, cta: Int32) -> Division:
-        """Divide the units of all query tiles equally among the CTAs, with at least `least_units` for each."""
+        """Divide the units of all query tiles equally among the CTAs.
+
+        Without `num_splits`, each CTA gets at least `least_units` units.
+        """
         # CTAs of one head have consecutive indices: `Decode.arrive` relies on it.
         head, interval = divmod(cta, self.num_intervals)
         lane = cute.arch.lane_idx()

@@ -2,9 +2,9 @@
 
 An address takes one XOR. In a 16x16 sub-tile, the 16 bytes of a thread are in row r at chunk c ^ (r mod 8), by the
 swizzle. A step of 16 columns only flips bits of c, so the address is XORed with a constant. A step to the next
-sub-tile of rows, to the next atom of columns or to another stage adds a multiple of the swizzle's period, which is an
-immediate offset. Without this, the compiler would compute the swizzle for every ldmatrix. Tiles without a swizzle exist
-for comparison; their column steps are additions.
+sub-tile of rows, to the next atom of columns or to another stage adds a multiple of 8 rows, after which the swizzle
+repeats. The distance is an immediate offset. Without this, the compiler would compute the swizzle for every ldmatrix.
+Tiles without a swizzle exist for comparison; their column steps are additions.
 """
 
 from dataclasses import dataclass, replace
@@ -100,7 +100,7 @@ def _by_instruction(view: cute.Tensor) -> cute.Tensor:
 
 
 def swizzled(address: Int32, tile: SmemTile) -> Int32:
-    """Apply the tile's swizzle to a byte address; tiles start at multiples of its period."""
+    """Apply the tile's swizzle to a byte address. Tiles are aligned, so this swizzles the offset in the tile."""
     swizzle = tile.swizzle
     if swizzle is None:
         return address
@@ -131,7 +131,7 @@ class FragmentStore:
         tile, (_, tiles_m, tiles_n) = self.tile, fragment.shape
         first = rederived(self.address)
         pairs = cute.recast_tensor(fragment, Int32)
-        # In pairs: rows 8 apart in an m16 tile, then the m16 tiles.
+        # Strides in units of pairs: rows 8 apart in an m16 tile, then the m16 tiles.
         rows = cute.make_layout((2, tiles_m), stride=(4 * tile.row_stride, self.row_step * tile.row_stride // 2))
         for n in range(tiles_n):
             flipped, added = tile.column(n * tile.chunk_cols)

@@ -171,7 +171,9 @@ class BlockMod:
 class ModExp2(FusedExp2):
     """The fused pass with a bias and user mods."""
 
-    factors: tuple  # from Q K^T to natural units (None without bias and score_mod), and from natural units to log2
+    # From Q K^T to natural units, and from natural units to log2. Without a bias and a score_mod, the first is None,
+    # and the second converts Q K^T to log2.
+    factors: tuple
     bias: BlockBias | None
     score_mod: BlockMod | None
     mask_mod: BlockMod | None

@@ -32,7 +32,7 @@ from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
 
-# Upper limit of 2 x in units of log2. tanh rounds to 1 in fp32 from 25 on, and the product of four e + 1 stays finite.
+# Upper limit of 2 x in units of log2. tanh rounds to 1 in fp32 from 26 on, and the product of four e + 1 stays finite.
 MAX_EXPONENT = 30.0
 TOGETHER = 4  # scores that share a reciprocal
 # tanh x / x = 1 + x² (c1 + x² c2) up to |x| = NEAR, with a relative error of 1.4e-6 (minimax).

@@ -30,10 +30,11 @@ THREADS_PER_ROW = 4
 # 8, 1.06 times with 4, 1.04 times with 3 and 1.02 times with 2. On normal inputs one block in 100 exceeds 3, and one in
 # 15 exceeds 2.
 RESCALE_THRESHOLD = 3.0
-# m is exact for the first EXACT_KEYS keys, because the largest P matters more with fewer keys. Exact blocks rescale
-# like every block of FlashAttention-2. Measured on an H200 at S=512, the error relative to FlashAttention-2 is 1.056 if
-# only the first block is exact, 1.038 with 192 exact keys, and 1.00 with 512. Short sequences without a mask are then
-# 3 % slower with 192 keys, and 8 % slower with 512.
+# m is exact for the first EXACT_KEYS keys, because the largest P matters more with fewer keys. In the Hopper forward,
+# only the first block is exact if two blocks have more keys than this, or if later blocks use a speculative maximum.
+# Exact blocks rescale like every block of FlashAttention-2. Measured on an H200 at S=512, the error relative to
+# FlashAttention-2 is 1.056 if only the first block is exact, 1.038 with 192 exact keys, and 1.00 with 512. Short
+# sequences without a mask are then 3 % slower with 192 keys, and 8 % slower with 512.
 EXACT_KEYS = 128
 # With a speculative maximum, a block is checked if its row sums exceed this thread's part of l by more than this.
 SPECULATION_EXCESS = 6.0

@@ -1,8 +1,9 @@
 """Tile schedulers: which tiles a CTA computes, and in which order.
 
 The GPU starts CTAs in the order of their indices, so the order of tiles decides when each one runs. Heads form L2
-groups, whose K and V fit in L2 together, and the tiles of all heads of a group run at the same time. With a right bound
-(causal) the long tiles (late rows, which see more keys) come first, so that short ones fill the last wave.
+groups, and the tiles of all heads of a group run at the same time. The data that they share fits in L2: K and V in the
+forward; Q, dO and dQ in the backward. With a right bound (causal) the long tiles (late rows, which see more keys) come
+first, so that short ones fill the last wave.
 """
 
 from dataclasses import dataclass

@@ -41,7 +41,7 @@ class SmemTile:
                 atoms of 8 rows x 64, 32 and 16 bytes: the other layouts that TMA and wgmma support. An atom of 16
                 bytes is one contiguous 8x8 matrix, without a permutation.
 
-    All variants take the same sizes, so any of them can replace another.
+    All variants support the same `rows` and `cols`, so a kernel can be built with each variant that it supports.
     """
 
     rows: int

@@ -268,8 +268,8 @@ class Decode(Kernel):
         division = p.splits.divide(cta)
         unit = division.interval * division.per_cta
         cta_unit_end = unit + division.per_cta
-        # If the exchange has its own memory, `finish` of a split runs while the next split loads. `is_open`: `finish`
-        # of the previous split has not run yet.
+        # If the exchange has its own memory, `finish` of a split runs while the next split loads. `is_open`: there was
+        # a previous split; if the exchange has its own memory, its `finish` has not run yet.
         is_open, is_first = cutlass.Boolean(False), cutlass.Boolean(True)
         while is_first or is_open:
             exists, split = self.begin(p, storage, unit, cta_unit_end, division)

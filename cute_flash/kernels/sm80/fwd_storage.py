@@ -40,8 +40,8 @@ class Params:
     copy_out: cute.TiledCopy
     tiled_mma: cute.TiledMma
     score_params: ScoreParams
-    # (3, B, H) in fp32 calls: the largest row norms of Q, K and V. mQ, mK and mV are then fp16 pieces
-    # (`device.split_fp32`).
+    # (4, B, H) in fp32 calls: the largest row norms of Q, K and V; the last entry is not used. mQ, mK and mV are then
+    # fp16 pieces (`device.split_fp32`).
     norms: cute.Tensor | None = None
 
 
@@ -107,8 +107,8 @@ def gemm(tiled_mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, stage: Int
 def gemm_rs(tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, b: MmaOperand, stage: Int32):
     """acc += A B with A in registers: two n16 tiles of B at a time, with all their k-steps.
 
-    The k-steps of an n16 tile are a multiple of the swizzle's period apart, so they need one address and immediate
-    offsets. `group` is 2 because the tile tables were measured with it.
+    The k-steps of an n16 tile are 16 rows apart, and the swizzle repeats after 8 rows, so they need one address and
+    immediate offsets. `group` is 2 because the tile tables were measured with it.
     """
     group = 2
     # One ldmatrix.x4 loads the operands of two n8 tiles.

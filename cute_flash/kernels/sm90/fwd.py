@@ -287,8 +287,8 @@ class FwdSm90(Kernel):
         block_iter, static = tile.block_iter, self.static
         may_speculate = self.config.may_speculate
         speculative_max = self.tile.speculative_max and may_speculate
-        # Softcap has two methods of tanh, which double the loop body, so masked and full blocks share one loop. ALiBi
-        # in outward order needs this too: only the block with the last key is masked, and it comes first or last.
+        # Softcap has two methods of tanh, which double the loop body, so masked and full blocks share one loop. In
+        # outward order (ALiBi) they share one too, because a masked block may come anywhere in the order.
         is_capped = self.config.has_softcap and static.is_bounded
         if cutlass.const_expr((self.config.has_alibi and isinstance(block_iter, OutwardBlockIterator)) or is_capped):
             for iteration in cutlass.range(tile.iteration + 1, tile.iteration + block_iter.num, unroll=1):

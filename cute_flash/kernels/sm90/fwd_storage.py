@@ -207,10 +207,11 @@ class Params:
         """The K/V blocks of a tile, in the order in which the tile visits them.
 
         With a right bound, the blocks that it masks come last: rows see few keys in them, and already have a good
-        maximum. Without a right bound, only the block with the last key may need a mask. It comes first, so that the
-        loop needs no mask. With ALiBi scores fall with the distance, and with a bias or a score_mod they often do. The
-        nearest keys then come first; otherwise the maximum would grow with every block. That order depends on the
-        tile's rows, so `batch_invariant` disables it. A block mask has its own order.
+        maximum. Without a right bound, the block with the last key, which may need a mask, comes first, so that the
+        loop over full blocks needs no mask; the blocks that a left bound masks come last. With ALiBi scores fall with
+        the distance, and with a bias or a score_mod they often do. The nearest keys then come first; otherwise the
+        maximum would grow with every block. That order depends on the tile's rows, so `batch_invariant` disables it. A
+        block mask has its own order.
         """
         config, indices = self.config, self.score_params.block_indices
         if indices is not None:
