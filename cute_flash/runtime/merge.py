@@ -24,7 +24,7 @@ def merge_partials(out: Tensor, lse: Tensor, partials: Sequence[Partial]) -> Non
     assert 0 < len(partials) <= MAX_PARTIALS and lse.is_contiguous()
     if not out.numel():
         return
-    gpu, index = current_gpu(), out.get_device()
+    gpu, index = current_gpu(), out.device.index
     if gpu.current_device() != index:
         gpu.on_device(index, merge_partials, out, lse, partials)
         return
@@ -34,6 +34,5 @@ def merge_partials(out: Tensor, lse: Tensor, partials: Sequence[Partial]) -> Non
 
 
 @lru_cache(maxsize=256)
-def _key(dtype: str, width: int, num: int, index: int) -> CompileKey:
+def _key(dtype: str, width: int, num: int, index: int | None) -> CompileKey:
     return merge_key(dtype, width, num, current_gpu().arch(index))
-

@@ -277,8 +277,8 @@ class Model:
         compute = [share * x for x in self.compute_ms(visible(call.band, rows, keys))]
         row_elements = shapes.batch * shapes.heads * shapes.head_dim_v * rows
         key_elements = shapes.batch * shapes.heads_kv * (shapes.head_dim + shapes.head_dim_v) * keys
-        # Forward: write a partial output in fp32, which a merge reads. Backward: pre- and postprocess read out and dout,
-        # and clear and convert dq; dq, dk and dv are added to their sums.
+        # Forward: write a partial output in fp32, which a merge reads. Backward: pre- and postprocess read out and
+        # dout, and clear and convert dq; dq, dk and dv are added to their sums.
         forward = self.memory_ms(2 * FP32_BYTES * row_elements) if is_partial else 0.0
         pre_and_post = (3 * size + 2 * FP32_BYTES) * row_elements
         sums = (2 * FP32_BYTES + size) * (row_elements + key_elements)

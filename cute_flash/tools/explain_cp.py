@@ -9,7 +9,7 @@ from typing import Any
 from cute_flash.distributed.choice import choice_by_bytes
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.problem import Problem
-from cute_flash.tools.cp_cost import HBM_SHARE, LINK_SHARE, LINKS, MERGE_SHARE, Cost, Model, Pass
+from cute_flash.tools.cp_cost import HBM_SHARE, LINK_SHARE, LINKS, Cost, Model, Pass
 from cute_flash.tools.text import aligned
 
 COLUMNS = ("method", "hops", "sent", "compute", "passes", "communication", "not hidden", "total", "efficiency")
@@ -55,8 +55,7 @@ class ContextParallelExplanation:
             "Hops: groups of shards that a ring receives, or collectives. Sent: bytes of a rank, forward and backward.",
             "Passes: merges, sums and copies in memory. Not hidden: communication that no computation overlaps.",
             "Efficiency: speed-up over one GPU / ranks.",
-            f"A model: {rates}, {LINK_SHARE:.0%} of the link and {HBM_SHARE:.0%} of HBM ({MERGE_SHARE:.0%} in merges). "
-            "The times are not measured.",
+            f"A model: {rates}, {LINK_SHARE:.0%} of the link and {HBM_SHARE:.0%} of HBM. The times are not measured.",
         ]
 
     def as_dict(self) -> dict[str, Any]:

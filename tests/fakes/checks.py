@@ -158,6 +158,24 @@ class Checker:
         assert value.dtype == torch.float32 and value.is_contiguous() and value.data_ptr() % ROW_ALIGN_BYTES == 0
         self.shape(operand, value, (*operand.dims, str(tile.tile_m * tile.head_dim)))
 
+    def partials(self, operand: Operand, value: list[Tensor]) -> None:
+        assert len(value) == self.static.num_partials
+        for x in value:
+            self.shape(operand, x[:, :, 0], (*operand.dims, "Dv"))
+            *outer, element = x.stride()
+            assert x.dtype == torch.float32 and element == 1 and not any(stride % 4 for stride in outer)
+            assert x.data_ptr() % ROW_ALIGN_BYTES == 0
+
+    def partial_lses(self, operand: Operand, value: list[Tensor]) -> None:
+        assert len(value) == self.static.num_partials
+        for x in value:
+            self.shape(operand, x[:, :, 0], operand.dims)
+            assert x.dtype == torch.float32 and x.is_contiguous()
+
+    def first_rows(self, operand: Operand, value: list[int]) -> None:
+        assert len(value) == self.static.num_partials
+        assert all(isinstance(x, int) and 0 <= x < self.sizes["S"] for x in value)
+
     def bias(self, operand: Operand, value: Tensor) -> None:
         mods = self.static.mods
         self.shape(operand, value, operand.dims)

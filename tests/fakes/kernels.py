@@ -451,7 +451,25 @@ def _preprocess_fp32(key: CompileKey, a: Arguments) -> None:
     a["norms"][4] = a["delta"].abs().nan_to_num().amax(-1)
 
 
+def _merge(key: CompileKey, a: Arguments) -> None:
+    """Output and LSE over the keys of all partial outputs."""
+    lengths = [x.shape[2] for x in a["partials"]]
+    shape, dtype = a["lse"].shape, torch.float64
+    total = torch.full(shape, -torch.inf, dtype=dtype)
+    for first, length, lse in zip(a["first_rows"], lengths, a["partial_lses"], strict=True):
+        rows = slice(first, first + length)
+        total[:, :, rows] = torch.logaddexp(total[:, :, rows], lse.to(dtype))
+    out = torch.zeros(a["out"].shape, dtype=dtype)
+    for first, length, x, lse in zip(a["first_rows"], lengths, a["partials"], a["partial_lses"], strict=True):
+        rows = slice(first, first + length)
+        weight = (lse - total[:, :, rows]).exp().nan_to_num(nan=0.0)[..., None]
+        out[:, :, rows] += torch.where(weight == 0, 0.0, weight * x)
+    a["out"].copy_(out)
+    a["lse"].copy_(total)
+
+
 _KERNELS = {
+    "merge_partials": _merge,
     "split_fp32": _split,
     "fwd_sm80_fp32": _forward_fp32,
     "bwd_sm80_fp32": _backward_fp32,

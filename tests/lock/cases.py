@@ -22,6 +22,7 @@ from cute_flash.errors import UnsupportedError
 from cute_flash.jit import compile as compiling
 from cute_flash.jit import resources as reading
 from cute_flash.jit.resources import Resources
+from cute_flash.planning.merge import merge_key
 from cute_flash.planning.plan import CompileKey, Plan, plan_backward, plan_forward
 from cute_flash.planning.registry import KERNELS
 from cute_flash.runtime import launcher
@@ -115,7 +116,22 @@ class Case:
         return bool(self.score_mod or self.mask_mod or self.bias or self.block_map)
 
 
-AnyCase = Case | DecodeCase
+@dataclass(frozen=True, kw_only=True)
+class MergeCase:
+    """The kernel that merges partial outputs."""
+
+    arch: str
+    head_dim: int
+    num_partials: int
+    dtype: str = "bf16"
+    direction: str = "merge"
+
+    @property
+    def name(self) -> str:
+        return f"merge/{self.arch}/d{self.head_dim}/{self.dtype}/{self.num_partials}"
+
+
+AnyCase = Case | DecodeCase | MergeCase
 # Names in `Case.features`. "pack_gqa": the strides of q allow the heads of a group to be rows of one tile.
 FEATURES = (
     "varlen", "seqused_k", "softcap", "alibi", "sinks", "dropout", "max_logit", "out_dtype",
@@ -409,6 +425,21 @@ def bwd_mods() -> Iterator[Case]:
     yield bwd(AMPERE, 128, dtype="fp16", score_mod="hiding")
     yield bwd(HOPPER, 128, mask_mod="prefix", mask="full", bias=Bias(dtype="fp16"))
     yield bwd(AMPERE_86, 128, mask_mod="prefix", mask="full", head_dim_v=64)
+    # Wide heads.
+    yield bwd(HOPPER, 256, score_mod="relative", has_table_gradients=True)
+    yield bwd(HOPPER, 256, mask="full", mask_mod="document_causal", block_map=True)
+    yield bwd(HOPPER, 256, mask="full", mask_mod="document_causal", block_map=True, deterministic=True)
+    yield bwd(HOPPER, 192, mask="full", score_mod="capped", head_dim_v=128)
+    yield bwd(HOPPER, 256, bias=Bias())
+    yield bwd(HOPPER, 256, "softcap", "dropout", mask="window", score_mod="alibi", bias=Bias(dims="hqk"))
+    yield bwd(HOPPER, 256, "varlen", score_mod="alibi", mask_mod="window")
+
+
+def merges() -> Iterator[MergeCase]:
+    for arch in ("sm_90", "sm_80"):
+        yield from (MergeCase(arch=arch, head_dim=128, num_partials=num) for num in (2, 3, 4))
+        yield MergeCase(arch=arch, head_dim=96, num_partials=3, dtype="fp16")
+        yield MergeCase(arch=arch, head_dim=256, num_partials=4, dtype="fp32")
 
 
 def cases() -> list[AnyCase]:
@@ -424,7 +455,7 @@ def cases() -> list[AnyCase]:
         *bwd_mods(),
         *plain_pre_and_postprocess(),
     ]
-    found += [*samples(), *fp32(), *deterministic(), *everything, *decode_cases()]
+    found += [*samples(), *fp32(), *deterministic(), *everything, *decode_cases(), *merges()]
     return list(dict.fromkeys(found))
 
 
@@ -524,6 +555,9 @@ def compile_key(case: AnyCase) -> CompileKey:
     """The `CompileKey` of the kernel of a case; raises `UnsupportedError` if the family has none."""
     if isinstance(case, DecodeCase):
         return decode_key(case)
+    if isinstance(case, MergeCase):
+        dtype = str(DTYPES[case.dtype]).removeprefix("torch.")
+        return merge_key(dtype, case.head_dim, case.num_partials, ARCHS[case.arch])
     names = {
         "scheduler": "varlen_scheduler",
         "split": "split_fp32",

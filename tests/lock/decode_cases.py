@@ -21,11 +21,13 @@ from tests.fakes.recording import RecordingGpu, forward_keys
 
 MASKS: dict[str, tuple[int | None, int | None]] = {"full": (None, None), "causal": (None, 0), "window": (100, 0)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-BATCH, HEADS, HEADS_KV, LENGTH = 2, 8, 2, 4096
+HEADS, HEADS_KV, LENGTH = 8, 2, 4096
+# Sequences of a call, and of one with "many_sequences".
+BATCH, MANY = 2, 100
 # Names in `DecodeCase.features`. "attn" and "attn_varlen": calls of these functions with few queries, which split keys.
 FEATURES = (
     "page16", "page1", "fp8", "append", "rotary_halves", "rotary_pairs", "ragged", "leftpad", "batch_idx", "softcap",
-    "alibi", "sinks", "rows32", "attn", "attn_varlen",
+    "alibi", "sinks", "rows32", "many_sequences", "attn", "attn_varlen",
 )  # fmt: skip
 
 
@@ -71,6 +73,8 @@ def decode_cases() -> Iterator[DecodeCase]:
         yield case(place, 128, "rows32", "fp8", *score, mask="window")
         yield case(place, 128, "attn")
     yield case(("sm90", "sm_90"), 128, "attn_varlen")
+    yield case(("sm90", "sm_90"), 128, "many_sequences")
+    yield case(("sm90", "sm_90"), 128, "many_sequences", "page16", "append", "rotary_halves")
     # The sm80 kernels do not use this instruction on sm_90 either.
     yield case(("sm80", "sm_90"), 128, "fp8")
 
@@ -82,16 +86,17 @@ def decode_key(case: DecodeCase) -> CompileKey:
         return key
     names, tokens = set(case.features), 8 if "rows32" in case.features else 1
     dtype, ragged = DTYPES[case.dtype], "ragged" in case.features
-    leading = (BATCH * tokens,) if ragged else (BATCH, tokens)
+    batch = MANY if "many_sequences" in names else BATCH
+    leading = (batch * tokens,) if ragged else (batch, tokens)
     width_v = case.head_dim_v or case.head_dim
     page = 16 if "page16" in names else 1 if "page1" in names else None
-    rows = (BATCH, LENGTH) if page is None else (BATCH * LENGTH // page, page)
-    integers = torch.zeros(BATCH, dtype=torch.int32)
+    rows = (batch, LENGTH) if page is None else (batch * LENGTH // page, page)
+    integers = torch.zeros(batch, dtype=torch.int32)
     options: dict[str, Any] = {"causal": False, "window": MASKS[case.mask], "cache_seqlens": integers}
     if page is not None:
-        options["page_table"] = torch.zeros(BATCH, LENGTH // page, dtype=torch.int32)
+        options["page_table"] = torch.zeros(batch, LENGTH // page, dtype=torch.int32)
     if ragged:
-        options["cu_seqlens_q"] = torch.zeros(BATCH + 1, dtype=torch.int32)
+        options["cu_seqlens_q"] = torch.zeros(batch + 1, dtype=torch.int32)
     if "append" in names:
         options["k_new"] = torch.empty(*leading, HEADS_KV, case.head_dim, dtype=dtype)
         options["v_new"] = torch.empty(*leading, HEADS_KV, width_v, dtype=dtype)
