@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import cute_flash
+from cute_flash.distributed.accumulate import Output, PartialOutput
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import CompileKey
 from cute_flash.score_mod.block_mask import BlockMask
@@ -45,8 +46,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fp32": {"causal": True},
     # More tiles than an H200 has SMs: persistent CTAs take a second one.
     "many_tiles": {"causal": True},
+    # Partial outputs of context parallelism.
+    "merge": {},
 }
-DENSE_ONLY = ("bias", "block_mask", "many_tiles")
+DENSE_ONLY = ("bias", "block_mask", "many_tiles", "merge")
 # Varlen kernels differ from dense ones only in lengths and tile lists. So all features run at the smallest head dim,
 # and only these at the others.
 VARLEN_WIDE = ("causal", "dropout")
@@ -204,6 +207,16 @@ def _check_finite(launch: Launch, results: Iterable[Tensor]) -> None:
             raise SystemExit(f"{launch.name}: a result is not finite")
 
 
+def _call_merge(launch: Launch, device: str) -> None:
+    """Merge partial outputs, the second with some of the rows."""
+    q = _normal(1, 2, 150, launch.head_dim, device=device).detach()
+    output = Output(q, q, num_parts=2)
+    for begin in (0, 40):
+        out = _normal(1, 2, 150 - begin, launch.head_dim, device=device, dtype=torch.float32).detach()
+        output.parts.append(PartialOutput((begin, 150), out, out[..., 0].contiguous()))
+    _check_finite(launch, output.result(None, 150))
+
+
 def call(launch: Launch, device: str) -> None:
     """The forward pass and the gradients of q, k and v; prints if a family has no gradients.
 
@@ -211,6 +224,8 @@ def call(launch: Launch, device: str) -> None:
     """
     if launch.is_decode:
         return _call_decode(launch, device)
+    if launch.feature == "merge":
+        return _call_merge(launch, device)
     heads, heads_kv, rows, keys = (140, 2, 40, 70) if launch.feature == "many_tiles" else (2, 1, 150, 600)
     attend: Any = cute_flash.attn_varlen if launch.is_varlen else cute_flash.attn
     shapes: list[tuple[int, ...]]

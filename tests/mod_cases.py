@@ -113,6 +113,7 @@ class Kind:
     has_pairs: bool = True  # the strides of the bias allow loads of two keys
     is_aligned: bool = False  # TMA can load the bias
     dtype: torch.dtype = torch.bfloat16
+    head_dim_v: int | None = None  # of the values; None: head_dim
     more: dict[str, Any] = field(
         default_factory=dict, hash=False
     )  # other keywords: softcap, return_max_logit, and sinks=True
@@ -123,7 +124,8 @@ class Kind:
         bias = "" if self.bias is None else f"bias-{str(self.bias)[6:]}{memory}"
         band = "l" * self.bounds[0] + "r" * self.bounds[1]
         parts = self.score, self.mask, bias, "block_mask" * self.has_block_mask, band, *self.more
-        return "-".join((f"d{self.head_dim}", *filter(None, parts)))
+        widths = f"d{self.head_dim}" + ("" if self.head_dim_v is None else f"v{self.head_dim_v}")
+        return "-".join((widths, *filter(None, parts)))
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class Case:
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        return *self.row_shape, self.kind.head_dim
+        return *self.row_shape, self.kind.head_dim_v or self.kind.head_dim
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
         """Call `attn` and return out and LSE."""
@@ -176,8 +178,8 @@ class Case:
 
     def _shapes(self) -> list[tuple[int, ...]]:
         s, d = self.sizes, self.kind.head_dim
-        sizes = ((s.heads, s.seqlen_q), (s.heads_kv, s.seqlen_k), (s.heads_kv, s.seqlen_k))
-        return [(s.batch, *size, d) for size in sizes]
+        keys = s.batch, s.heads_kv, s.seqlen_k
+        return [(s.batch, s.heads, s.seqlen_q, d), (*keys, d), (*keys, self.kind.head_dim_v or d)]
 
     @cached_property
     def options(self) -> dict[str, Any]:

@@ -42,6 +42,7 @@ WIDE_KINDS = [
     Kind(256, bias=torch.bfloat16, has_pairs=False),
     Kind(136, mask="prefix", more={"softcap": 4.0, "sinks": True}),
     Kind(256, score="alibi", bias=torch.bfloat16, more={"softcap": 4.0}),
+    Kind(192, score="alibi", bounds=(False, True), head_dim_v=128),
 ]
 KINDS = mod_cases.KINDS + WIDE_KINDS
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from cute_flash.jit.compile import precompile_all
+from cute_flash.planning.merge import MergeStatic
 from cute_flash.planning.plan import CompileKey, SchedulerTile, plan_backward, plan_forward
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
 from cute_flash.spec.arch import ArchSpec
@@ -88,6 +89,8 @@ def describe_key(key: CompileKey) -> str:
     static, tile = key.static, key.tile
     if isinstance(tile, SchedulerTile):
         return f"{key.kernel}{' seqused_k' if static.seqused_k else ''}"
+    if isinstance(static, MergeStatic):
+        return f"{key.kernel} {static.num_partials} D={static.head_dim} {static.dtype}"
     bounds = [name for name in ("left", "right") if getattr(static, f"has_{name}")]
     flags = [name for name in ("pack_gqa", "has_dlse") if getattr(static, name, False)]
     parts = [key.kernel, f"D={static.widths}", static.dtype, *bounds, *static.tags, *flags]
