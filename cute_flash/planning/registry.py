@@ -127,7 +127,7 @@ _DECODE = (
 
 # Merging partial outputs. The last three are lists, with an entry for each partial output.
 _MERGE = (
-    _rows("out", "B", "H", "S", "Dv"),
+    _rows("out", "B", "H", "S", "Dv", element="out"),
     Operand("lse", "statistics f32", ("B", "H", "S")),
     Operand("partials", "partials", ("B", "H")),
     Operand("partial_lses", "partial_lses", ("B", "H")),

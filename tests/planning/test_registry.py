@@ -17,7 +17,8 @@ SCALARS = ("f32", "i32", "i64")
 LAYOUTS = ("rows", "statistics", "compact", "strided")
 KINDS = (
     "tile_list", "dq_accum", "bias", "dbias", "captures", "scalars", "dcaptures", "dcapture_terms", "fwd_block_indices",
-    "bwd_block_indices", "pieces", "rotary", "partial_out", "partial_stats",
+    "bwd_block_indices", "pieces", "rotary", "partial_out", "partial_stats", "partials", "partial_lses",
+    "first_rows",
 )  # fmt: skip
 
 
@@ -48,6 +49,7 @@ READERS = {
     "bwd_postprocess_sm80": ("common.kernel", "common.postprocess"),
     "bwd_postprocess_sm90": ("common.kernel", "common.postprocess"),
     "decode": ("common.kernel",),
+    "merge_partials": ("common.kernel",),
     "varlen_scheduler_fwd": (),
     "varlen_scheduler_bwd": (),
 }
