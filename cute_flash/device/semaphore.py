@@ -26,7 +26,7 @@ class DQSemaphore:
     several heads, so the tiles of one head start at different times.
     """
 
-    mSemaphore: cute.Tensor  # (B, H, m_block), or several per m_block
+    mSemaphore: cute.Tensor  # (B, H, m_block)
     band: Band  # rows are queries, columns are keys
     seqlen_q: Int32  # not used in a varlen batch
     seqlen_k: Int32
@@ -48,7 +48,7 @@ class DQSemaphore:
     def wait(self, coord: tuple, rank: Int32):
         """Wait until `rank` tiles have added to the block at `coord`; their sums are then visible.
 
-        Called by one thread. `coord`: (head, batch, index of the semaphore).
+        Called by one thread. `coord`: (head, batch, m_block).
         """
         address = self._address(coord)
         count = Int32(-1)

@@ -348,7 +348,7 @@ def _plan_backward(
         queries, keys = (problem.heads, problem.seqlen_q), (problem.heads_kv, problem.seqlen_k)
         workspace += _pieces(problem, tile, ("q", *queries), ("k", *keys), ("v", *keys), ("dout_cast", *queries))
     if deterministic:
-        workspace.append(Buffer("dq_semaphore", (batch, problem.heads, num_m_blocks * tile.dq_semaphores), "int32"))
+        workspace.append(Buffer("dq_semaphore", (batch, problem.heads, num_m_blocks), "int32"))
     sizes = {
         "heads_per_l2_group": _kv_heads_in_l2(problem, arch, l2_bytes),
         "num_tiles": num_tiles,

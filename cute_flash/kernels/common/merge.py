@@ -48,8 +48,10 @@ class MergePartials(Kernel):
     def kernel(self, p: Params):
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = cute.arch.block_idx()
-        # The threads of a row: a power of two, so that a warp has complete rows, or a row complete warps.
+        # The threads of a row: a power of two, so that a warp has complete rows, or a row complete warps. With narrow
+        # rows some threads have no column, so that the CTA has no more rows than the tile.
         lanes = 1 << (-(-self.static.head_dim // VECTOR) - 1).bit_length()
+        lanes = max(lanes, self.tile.num_threads // self.tile.rows)
         column, rows_per_pass = thread % lanes * VECTOR, self.tile.num_threads // lanes
         first = block * self.tile.rows + thread // lanes
         for i in cutlass.range_constexpr(0, self.tile.rows // rows_per_pass, ROWS_AT_ONCE):

@@ -29,7 +29,7 @@ class Params:
     lse_log2: cute.Tensor  # (B, H, Sq padded)
     delta: cute.Tensor  # Δ, (B, H, Sq padded)
     dq_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32
-    dq_semaphore: cute.Tensor | None  # (B, H, m_blocks * tile.dq_semaphores)
+    dq_semaphore: cute.Tensor | None  # (B, H, m_blocks)
     dlse: cute.Tensor | None
     q_tile_list: cute.Tensor | None  # of a varlen batch
     norms: cute.Tensor | None = None  # (5, sequences, H) of an fp32 call; norms[4] is the largest |Δ|
@@ -46,7 +46,6 @@ class BwdPreprocess(MBlockKernel):
 
     def __init__(self, static: Static, tile: AnyBwdTile):
         self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
-        self.semaphores = tile.dq_semaphores  # of an m_block
         self.dtype = CUTE_DTYPES[out_dtype(static)]  # of O and dO
         # The main Hopper kernel starts before this kernel ends, and waits (programmatic dependent launch).
         self.overlaps_next = not isinstance(tile, BwdTileSm80)
@@ -74,9 +73,7 @@ class BwdPreprocess(MBlockKernel):
         block = seqlen.padded_q_block(m_block, self.tile_m)
         if cutlass.const_expr(self.static.deterministic):
             if thread == 0:
-                semaphores = seqlen.slice_head(p.dq_semaphore, head)
-                for i in cutlass.range_constexpr(self.semaphores):
-                    semaphores[block * self.semaphores + i] = Int32(0)
+                seqlen.slice_head(p.dq_semaphore, head)[block] = Int32(0)
         self.zero_dq(seqlen.slice_head(p.dq_accum, head)[block, None], thread)
         rows_at_once = THREADS // self.threads_per_row
         for i in cutlass.range_constexpr(self.tile_m // rows_at_once):

@@ -22,7 +22,7 @@ the other warpgroup. dQ0 and dQ1 complete at equal intervals, so that the additi
 |-----------|-------|----------------------------------------------------------------|
 | 0         | 0     | load K, V, Q, dO, LSE and Δ by TMA                             |
 | 0         | 1, 2  | adder warps: each adds one warpgroup's dQ to global memory by  |
-|           |       | bulk reductions; if deterministic, in the order of semaphores  |
+|           |       | bulk reductions; if deterministic, in the order of a semaphore |
 | 1, 2      | all   | MMA: half of the keys, half of the columns of the gradients    |
 
 | shared memory | elements                    | lifetime                                    |
@@ -75,7 +75,7 @@ from cute_flash.spec.band import FAR
 from cute_flash.spec.problem import Static
 
 # Named barriers; 0 is the CTA barrier. A name with FIRST_ is the first of two, one per warpgroup.
-FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED = 1, 3, 4, 6
+FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED, DQ_ADDED = 1, 3, 4, 6, 7
 HALVES = 2
 ALL_PIECES = 8  # pieces of half of a warpgroup's dQ; a piece is four registers of each thread
 # The least number of k-steps of S and dP; with fewer, ptxas would serialise the products.
@@ -227,13 +227,10 @@ class BwdSm90Wide(Kernel):
     def add_dq(self, p: Params, storage: SharedStorage, wg: Int32):
         """Add the dQ of one warpgroup to global memory.
 
-        Each MMA warpgroup has its own adder warp, so that neither waits for the part of the other. Each half of a
-        warpgroup's part of a block has its own semaphore, so that a half waits only for the same half of other tiles.
+        Each MMA warpgroup has its own adder warp, so that neither waits for the part of the other. With a semaphore,
+        both add a block after all K/V tiles of lower rank have added theirs.
         """
         tile, iteration = p.tile(), Int32(0)
-        if cutlass.const_expr(p.dq_semaphore is not None):
-            if p.num_m_blocks(tile) > 0:
-                self.wait_semaphore(p, tile, (Int32(0), Int32(0)), HALVES * wg)
         if cutlass.const_expr(p.block_indices is None):
             accum_block = p.first_accum_block(tile)
             for g in cutlass.range(p.heads_per_kv, unroll=1):
@@ -250,12 +247,14 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def add_block(self, p: Params, storage: SharedStorage, tile: KVTile, part: tuple, block: tuple):
-        """Add both halves of a warpgroup's dQ of an m_block. The semaphore of its first half has been waited for.
+        """Add both halves of a warpgroup's dQ of an m_block.
 
         `part`: (warpgroup, index of the block in mdQ_accum, iteration). `block`: (g, i), the i-th m_block of the g-th
         head, or (0, i), the i-th m_block that a block mask lists.
         """
         wg, accum_block, iteration = part
+        if cutlass.const_expr(p.dq_semaphore is not None):
+            self.wait_semaphore(p, tile, block)
         elements, source = self.tile.tile_m * self.tile.head_dim, storage.sdQ[None, None, None, wg].iterator
         first = p.mdQ_accum.iterator + Int64(accum_block) * elements
         for half in cutlass.range_constexpr(HALVES):
@@ -265,57 +264,45 @@ class BwdSm90Wide(Kernel):
                 target = first + (HALVES * wg + half) * (elements // (HALVES * NUM_WARPGROUPS))
                 bulk_add(target, source, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces)
                 cute.arch.cp_async_bulk_commit_group()
-                if cutlass.const_expr(p.dq_semaphore is None):
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-            if cutlass.const_expr(p.dq_semaphore is not None):
-                # Wait for the semaphore of the next half while the additions run.
-                if cutlass.const_expr(half + 1 < HALVES):
-                    self.wait_semaphore(p, tile, block, HALVES * wg + half + 1)
-                elif iteration + 1 < p.num_m_blocks(tile):
-                    self.wait_semaphore(p, tile, self.next_block(tile, block), HALVES * wg)
-                with cute.arch.elect_one():
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
             storage.dq.release(staged)
-            if cutlass.const_expr(p.dq_semaphore is not None):
-                self.arrive_semaphore(p, tile, block, HALVES * wg + half)
+        if cutlass.const_expr(p.dq_semaphore is not None):
+            self.arrive_semaphore(p, tile, block, wg)
 
-    def next_block(self, tile: KVTile, block: tuple) -> tuple:
-        """The block after `block`, in the form of `add_block`."""
-        g, i = block
-        if self.static.block_sparse:
-            return g, i + 1
-        is_last = i + 1 == tile.block_iter.num
-        return g + Int32(is_last), cutlass.select_(is_last, Int32(0), i + 1)
-
-    def semaphore_rank(self, p: Params, tile: KVTile, block: tuple, column_part: Int32) -> tuple:
-        """The coordinate of the semaphore of a part of an m_block, and the rank of this tile. `block`: see `add_block`.
+    def semaphore_rank(self, p: Params, tile: KVTile, block: tuple) -> tuple:
+        """The coordinate of the semaphore of an m_block, and the rank of this tile. `block`: see `add_block`.
 
         The wait and the arrival each compute them, because there are no registers to keep them.
         """
         g, i = block
         if p.block_indices is not None:
-            (head, batch, m_block), rank = sparse_rank(p, tile, rederived(i))
-            return (head, batch, m_block * self.tile.dq_semaphores + column_part), rank
+            return sparse_rank(p, tile, rederived(i))
         seqlen, m_block = replace(tile.seqlen, batch=rederived(tile.batch)), tile.block_iter.block(rederived(i))
-        index = seqlen.padded_q_block(m_block, self.tile.tile_m) * self.tile.dq_semaphores + column_part
+        index = seqlen.padded_q_block(m_block, self.tile.tile_m)
         coord = (tile.head_kv * p.heads_per_kv + g, 0 if seqlen.is_varlen else seqlen.batch, index)
         return coord, p.dq_semaphore.rank(tile.n_block, m_block, seqlen if seqlen.is_varlen else None)
 
     @cute.jit
-    def wait_semaphore(self, p: Params, tile: KVTile, block: tuple, column_part: Int32):
-        """Wait until all K/V tiles of lower rank have added this part of a block."""
-        coord, rank = self.semaphore_rank(p, tile, block, column_part)
+    def wait_semaphore(self, p: Params, tile: KVTile, block: tuple):
+        """Wait until all K/V tiles of lower rank have added to a block. Called by both adder warps."""
+        coord, rank = self.semaphore_rank(p, tile, block)
         with cute.arch.elect_one():
             p.dq_semaphore.wait(coord, rank)
         cute.arch.sync_warp()
 
     @cute.jit
-    def arrive_semaphore(self, p: Params, tile: KVTile, block: tuple, column_part: Int32):
-        """Let the next K/V tile add this part of a block, after the additions of this tile are complete."""
-        coord, rank = self.semaphore_rank(p, tile, block, column_part)
+    def arrive_semaphore(self, p: Params, tile: KVTile, block: tuple, wg: Int32):
+        """Let the next K/V tile add to a block, after both adder warps have added to it."""
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
-            p.dq_semaphore.arrive(coord, rank)
+            # Orders the additions of this warp before the arrival, which the other adder warp may do.
+            cute.arch.inline_ptx("fence.proxy.async.global;")
+        cute.arch.sync_warp()
+        cute.arch.barrier(barrier_id=DQ_ADDED, number_of_threads=32 * NUM_WARPGROUPS)
+        if wg == 0:
+            coord, rank = self.semaphore_rank(p, tile, block)
+            with cute.arch.elect_one():
+                p.dq_semaphore.arrive(coord, rank)
         cute.arch.sync_warp()
 
     @property

@@ -69,7 +69,6 @@ class BwdTileSm90Wide(Tile):
     needs_wgmma: ClassVar[bool] = True
     num_threads: ClassVar[int] = 3 * 128
     max_mod_ops: ClassVar[int] = 24
-    dq_semaphores: ClassVar[int] = 4  # two halves of each warpgroup's part of dQ
     registers: ClassVar[tuple[int, int]] = 24, 240  # per thread of the producer, and of the consumer warpgroups
 
     def prefetches_bias(self, mod_ops: int, has_softcap: bool) -> bool:

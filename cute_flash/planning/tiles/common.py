@@ -46,7 +46,6 @@ class Tile:
     measured: str = field(default="not measured: chosen by the rules above the table", compare=False, kw_only=True)
 
     needs_wgmma: ClassVar[bool] = False
-    dq_semaphores: ClassVar[int] = 1  # of an m_block, for deterministic gradients: one for each part of dQ
 
     @property
     def smem_bytes(self) -> int:
