@@ -391,49 +391,52 @@ class BwdSm90Wide(Kernel):
         storage.v.wait_full(0)
         if total > 0:
             self.first_scores(p, state, tile)
-            position = self.first_position(p, tile)
+            position = (self.first_accum_block(p, tile), *self.first_block(p, tile))
             for iteration in cutlass.range(total - 1, unroll=1):
                 position = self.process_block(p, state, tile, iteration, position)
             self.last_block(p, state, total - 1, position)
         self.store_gradients(p, state, tile)
 
-    def first_position(self, p: Params, tile: KVTile) -> tuple:
-        """The position of a tile's first block.
+    def first_block(self, p: Params, tile: KVTile) -> tuple:
+        """The first block of a tile.
 
-        A position has the index of the block in mdQ_accum, its number within its head and, if scores depend on the
-        head, its head. With a block mask it has the index in mdQ_accum, the number of the block in the list, and the
-        bits of its `BwdBlockIndex`.
+        A block is given by its number within its head and, if scores depend on the head, its head. With a block mask it
+        is given by its number in the list and the bits of its `BwdBlockIndex`.
         """
         if self.static.block_sparse:
-            index = p.block_index(tile, Int32(0))
-            return p.sparse_accum_block(tile, index), Int32(0), index.bits
-        accum_block = p.first_accum_block(tile)
-        return (accum_block, Int32(0), tile.head_kv * p.heads_per_kv) if self.needs_head else (accum_block, Int32(0))
+            return Int32(0), p.block_index(tile, Int32(0)).bits
+        return (Int32(0), tile.head_kv * p.heads_per_kv) if self.needs_head else (Int32(0),)
 
-    def block_and_head(self, p: Params, tile: KVTile, position: tuple) -> tuple:
-        """(m_block, head) at a position; the head is 0 if scores do not depend on it."""
+    def first_accum_block(self, p: Params, tile: KVTile) -> Int32:
+        """The index of the first block in mdQ_accum."""
+        if self.static.block_sparse:
+            return p.sparse_accum_block(tile, p.block_index(tile, Int32(0)))
+        return p.first_accum_block(tile)
+
+    def block_and_head(self, p: Params, tile: KVTile, block: tuple) -> tuple:
+        """(m_block, head) of a block; the head is 0 if scores do not depend on it."""
         if not self.static.block_sparse:
-            return tile.block_iter.block(position[1]), position[2] if self.needs_head else Int32(0)
-        index = BwdBlockIndex(position[2])
+            return tile.block_iter.block(block[0]), block[1] if self.needs_head else Int32(0)
+        index = BwdBlockIndex(block[1])
         return index.m_block, tile.head_kv * p.heads_per_kv + index.head
 
     @cute.jit
     def first_scores(self, p: Params, state: MmaState, tile: KVTile):
         """Compute P and dS of the first block, and start its dV."""
-        position = self.first_position(p, tile)
-        scores = self.block_scores(p, state, tile, position)
+        block = self.first_block(p, tile)
+        scores = self.block_scores(p, state, tile, block)
         self.start_s(p, state, Int32(0))
         self.start_dp(p, state, Int32(0))
         warpgroup.wait_group(1)
         rLSE = self.load_row_statistic(state, state.storage.sLSE[None, 0])
-        probs = self.make_p(p, state, tile, scores, rLSE, position)
+        probs = self.make_p(p, state, tile, scores, rLSE, block)
         self.stage_transposed(state, probs, state.storage.sP)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.start_early_dv(p, state, Int32(0))
         # wait for dP
         rDelta = self.load_row_statistic(state, state.storage.sDelta[None, 0])
         warpgroup.wait_group(HALVES)
-        self.make_ds(p, state, tile, scores, rDelta, Int32(0), position)
+        self.make_ds(p, state, tile, scores, rDelta, Int32(0), block)
 
     @cute.jit
     def start_early_dv(self, p: Params, state: MmaState, iteration: Int32):
@@ -455,7 +458,8 @@ class BwdSm90Wide(Kernel):
         Both warpgroups arrive at `p_free` after dV, so sP is free after a wait for it. Both arrive at the barrier
         P_STAGED after dQ1, the last reader of sdS, so the single stage of sdS is free after that barrier.
 
-        `position`: as in `first_position`. The position of the next block is returned.
+        `position`: (index of the block in mdQ_accum, *block), with the block as in `first_block`. The position of the
+        next block is returned.
         """
         storage = state.storage
         self.start_dq(p, state, iteration, 0)
@@ -467,7 +471,7 @@ class BwdSm90Wide(Kernel):
         if cutlass.const_expr(p.score_params is not None):
             # Dropout bits are computed while products run, and before S takes registers.
             following = self.next_position(p, tile, position)
-            scores = self.block_scores(p, state, tile, following)
+            scores = self.block_scores(p, state, tile, following[1:])
         # wait for dQ0, and move it to shared memory while dK0 runs
         warpgroup.wait_group(1)
         rest = self.stage_dq(state, iteration, 0)
@@ -482,7 +486,7 @@ class BwdSm90Wide(Kernel):
         # wait for S; compute its exponentials while dK1 and dQ1 run
         rLSE = self.load_row_statistic(state, storage.sLSE[None, storage.q.stage(iteration + 1)])
         warpgroup.wait_group(2)
-        probs = self.make_p(p, state, tile, scores, rLSE, following)
+        probs = self.make_p(p, state, tile, scores, rLSE, following[1:])
         state.p_free.wait()
         self.stage_transposed(state, probs, storage.sP)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -502,12 +506,12 @@ class BwdSm90Wide(Kernel):
         # wait for dP, and load Δ while it runs
         rDelta = self.load_row_statistic(state, storage.sDelta[None, storage.do.stage(iteration + 1)])
         warpgroup.wait_group(1)
-        self.make_ds(p, state, tile, scores, rDelta, iteration + 1, following)
+        self.make_ds(p, state, tile, scores, rDelta, iteration + 1, following[1:])
         return following
 
     @cute.jit
     def next_position(self, p: Params, tile: KVTile, position: tuple):
-        """The position of the next block; see `first_position`. After the last block of a list it is the same block."""
+        """The position of the next block; see `process_block`. After the last block of a list it is the same block."""
         accum_block, i = position[0] + 1, position[1] + 1
         if cutlass.const_expr(self.static.block_sparse):
             index = p.block_index(tile, cutlass.min(i, tile.num_sparse - 1))
@@ -526,7 +530,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def last_block(self, p: Params, state: MmaState, iteration: Int32, position: tuple):
-        """Compute the gradients of the tile's last block. `position`: as in `first_position`."""
+        """Compute the gradients of the tile's last block. `position`: as in `process_block`."""
         self.start_dq(p, state, iteration, 0)
         for half in cutlass.range_constexpr(HALVES):
             self.start_dk(p, state, iteration, half)
@@ -611,11 +615,11 @@ class BwdSm90Wide(Kernel):
         """Signal the adder warp that a half of dQ is in shared memory. Called after a fence."""
         cute.arch.mbarrier_arrive(state.storage.dq.full_barrier(self.dq_iteration(state, iteration, half)))
 
-    def block_scores(self, p: Params, state: MmaState, tile: KVTile, position: tuple) -> BlockScores | ModScores | None:
-        """The score features of a block; None: there are none."""
+    def block_scores(self, p: Params, state: MmaState, tile: KVTile, block: tuple) -> BlockScores | ModScores | None:
+        """The score features of a block; None: there are none. `block`: as in `first_block`."""
         if p.score_params is None:
             return None
-        m_block, head = self.block_and_head(p, tile, position)
+        m_block, head = self.block_and_head(p, tile, block)
         mask, first_key = self.mask(p, state, tile, m_block)
         scores = p.score_params.block(mask, head, tile.batch, first_key, is_transposed=False)
         if self.static.has_mods:
@@ -637,9 +641,9 @@ class BwdSm90Wide(Kernel):
         tile: KVTile,
         scores: BlockScores | ModScores | None,
         rLSE: cute.Tensor,
-        position: tuple,
+        block: tuple,
     ) -> cute.Tensor:
-        """S -> P = exp(scale S - LSE).
+        """S -> P = exp(scale S - LSE). `block`: as in `first_block`.
 
         P replaces S, and is returned. With score features, P in 16 bits is returned, and the registers of S keep the
         values for `make_ds`.
@@ -648,14 +652,14 @@ class BwdSm90Wide(Kernel):
         if cutlass.const_expr(scores is not None):
             scores.apply_softcap(state.acc_S)
         if cutlass.const_expr(not has_mods):
-            self.apply_band(p, state, tile, position[1])
+            self.apply_band(p, state, tile, block[0])
         elif cutlass.const_expr(not scores.masks_probs):
-            self.apply_mask(p, state, tile, scores, position)
+            self.apply_mask(p, state, tile, scores, block)
         if cutlass.const_expr(scores is not None):
             probs = cute.make_fragment_like(state.acc_S, self.dtype)
             scores.exponentiate(state.acc_S, probs, rLSE)
             if cutlass.const_expr(has_mods and scores.masks_probs):
-                self.apply_mask(p, state, tile, scores, position)
+                self.apply_mask(p, state, tile, scores, block)
                 scores.pack_probs(state.acc_S, probs)
         else:
             S_mn, scale_log2 = as_mn(state.acc_S), p.scale * LOG2_E
@@ -675,15 +679,15 @@ class BwdSm90Wide(Kernel):
             mask.apply(as_mn(state.acc_S), first_key)
 
     @cute.jit
-    def apply_mask(self, p: Params, state: MmaState, tile: KVTile, scores: ModScores, position: tuple):
+    def apply_mask(self, p: Params, state: MmaState, tile: KVTile, scores: ModScores, block: tuple):
         """Mask scores outside the band, keys and queries past the end, and scores where mask_mod is false."""
-        m_block, _head = self.block_and_head(p, tile, position)
+        m_block, _head = self.block_and_head(p, tile, block)
         is_tail = (tile.n_block + 1) * self.tile.tile_n > tile.seqlen.k_len
         if m_block < tile.blocks.full_begin or m_block >= tile.blocks.full_end or is_tail:
             mask, first_key = self.mask(p, state, tile, m_block)
             scores.apply_band(state.acc_S, mask, first_key)
         is_sparse = self.static.block_sparse
-        scores.apply_mask(state.acc_S, BwdBlockIndex(position[2]).is_partial if cutlass.const_expr(is_sparse) else None)
+        scores.apply_mask(state.acc_S, BwdBlockIndex(block[1]).is_partial if cutlass.const_expr(is_sparse) else None)
 
     def _coords(self, p: Params, thread: Int32) -> cute.Tensor:
         """(query, key) of every element of S in this thread."""
@@ -699,7 +703,7 @@ class BwdSm90Wide(Kernel):
         scores: BlockScores | ModScores | None,
         rDelta: cute.Tensor,
         iteration: Int32,
-        position: tuple,
+        block: tuple,
     ):
         """Compute dS = P (dP - Δ) and write it to shared memory. Both warpgroups wait until both have written."""
         storage = state.storage
@@ -717,14 +721,14 @@ class BwdSm90Wide(Kernel):
         if cutlass.const_expr(self.static.has_mods):
             sums.finish()
         if cutlass.const_expr(state.dalibi is not None):
-            if self.is_last_of_head(tile, position):
-                self.store_dalibi(p, state, tile, self.block_and_head(p, tile, position)[1])
+            if self.is_last_of_head(tile, block):
+                self.store_dalibi(p, state, tile, self.block_and_head(p, tile, block)[1])
 
-    def is_last_of_head(self, tile: KVTile, position: tuple) -> cutlass.Boolean:
-        """Whether the block at a position is the last one of its head in this tile."""
+    def is_last_of_head(self, tile: KVTile, block: tuple) -> cutlass.Boolean:
+        """Whether a block is the last one of its head in this tile."""
         if self.static.block_sparse:
-            return BwdBlockIndex(position[2]).is_last
-        return position[1] + 1 == tile.block_iter.num
+            return BwdBlockIndex(block[1]).is_last
+        return block[0] + 1 == tile.block_iter.num
 
     @cute.jit
     def store_dalibi(self, p: Params, state: MmaState, tile: KVTile, head: Int32):
