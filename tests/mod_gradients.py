@@ -112,7 +112,11 @@ def assert_gradients(case: Case, **more: Any) -> dict[str, Tensor]:
         assert (value.shape, value.dtype) == (x.shape, x.dtype), f"d{name}: {value.shape} of {value.dtype}"
         assert torch.isfinite(value).all(), f"d{name}: not finite"
         if name not in "qkv":
-            _assert_agrees(name, value, fused[name], oracle)
+            # The gradient is 0 for a single key. Its terms then have the rounding errors of dP - Δ.
+            if oracle.numel() and largest(oracle) <= 1e-12 * most:
+                assert largest(value) <= 1e-4 * most, f"d{name}: should be 0"
+            else:
+                _assert_agrees(name, value, fused[name], oracle)
             continue
         errors = [(y[name].double() - oracle).abs() for y in (rough, fused)]
         assert all(error.isfinite().all() for error in errors), f"d{name}: a yardstick is not finite"

@@ -34,9 +34,9 @@ MAX_SPLITS = 1024
 COUNTERS_STEP = 4096
 # Keys of a unit without `num_splits`: a CTA computes whole units (`device/kv_splits.py`).
 UNIT_KEYS = 32
-# Programmatic dependent launch saves 1 to 2 % of a call with few query tiles and costs as much with many: it is used
+# Programmatic dependent launch saves 1 to 6 % of a call with few query tiles, and costs 1 to 2 % with many: it is used
 # with fewer than this many query tiles per SM (profiling/notes/decode.md).
-MAX_OVERLAP_TILES_PER_SM = 0.5
+MAX_OVERLAP_TILES_PER_SM = 0.4
 # The limit of counts that the kernel keeps in 32 bits: half of the range, because the kernel may round them up.
 MAX_COUNT = 1 << 30
 

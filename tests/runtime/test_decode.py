@@ -240,6 +240,15 @@ def test_the_family_sm80_leaves_out_what_ampere_does_not_have() -> None:
     assert not gpu.keys[0].static.has_fp8_cvt, "a 16-bit cache is the same kernel on all"  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("batch", "overlaps"), [(1, True), (6, True), (7, False), (64, False)])
+def test_calls_with_many_query_tiles_do_not_start_early(batch: int, overlaps: bool) -> None:
+    """Eight query tiles per sequence on 132 SMs."""
+    static = DecodeStatic("bfloat16", 128, overlaps_previous=True)
+    plan = plan_decode(static, ARCHS["sm_90"], batch, 1, 32, 8, 4096, None)
+    assert plan.num_query_tiles == 8 * batch
+    assert plan.key.static == replace(static, overlaps_previous=overlaps)
+
+
 def test_calls_bypass_the_dispatcher(sm_90: DecodeGpu) -> None:
     call = build()
     with claiming_cuda():
