@@ -8,7 +8,7 @@ from functools import cache
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 from cute_flash.tools.cp_cost import LINKS, Cost, Model
-from profiling.context_parallel import GOAL, Settings
+from profiling.context_parallel import Settings
 from profiling.terminal import Table
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -45,7 +45,7 @@ def ratios() -> str:
     shape = f"S = {s.seqlen}, {s.ranks} ranks, H = {s.heads}, Hkv = {s.heads_kv}, D = {s.head_dim}"
     return (
         f"For {shape}, the model predicts a sum over ranks of {forward:.2f} (forward) and {backward:.2f} (backward) "
-        f"times the unsharded call. Our goal is at most {GOAL}."
+        f"times the unsharded call."
     )
 
 
