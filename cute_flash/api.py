@@ -167,6 +167,7 @@ def attn(
         check_are_tensors(q=q, k=k, v=v)
     if q.is_nested:
         _refuse_for_nested(bias=bias, block_mask=block_mask, block_map=block_map)
+        _check_nested_layout(q, layout)
         return attn_nested(
             q, k, v, causal=causal, window=window, scale=scale, return_lse=return_lse, deterministic=deterministic,
             softcap=softcap, alibi=alibi, sinks=sinks, dropout=dropout, return_max_logit=return_max_logit,
@@ -179,7 +180,7 @@ def attn(
     if alibi is not None or sinks is not None or dropout is not None:
         args = _with_features(args, q, alibi, sinks, dropout)
     if not (bias is score_mod is mask_mod is score_mod_bwd is block_mask is block_map is None):
-        block_mask = block_map if block_mask is None else block_mask
+        block_mask = _one_block_mask(block_mask, block_map)
         if bias is not None:
             bias = _checked_bias(bias, q, k, layout)
         args = _with_mods(args, q, bias, score_mod, mask_mod, score_mod_bwd, block_mask)
@@ -229,7 +230,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
         )  # fmt: skip
         args = _with_features(args, q, values.alibi, values.sinks, values.dropout, draws_seed=False)
         bias = None if values.bias is None else _checked_bias(values.bias, q, k, values.layout)
-        block_mask = values.block_map if values.block_mask is None else values.block_mask
+        block_mask = _one_block_mask(values.block_mask, values.block_map)
         args = _with_mods(args, q, bias, values.score_mod, values.mask_mod, values.score_mod_bwd, block_mask)
         problem = describe(*ops.autocast(*_to_bhsd(q, k, v, values.layout)), args)
         if q.device.type == "cuda":
@@ -461,6 +462,21 @@ def _refuse_for_nested(**arguments: Any) -> None:
                 else "use score_mod and mask_mod"
             )
             raise UnsupportedError(f"{name} with NestedTensors: {remedy}")
+
+
+def _check_nested_layout(q: Tensor, layout: str) -> None:
+    """Raise `ValueError` for a layout that does not exist, or that contradicts a NestedTensor."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: use one of {', '.join(LAYOUTS)}")
+    if layout == "bshd" and _ragged_dim(q, "q") == 2:
+        raise ValueError("layout='bshd' with a NestedTensor (B, H, j, D): leave layout out; it follows from the tensor")
+
+
+def _one_block_mask(block_mask: Any, block_map: Any) -> Any:
+    """The block mask, given by its name or by its former name."""
+    if block_mask is not None and block_map is not None:
+        raise ValueError("block_map is the former name of block_mask: pass block_mask alone")
+    return block_map if block_mask is None else block_mask
 
 
 def _ragged_dim(x: Any, name: str) -> int:

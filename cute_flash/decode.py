@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_flash import ops_decode
-from cute_flash.spec.decode import DecodeArgs, describe_decode
+from cute_flash.spec.decode import DecodeArgs
 from cute_flash.spec.problem import Support
 from cute_flash.spec.values import as_bool, as_float, as_int, as_window, check_are_tensors
 
@@ -173,9 +173,7 @@ def decode_supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, **keywords: Any
     """
     try:
         q, k_cache, v_cache, args = bind(q, k_cache, v_cache, **keywords)
-        if torch.is_grad_enabled():
-            ops_decode.refuse_grad(q, k_cache, v_cache, args)
-        describe_decode(q, k_cache, v_cache, args)
+        ops_decode.check(q, k_cache, v_cache, args)
     except (TypeError, ValueError) as error:
         return Support(False, str(error))
     return Support(True)

@@ -59,6 +59,16 @@ def decode(
     return (out if args.out is None else args.out), lse
 
 
+def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None:
+    """Raise an error if `decode` would not support the call. Nothing is launched."""
+    if torch.is_grad_enabled():
+        refuse_grad(q, k_cache, v_cache, args)
+    if q.is_cuda:
+        _cuda.plan_call(q, k_cache, v_cache, args)
+    else:
+        describe_decode(q, k_cache, v_cache, args)
+
+
 def is_direct(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> bool:
     """Whether the dispatcher can be bypassed, because it would only call the operator's CUDA implementation."""
     if not q.is_cuda or is_observed():

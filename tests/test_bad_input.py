@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_flash import UnsupportedError, attn, attn_nested, attn_varlen, supports
+from cute_flash import BlockMask, UnsupportedError, attn, attn_nested, attn_varlen, supports
 
 S = 16
 OFFSETS = torch.tensor([0, 6, S], dtype=torch.int32)
@@ -63,6 +63,7 @@ WRONG = [
     (dict(score_mod_bwd=lambda g, s, b, h, i, j: g), "score_mod_bwd without score_mod"),
     (dict(block_mask=torch.ones(2, 2)), r"block_mask is a torch.Tensor: make one with cute_flash.BlockMask.of\("),
     (dict(block_map="x"), "block_m"),
+    (dict(block_mask=BlockMask.of(None, (1, 1, S, S)), block_map="x"), "block_map is the former name of block_mask"),
 ]
 
 
@@ -211,6 +212,16 @@ def test_attn_takes_nested_tensors() -> None:
             torch.testing.assert_close(each[0].unbind()[i], out[0])
             torch.testing.assert_close(each[1].unbind()[i], lse[0])
     torch.testing.assert_close(results[2], same[2])
+
+
+def test_layouts_of_nested_tensors() -> None:
+    q, k, v = nested()
+    with pytest.raises(ValueError, match="layout='sbhd': use one of bhsd, bshd"):
+        attn(q, k, v, layout="sbhd")
+    with pytest.raises(ValueError, match="layout='bshd' with a NestedTensor"):
+        attn(q, k, v, layout="bshd")
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    assert torch.equal(attn(*rows, layout="bshd").values(), attn(*rows).values())
 
 
 def test_nested_seqused() -> None:

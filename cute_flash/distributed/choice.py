@@ -96,8 +96,11 @@ def choice_by_bytes(sent: dict[str, int]) -> Choice:
     best = min((name for name in sent if name != "ring" or not ring_saves_little), key=lambda name: sent[name])
     sizes = ", ".join(f"{name} {size:,}" for name, size in sent.items())
     reason = f"the fewest bytes sent by a rank in a forward and a backward pass ({sizes})"
-    if ring_saves_little and best == "allgather":
-        reason += "; not ring, which sends at least half as many bytes as allgather and also merges partial results"
+    if best == "allgather" and sent["ring"] < sent["allgather"]:
+        reason = (
+            f"a ring sends more than half as many bytes, and also merges partial results (bytes sent by a rank in a "
+            f"forward and a backward pass: {sizes})"
+        )
     return Choice(best, reason, sent)
 
 

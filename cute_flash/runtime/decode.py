@@ -58,12 +58,21 @@ def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, return_ls
 def _bind(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, return_lse: bool = True
 ) -> Callable[..., Outputs]:
+    problem, plan = plan_call(q, k_cache, v_cache, args)
+    if plan is None:
+        return _empty
+    reserve(q.device.index)
+    return _launch(plan, problem, q, (k_cache, v_cache), args, return_lse)
+
+
+def plan_call(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> tuple[DecodeProblem, DecodePlan | None]:
+    """Describe and plan a call, or raise `UnsupportedError`; the plan is None if there is nothing to compute."""
     problem = describe_decode(q, k_cache, v_cache, args, "cuda")
     _check_caches(k_cache, v_cache)
     if 0 in (problem.batch, problem.total_tokens, problem.heads, problem.capacity, k_cache.shape[0]):
         if problem.has_new and 0 not in (problem.batch, problem.heads_kv, problem.capacity, k_cache.shape[0]):
             raise UnsupportedError("k_new without queries on cuda: write the rows into the caches by index")
-        return _empty
+        return problem, None
     gpu = current_gpu().arch(q.device.index)
     # The family sm80 uses only features of Ampere.
     capability = min(gpu.capability, (8, 0)) if current_family() == "sm80" else gpu.capability
@@ -91,11 +100,8 @@ def _bind(
     )
     tokens = problem.total_tokens if problem.is_ragged else problem.tokens
     assert tokens is not None
-    plan = plan_decode(
-        static, gpu, problem.batch, tokens, problem.heads, problem.heads_kv, problem.capacity, args.num_splits
-    )
-    reserve(q.device.index)
-    return _launch(plan, problem, q, (k_cache, v_cache), args, return_lse)
+    sizes = (problem.batch, tokens, problem.heads, problem.heads_kv, problem.capacity)
+    return problem, plan_decode(static, gpu, *sizes, args.num_splits)
 
 
 def _rotary_dtype(cos: Tensor | None) -> str:

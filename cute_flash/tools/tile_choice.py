@@ -438,8 +438,8 @@ def arch_of(args: argparse.Namespace) -> ArchSpec:
         if given := [f"--{name.replace('_', '-')}" for name, value in sizes.items() if value is not None]:
             raise ValueError(f"{', '.join(given)}: describe a GPU with --smem-kb too")
         return archs.by_name(args.gpu)
-    smem_sm_kb = args.smem_sm_kb or args.smem_kb + 1
-    if min(args.smem_kb, *(value for value in sizes.values() if value is not None), smem_sm_kb - args.smem_kb) < 0:
+    smem_sm_kb = args.smem_kb + 1 if args.smem_sm_kb is None else args.smem_sm_kb
+    if min([args.smem_kb, *(x for x in sizes.values() if x is not None)]) <= 0 or smem_sm_kb < args.smem_kb:
         raise ValueError(f"--smem-kb {args.smem_kb}: sizes must be positive, and an SM has at least a CTA's memory")
     try:
         base = archs.by_name(args.gpu)

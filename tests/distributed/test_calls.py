@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cute_flash.distributed.calls import BandCall, band_calls, key_range
+from cute_flash.distributed.choice import choice_by_bytes
 from cute_flash.distributed.ring import EDGE_STEPS, GROWTH, Schedule, max_steps
 from cute_flash.distributed.sharding import SHARDINGS, Sharding, join, split
 from cute_flash.spec.band import Band
@@ -206,3 +207,12 @@ def test_join_is_the_inverse_of_split(kind: str, n: int, chunk: int) -> None:
     assert torch.equal(join(shards, 0, kind), x)
     for shard in range(n):
         assert torch.equal(shards[shard], sharding.positions(shard))
+
+
+def test_the_reason_of_auto_is_true() -> None:
+    fewest = choice_by_bytes({"ring": 10, "allgather": 100, "ulysses": 50})
+    assert fewest.method == "ring" and fewest.reason.startswith("the fewest bytes")
+    near = choice_by_bytes({"ring": 60, "allgather": 100})
+    assert near.method == "allgather" and "a ring sends more than half as many bytes" in near.reason
+    both = choice_by_bytes({"ring": 100, "allgather": 100})
+    assert both.method == "allgather" and both.reason.startswith("the fewest bytes")

@@ -327,6 +327,26 @@ def test_too_many_splits(sm_90: DecodeGpu) -> None:
         run(build(), num_splits=MAX_SPLITS + 1)
 
 
+def test_supports_answers_as_the_call_does(sm_90: DecodeGpu) -> None:
+    call = build()
+    unaligned = torch.zeros(call.k_cache.numel() + 1, dtype=call.k_cache.dtype)[1:].view(call.k_cache.shape)
+    fp8 = build(fp8="plain", head_dim=24, head_dim_v=16)
+    calls = [
+        ((call.q, call.k_cache, call.v_cache), call.options),
+        ((call.q, call.k_cache, call.v_cache), call.options | {"num_splits": MAX_SPLITS + 1}),
+        ((call.q, unaligned, call.v_cache), call.options),
+        ((fp8.q, fp8.k_cache, fp8.v_cache), fp8.options),
+    ]
+    with claiming_cuda():
+        answers = [cute_flash.decode_supports(*tensors, **options) for tensors, options in calls]
+    assert [bool(answer) for answer in answers] == [True, False, False, False]
+    for answer, message in zip(
+        answers[1:], ("num_splits", "multiples of 16 bytes", "in FP8 with head dim"), strict=True
+    ):
+        assert message in answer.reason
+    assert not sm_90.launches and not sm_90.keys
+
+
 def test_a_call_without_keys_or_queries_launches_nothing(sm_90: DecodeGpu) -> None:
     call = build(has_sinks=True)
     empty = DecodeCall(call.q, call.k_cache[:, :0], call.v_cache[:, :0], call.options | {"cache_seqlens": 0})

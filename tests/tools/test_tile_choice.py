@@ -165,6 +165,8 @@ def test_fp32_has_candidates() -> None:
         (("--smem-kb", "2"), "no tile fits"),
         (("--smem-kb", "64", "--smem-sm-kb", "32"), "at least a CTA"),
         (("--seqlen", "0"), "positive"),
+        (("--smem-kb", "64", "--sms", "0"), "sizes must be positive"),
+        (("--smem-kb", "0"), "sizes must be positive"),
     ],
 )
 def test_wrong_arguments(argv: tuple[str, ...], message: str) -> None:
