@@ -195,7 +195,7 @@ def attn(
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
-    """Check whether `attn` supports these tensors and keywords. Nothing is launched.
+    """Check whether `attn` supports these tensors and keywords. No attention kernel is launched.
 
     The answer covers the forward pass and, with `deterministic`, the backward pass.
 

@@ -152,7 +152,9 @@ def attn_decode(
 
 
 def decode_supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, **keywords: Any) -> Support:
-    """Check whether `attn_decode` supports these tensors and keywords. Nothing is launched, and no tensor is read.
+    """Check whether `attn_decode` supports these tensors and keywords.
+
+    No attention kernel is launched, and lengths and tables are not read.
 
     Args:
         q: Queries, as for `attn_decode`.

@@ -3,10 +3,10 @@
     attention_fwd(q, k, v, *AttentionArgs) -> (out, lse, max_logit)
     attention_bwd(dout, dlse, q, k, v, out, lse, *AttentionArgs) -> (dq, dk, dv, gradients)
 
-q, k and v are (B, H, S, D) or, with `cu_seqlens_q`, (T, H, D), of any strides. `out` is dense and has the stride order
-of q. `lse` is the natural logarithm, (B, H, Sq) or (H, T), fp32 (fp64 for fp64 inputs). `gradients` has an entry for
-each of `AttentionArgs.differentiable`: alibi, sinks, bias and captured tensors. Results that a call does not need are
-empty tensors.
+q, k and v are (B, H, S, D) or, with `cu_seqlens_q`, (T, H, D), of any strides. `out` is dense; a 4-D `out` has the
+stride order of q, a 3-D one is contiguous. `lse` is the natural logarithm, (B, H, Sq) or (H, T), fp32 (fp64 for fp64
+inputs). `gradients` has an entry for each of `AttentionArgs.differentiable`: alibi, sinks, bias and captured tensors.
+Results that a call does not need are empty tensors.
 
 Both operators have dispatcher kernels for CPU (`reference`), CUDA (`runtime.launcher`), Autograd, fake tensors and
 vmap. The Autograd kernel of `attention_bwd` raises on a second backward. Autograd is registered with `Library.impl`,

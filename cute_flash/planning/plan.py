@@ -46,8 +46,8 @@ class CompileKey:
     """The key of a compiled kernel: all that determines its machine code, except the source files."""
 
     kernel: str  # name in `registry.KERNELS`
-    static: Any  # Static, or DecodeStatic
-    tile: Any  # Tile, SchedulerTile or DecodeTile
+    static: Any  # Static, DecodeStatic or MergeStatic
+    tile: Any  # Tile, SchedulerTile, DecodeTile or MergeTile
     target: str  # architecture of the compiler: "sm_80", "sm_90a"
     operands: tuple[str, ...]  # names of the launch's arguments, in order
 

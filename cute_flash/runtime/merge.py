@@ -19,7 +19,7 @@ Partial = tuple[int, Tensor, Tensor]
 def merge_partials(out: Tensor, lse: Tensor, partials: Sequence[Partial]) -> None:
     """Write the merged output to `out` (B, H, S, Dv), in its dtype, and the LSE to `lse` (B, H, S), contiguous.
 
-    `out` and `lse` may not be tensors of `partials`.
+    `out` and `lse` must not be tensors of `partials`.
     """
     assert 0 < len(partials) <= MAX_PARTIALS and lse.is_contiguous()
     if not out.numel():
