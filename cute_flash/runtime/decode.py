@@ -138,7 +138,7 @@ def _launch(
     args: DecodeArgs,
     return_lse: bool,
 ) -> Any:
-    """The function that launches calls of one signature. Strides and dtypes are examined once, here."""
+    """The function that launches calls of one signature. Strides and dtypes are examined once, here; addresses are not."""
     static: DecodeStatic = plan.key.static
     kernel, current_device = current_gpu().kernel(plan.key), current_gpu().current_device
     device, index, ragged = q.device, q.device.index, static.ragged
@@ -159,6 +159,8 @@ def _launch(
     def launch(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:
         if current_device() != index:
             return current_gpu().on_device(index, launch, q, k_cache, v_cache, args)
+        if (k_cache.data_ptr() | v_cache.data_ptr()) % ROW_ALIGN_BYTES:
+            _check_caches(k_cache, v_cache)
         if negates_q:
             q = -q
         if copies_q or q.data_ptr() % ROW_ALIGN_BYTES:
@@ -220,7 +222,7 @@ def _conversions(static: DecodeStatic, problem: DecodeProblem, args: DecodeArgs)
     if static.appends:
         for name in ("k_new", "v_new"):
             is_plain = not static.ragged and _is_aligned(getattr(args, name))
-            found[name] = None if is_plain else partial(_rows, is_ragged=static.ragged)
+            found[name] = _at_aligned_address if is_plain else partial(_rows, is_ragged=static.ragged)
     if static.rotary:
         for name in ("rotary_cos", "rotary_sin"):
             x, dtype = getattr(args, name), getattr(torch, static.rotary_dtype)
@@ -234,6 +236,10 @@ def _conversions(static: DecodeStatic, problem: DecodeProblem, args: DecodeArgs)
         for name in ("k_scale", "v_scale"):
             found[name] = partial(_scales, heads_kv=problem.heads_kv, device=args.cache_seqlens.device)
     return found
+
+
+def _at_aligned_address(x: Tensor) -> Tensor:
+    return x.clone() if x.data_ptr() % ROW_ALIGN_BYTES else x
 
 
 def _add_workspace(values: list[Any], at: dict[str, int], plan: DecodePlan, index: int) -> None:

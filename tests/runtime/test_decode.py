@@ -316,6 +316,20 @@ def test_caches_that_the_kernel_cannot_address(sm_90: DecodeGpu) -> None:
     assert not sm_90.launches
 
 
+def test_addresses_are_checked_by_every_call(sm_90: DecodeGpu) -> None:
+    """Later calls of a signature may have tensors at other addresses."""
+    call = build(new=(1, 1))
+    run(call)
+    moved = {name: torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+             for name, x in (("k_cache", call.k_cache), ("k_new", call.options["k_new"]))}  # fmt: skip
+    assert all(x.data_ptr() % ROW_ALIGN_BYTES for x in moved.values())
+    run(DecodeCall(call.q, call.k_cache, call.v_cache, call.options | {"k_new": moved["k_new"]}))
+    assert len(bound) == 1 and sm_90.launches[-1]["k_new"].data_ptr() % ROW_ALIGN_BYTES == 0
+    with pytest.raises(UnsupportedError, match=r"k_cache with strides .* multiples of 16 bytes"):
+        run(DecodeCall(call.q, moved["k_cache"], call.v_cache, call.options))
+    assert len(bound) == 1 and len(sm_90.launches) == 2
+
+
 def test_fp8_needs_head_dims_of_16_bytes(sm_90: DecodeGpu) -> None:
     for widths, name in (((24, 16), "k_cache"), ((16, 40), "v_cache")):
         with pytest.raises(UnsupportedError, match=f"{name} in FP8 with head dim .* use a multiple of 16"):
