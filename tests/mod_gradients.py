@@ -29,7 +29,7 @@ MOST_KERNELS = 2
 # gradient's size.
 YARDSTICK = 0.2
 FLOOR = {torch.float32: 3e-3, torch.float16: 4e-3, torch.bfloat16: 1e-2}
-# Kinds of gradients only: the forward of wide heads has no kernel of its own.
+# Kinds for tests of gradients only: the forward has no separate kernel for wide heads.
 WIDE_KINDS = [
     Kind(256, score="alibi", bounds=(False, True)),
     Kind(192, score="capped", bounds=(True, True)),

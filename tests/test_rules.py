@@ -102,7 +102,7 @@ def test_few_kernels_serve_many_cases(family: str) -> None:
     found = list(mod_gradients.chosen(ARCHS["sm_90"], family, "cpu", kinds))
     served = [main_key(keys) for _, keys in found if keys]
     assert len(set(served)) <= 1.5 * len(kinds) and len(served) >= 5 * len(kinds)
-    # Wide heads, and long score_mods.
+    # Long score_mods.
     refused = {case.kind for case, keys in found if not keys}
     assert all(kind.head_dim > 128 or kind.score in ("gated", "hiding") for kind in refused)
     assert bool(refused) == (family == "sm90")

@@ -1,8 +1,9 @@
 """The operations of user mods in a kernel: the arithmetic of `score_mod.evaluate.Evaluator` on DSL scalars.
 
 Floats are fp32 and ints int32; captured tensors are CuTe tensors of any strides. Approximate functions have errors
-of a few ulp. A negative index of a captured tensor counts from its end. An index out of bounds, as may occur past the
-last row or key, loads the nearest element. Graphs must be lowered (`score_mod.lower`).
+of a few ulp, but near a zero of log, tanh, sin or cos only the absolute error is small. A negative index of a captured
+tensor counts from its end. An index out of bounds, as may occur past the last row or key, loads the nearest element.
+Graphs must be lowered (`score_mod.lower`).
 """
 
 import operator

@@ -10,8 +10,9 @@ keep that value instead, and P is computed twice. Rows are keys and columns are 
 (`BlockScores.is_transposed`). Subexpressions that depend on a column are computed for each column and then dropped;
 those that depend on a row are computed once per block.
 
-A score_mod may map -inf to a finite number, so -inf does not always mark masked entries. If P is kept, masked entries
-are set to 0; if S is kept, they hold a sentinel NaN; without a score_mod they are -inf.
+A score_mod may map -inf to a finite number, so -inf does not always mark masked entries. If the masks apply to P
+(`masks_probs`), masked entries are set to 0. If they apply to S, masked entries hold a sentinel NaN with a score_mod,
+and -inf without one.
 """
 
 from dataclasses import dataclass, replace

@@ -21,9 +21,9 @@ class DQSemaphore:
     """The order of additions to dQ: the last K/V tile adds to an m_block first, the first tile last.
 
     The grid starts the last tiles first too, so a tile that others wait for has always started. Tiles reach the same
-    m_block at different times, which shortens the waits. With a mask, a K/V tile visits m_blocks in ascending
-    order, beginning at the diagonal. Without a mask all tiles begin with the first m_block, but the grid interleaves
-    several heads, so the tiles of one head start at different times.
+    m_block at different times, which shortens the waits. A K/V tile visits m_blocks in ascending order. With a right
+    bound (causal) it begins at the diagonal. Without one all tiles begin with the first m_block, but the grid
+    interleaves several heads, so the tiles of one head start at different times.
     """
 
     mSemaphore: cute.Tensor  # (B, H, m_block)

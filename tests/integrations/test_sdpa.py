@@ -158,7 +158,7 @@ def test_sizes_strides_and_dtypes_are_those_that_torch_predicts(on_cpu, dtype, d
 
 @pytest.mark.parametrize("head_dim", [16, 12])
 def test_gradients_have_the_dropout_mask_of_the_forward(on_cpu: None, head_dim: int) -> None:
-    """The dropped weights are linear in v: with v = 1 in one column, out shows which weights remain."""
+    """v is the identity, so that out is the matrix of the remaining weights."""
     q, k, _ = tensors(2, 2, 24, head_dim, head_dim)
     v = torch.eye(head_dim).expand(2, 2, -1, -1).clone().requires_grad_()
     torch.manual_seed(1)

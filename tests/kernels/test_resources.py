@@ -217,8 +217,9 @@ def check_bwd_sm80(found: Resources, plan: Plan) -> None:
 
 def check_bwd_sm90(found: Resources, plan: Plan) -> None:
     tile = plan.tile
-    # K Qᵀ and V dOᵀ of the first, of the second and of further blocks; dV and dK of those before, and of the
-    # last; dQ of two blocks before, and of the last two.
+    # The code has three copies of each product. K Qᵀ and V dOᵀ: for the first, the second and all later blocks. dV and
+    # dK of the block before: beside the second block, beside later blocks, and after the last block. dQ of two blocks
+    # before: beside later blocks, and twice after the last block.
     s, dkv = tile.head_dim // 16, tile.tile_m // 16
     dq = tile.dq_part[0] // 64 * (tile.tile_n // 16)
     assert found.sass["HGMMA"] == 3 * (2 * s + 2 * dkv + dq)

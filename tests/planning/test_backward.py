@@ -83,7 +83,7 @@ def test_wide_heads_have_a_cta_for_each_tile(head_dim: int, is_persistent: bool,
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(136, None), (192, None), (192, 128), (256, None), (64, 256)])
 def test_wide_heads_with_features_have_a_smaller_tile(head_dim: int, head_dim_v: int | None) -> None:
-    """Fewer keys leave registers for features, varlen lengths and the additions in order."""
+    """Fewer keys leave registers for features, varlen lengths and deterministic additions to dQ."""
     plain = Problem(1, 2, 2, 100, 300, head_dim, head_dim_v=head_dim_v)
     calls = [(dataclasses.replace(plain, features=(name,)), False) for name in ("softcap", "alibi", "dropout")]
     calls += [(dataclasses.replace(plain, features=ALL, varlen=True), True), (plain, True)]

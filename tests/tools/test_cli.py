@@ -183,7 +183,7 @@ def check_few_queries(argv: list[str], capsys: pytest.CaptureFixture) -> None:
     assert main([*argv, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["blocks"], found["busy_sms"], found["used_rows"]) == (8, 8, 64 / (8 * 128))
-    # Every packed tile reads K and V of its head once.
+    # With pack_gqa, every tile reads K and V of its head once.
     assert found["reread_bytes"] == found["least_bytes"]
     assert found["roofline_seconds"] == pytest.approx(40e-6, rel=0.01) and found["roofline_bound"] == "memory"
     # Each of the 8 SMs computes 128 rows against 32768 keys.

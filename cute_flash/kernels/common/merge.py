@@ -62,7 +62,11 @@ class MergePartials(Kernel):
                 self.store(p, (batch, head), rows[j], column, *loaded[j])
 
     def load(self, p: Params, where: tuple, row: Int32, column: Int32) -> tuple[list, list]:
-        """The LSEs of a row, and its vectors at `column`. Positions past the ends load others; their LSE is -inf."""
+        """The LSE of a row, and its vector at `column`, of each partial output.
+
+        A partial output that does not have the row loads its nearest row, with an LSE of -inf. Columns past the end
+        load column 0; `store` does not write them.
+        """
         lses, vectors = [], []
         column = cutlass.select_(column < self.static.head_dim, column, Int32(0))
         for mX, mLSE, first in zip(p.partials, p.partial_lses, p.first_rows):

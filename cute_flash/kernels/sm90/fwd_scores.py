@@ -1,9 +1,10 @@
 """The scores of a block in the Hopper forward: score transform, masks and exponentials.
 
-*Further* blocks are those after the first block of a tile. The first block is transformed in place, and so are masked
-blocks with user mods. For further blocks, the transform of softcap and ALiBi also subtracts the row max so far, the
-*reference*, at no cost; such scores are *relative*. With a speculative row max, S is kept until the row sums are
-checked, and a fused pass can compute P from Q K^T (`device/fused_exp2.py`).
+*Further* blocks are those after the first block of a tile. The first block is transformed in place. With a speculative
+row max, S of a further block is kept until the row sums are checked, and a fused pass can compute P from Q K^T
+(`device/fused_exp2.py`). Other further blocks are transformed in place too. Without a bias, user mods and a block mask,
+the transform of softcap and ALiBi then also subtracts the row max so far, the *reference*, at no cost; such scores are
+*relative*.
 """
 
 from dataclasses import dataclass

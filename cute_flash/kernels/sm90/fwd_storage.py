@@ -64,7 +64,8 @@ class Config:
     def overlaps_tiles(self) -> bool:
         """Whether, with two stages of Q, the next tile's first block overlaps with this tile's last block.
 
-        The overlap needs the most registers, so block masks and expensive user mods disable it.
+        The overlap needs the most registers, so a block mask disables it, and so does a bias or a user mod if the
+        features of the call need more registers than dropout alone.
         """
         static = self.static
         return not (static.has_mods and (static.block_sparse or static.feature_cost > COST_DROPOUT))
@@ -115,7 +116,10 @@ class Config:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether two of these compete for registers: a dropout producer, user mods, and softcap or ALiBi."""
+        """Whether at least two of three groups of features compete for registers.
+
+        The groups: a dropout producer; a bias, user mods or a block mask; softcap or ALiBi.
+        """
         return self.tile.dropout_producer + self.static.has_mods + (self.has_softcap or self.has_alibi) > 1
 
     @property
