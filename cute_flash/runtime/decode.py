@@ -138,7 +138,7 @@ def _launch(
     args: DecodeArgs,
     return_lse: bool,
 ) -> Any:
-    """The function that launches calls of one signature. Strides and dtypes are examined once, here; addresses are not."""
+    """The function that launches calls of one signature. It examines addresses; strides and dtypes are examined here."""
     static: DecodeStatic = plan.key.static
     kernel, current_device = current_gpu().kernel(plan.key), current_gpu().current_device
     device, index, ragged = q.device, q.device.index, static.ragged
