@@ -138,7 +138,7 @@ def _launch(
     args: DecodeArgs,
     return_lse: bool,
 ) -> Any:
-    """The function that launches calls of one signature. It examines addresses; strides and dtypes are examined here."""
+    """The function that launches calls of one signature. It checks addresses; strides and dtypes are checked here."""
     static: DecodeStatic = plan.key.static
     kernel, current_device = current_gpu().kernel(plan.key), current_gpu().current_device
     device, index, ragged = q.device, q.device.index, static.ragged
