@@ -56,13 +56,7 @@ class Backend(base.AttentionBackend):
     def supports_sink(cls) -> bool:
         return True
 
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        return True
+    supports_sliding_window = supports_per_head_quant_scales = supports_sink
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ pytest.importorskip("cutlass")
 
 from cute_flash.kernels.common.fakes import fake_arguments, is_present
 from cute_flash.planning.decode import DecodeStatic, decode_tile
+from cute_flash.planning.merge import MergeStatic, MergeTile
 from cute_flash.planning.plan import plan_backward, plan_forward
 from cute_flash.planning.registry import KERNELS
 from cute_flash.spec.arch import ARCHS
@@ -23,15 +25,18 @@ def test_an_entry_is_compiled_for_the_operands_of_its_row_by_name_and_in_order(k
     module, name = KERNELS[kernel].path.split(":")
     entry = getattr(importlib.import_module(f"cute_flash.kernels.{module}"), name).__call__
     assert list(inspect.signature(entry).parameters) == ["self", "stream", "operands"]
+    static: Any = Static("bfloat16", 64)
+    tile: Any
     if kernel == "decode":
         static = DecodeStatic("bfloat16", 64)
-        fakes = fake_arguments(KERNELS[kernel].operands, static, decode_tile(static, 4, 8, ARCHS["sm_90"]))
-        assert list(fakes) == ["stream", *KERNELS[kernel].names]
-        return
-    plan = plan_backward if kernel.startswith("bwd") or kernel.endswith("bwd") else plan_forward
-    problem = Problem(2, 4, 2, 100, 200, 64)
-    tile = plan(problem, ARCHS["sm_80" if "sm80" in kernel else "sm_90"]).main.tile
-    fakes = fake_arguments(KERNELS[kernel].operands, Static("bfloat16", 64), tile)
+        tile = decode_tile(static, 4, 8, ARCHS["sm_90"])
+    elif kernel == "merge_partials":
+        static, tile = MergeStatic("bfloat16", 64, 3), MergeTile()
+    else:
+        plan = plan_backward if kernel.startswith("bwd") or kernel.endswith("bwd") else plan_forward
+        problem = Problem(2, 4, 2, 100, 200, 64)
+        tile = plan(problem, ARCHS["sm_80" if "sm80" in kernel else "sm_90"]).main.tile
+    fakes = fake_arguments(KERNELS[kernel].operands, static, tile)
     assert list(fakes) == ["stream", *KERNELS[kernel].names]
 
 

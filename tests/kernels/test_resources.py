@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_flash.jit.resources import Resources, nvdisasm
+from cute_flash.planning.merge import MAX_PARTIALS, merge_key
 from cute_flash.planning.plan import Plan
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
@@ -147,6 +148,16 @@ def test_a_decode_kernel_keeps_everything_in_registers(case: DecodeCase) -> None
     assert found.sass["HMMA"] > 0 and found.sass["HGMMA"] == 0
     assert found.sass["LDGSTS"] > 0 and found.sass["MUFU"] > 0
     assert found.sass["LDL"] == found.sass["STL"] == 0
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("arch", "dtype", "width"), [("sm_80", "bfloat16", 128), ("sm_90", "float32", 256)])
+def test_a_merge_keeps_everything_in_registers(arch: str, dtype: str, width: int) -> None:
+    found = kernel_resources(merge_key(dtype, width, MAX_PARTIALS, ARCHS[arch]))
+    assert found.symbol.startswith(f"cute_flash_merge_{MAX_PARTIALS}_d{width}_{dtype}")
+    assert found.spill_bytes == found.stack_bytes == found.smem_bytes == 0
+    # At least two CTAs per SM.
+    assert 256 * found.registers <= ARCHS[arch].registers_per_sm // 2
 
 
 # ---- registers
