@@ -156,8 +156,8 @@ def fp32_error_line(data: Path) -> str:
             worst = fp32.worst_errors(record, distribution, output, norm)
             ratios[f"{output}; inputs: {distribution}"] = worst[fp32.OURS] / worst[fp32.MATH]
         where = max(ratios, key=lambda name: ratios[name])
-        texts.append(f"{ratios[where]:.2f} × for the {label} ({where})")
-    return f"Over MATH's worst error in the same row, that of cute_flash is at most {' and '.join(texts)}."
+        texts.append(f"{ratios[where]:.2f} for the {label} ({where})")
+    return f"The worst error of cute_flash, divided by that of MATH in the same row, is at most {' and '.join(texts)}."
 
 
 def _read_decode(data: Path) -> dict[str, Any]:

@@ -4,8 +4,8 @@
     score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, seqlen_info, aux_tensors)
     mask_mod(b_idx, h_idx, q_idx, kv_idx, seqlen_info, aux_tensors)
 
-With `aux_tensors` FlashAttention-4 passes one score at a time and wraps every index. So the slopes of ALiBi are
-computed from the head, as in its own tests, and only tables that cannot be computed are aux tensors.
+With `aux_tensors` FlashAttention-4 passes one score at a time and takes every index modulo the sequence length. So the
+slopes of ALiBi are computed from the head, as in its own tests, and only tables that cannot be computed are aux tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import cutlass.cute as cute
 import torch
 from torch import Tensor
 
-# Entries appended to a table: the last query tile extends past the sequence, and FlashAttention-4 wraps the indices
-# only in the tile's first block.
+# Entries appended to a table: the last query tile extends past the sequence, and FlashAttention-4 takes the indices
+# modulo the sequence length only in the tile's first block.
 PADDING = 256
 
 

@@ -1,4 +1,4 @@
-"""The calls that GPU tests make reach every tile row that a plain call can take."""
+"""The calls that GPU tests make reach every row of the tile tables that a plain call can reach."""
 
 from __future__ import annotations
 

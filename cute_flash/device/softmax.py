@@ -31,14 +31,14 @@ THREADS_PER_ROW = 4
 # 15 exceeds 2.
 RESCALE_THRESHOLD = 3.0
 # m is exact for the first EXACT_KEYS keys, because the largest P matters more with fewer keys. In the Hopper forward,
-# only the first block is exact if two blocks have more keys than this, or if later blocks use a speculative maximum.
-# Exact blocks rescale like every block of FlashAttention-2. Measured on an H200 at S=512, the error relative to
+# only the first block is exact if two blocks together have more keys than this, or if later blocks use a speculative
+# maximum. Exact blocks rescale like every block of FlashAttention-2. Measured on an H200 at S=512, the error relative to
 # FlashAttention-2 is 1.056 if only the first block is exact, 1.038 with 192 exact keys, and 1.00 with 512. Short
 # sequences without a mask are then 3 % slower with 192 keys, and 8 % slower with 512.
 EXACT_KEYS = 128
 # With a speculative maximum, a block is checked if its row sums exceed this thread's part of l by more than this.
 SPECULATION_EXCESS = 6.0
-# The check fails if a single P exceeds REDO_SHARE times the row's sums plus REDO_OFFSET, or if a block's sum exceeds
+# The check fails if a single P exceeds REDO_OFFSET + REDO_SHARE (l + the block's row sum), or if a block's sum exceeds
 # MAX_BLOCK_SUM, which keeps P in the range of fp16. In the model the error is at most 1.04 times that of an exact
 # maximum. Of the blocks of normal inputs one in 50 is checked, and one in 300 is computed again.
 REDO_SHARE, REDO_OFFSET = 0.5, 1.0

@@ -103,8 +103,8 @@ def fa_bytes(problem: Problem, tile_m: int, pack_gqa: bool = False) -> int:
     """Bytes of FlashAttention without a cache: each head reads its visible K and V once per query tile.
 
     The traffic of a kernel is between `hbm_bytes` and this: if the tiles of a head run at the same time, L2 serves
-    most reads. With `pack_gqa` the query heads of a K/V head share tiles, and each tile reads all keys that a query
-    sees.
+    most reads. With `pack_gqa` the query heads of a K/V head share tiles, and each tile reads all keys that at least
+    one query of the call sees.
     """
     p, sq, sk, band = problem, problem.seqlen_q, problem.seqlen_k, problem.band
     if pack_gqa:

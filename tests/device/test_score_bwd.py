@@ -110,7 +110,7 @@ def block(
         score = Score.of(numbers[0], numbers[1] if "softcap" in names else None, True)
         dropout = (threshold, numbers[2], rng) if "dropout" in names else (None, None, None)
         params = BwdScoreParams(score, Int32(HEADS), slopes if "alibi" in names else None, None, *dropout)
-        # Of queries over keys: 50 keys before, 100 after.
+        # A query sees 50 keys before and 100 after its own key; if rows are keys, the band is mirrored.
         band = Band(Int32(100), Int32(50)) if by_keys else Band(Int32(50), Int32(100))
         for thread in range(threads):
             thr_mma = mma.get_slice(Int32(thread))
@@ -177,7 +177,7 @@ def test_a_block(name: str, features: str) -> None:
     away = (i + SK - SQ - j).abs()
     if "alibi" in names:
         S = S - 0.02 * away
-    # The band of keys over queries.
+    # The same band: 50 keys before and 100 after the key of the query.
     ahead = i + SK - SQ - j
     masked = (ahead > 50) | (ahead < -100) | (j >= SK)
     exact = (S - lse).exp().masked_fill(masked, 0.0)

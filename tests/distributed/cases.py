@@ -106,7 +106,10 @@ def results(case: Case, tensors: dict[str, Tensor], attn: Any, **keywords: Any) 
 
 
 def check(case: Case) -> None:
-    """Compare a rank's shards of out, lse, dq, dk and dv with those of the full call; sum gradients of the others."""
+    """Compare a rank's shards of out, lse, dq, dk and dv with those of the full call.
+
+    Gradients of slopes and sinks are summed over the ranks first.
+    """
     full, group = case.inputs(), case.group()
     torch.manual_seed(0)
     expected = results(case, full, cute_flash.attn)

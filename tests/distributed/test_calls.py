@@ -90,9 +90,9 @@ def test_zigzag_balances_a_causal_mask() -> None:
         ("contiguous", Band(None, 0), [16 * 0, 16 * 1, 16 * 2, 16 * 3]),  # earlier shards only
         ("contiguous", Band(16, 0), [0, 16, 16, 16]),  # the window reaches one shard back
         ("contiguous", Band(17, 0), [0, 16, 32, 32]),
-        ("contiguous", Band(4, 4), [4, 20, 20, 16]),  # of later shards, the first keys
+        ("contiguous", Band(4, 4), [4, 20, 20, 16]),  # the first keys of later shards
         ("contiguous", Band(), [48] * 4),
-        ("zigzag", Band(None, 0), [48, 40, 32, 24]),  # of earlier shards, the first half
+        ("zigzag", Band(None, 0), [48, 40, 32, 24]),  # the first half of earlier shards
     ],
 )
 def test_a_rank_receives_only_keys_that_it_sees(kind: str, band: Band, keys: list[int]) -> None:
@@ -180,7 +180,8 @@ def test_every_step_is_in_one_group_of_bounded_size(n: int, heads_kv: int, ratio
         assert [step for steps in groups for step in steps] == list(range(n))
         lengths = [len(steps) for steps in groups[1:]]
         assert all(1 <= x <= (EDGE_STEPS if by_segment else limit) for x in lengths)
-        # A group is at most GROWTH times the previous one, and half as many last steps may join it.
+        # A group has at most GROWTH times the steps of the previous one. If the steps after it are at most half as many,
+        # they join it.
         assert all(y <= 1.5 * GROWTH * x for x, y in zip([1, *lengths], lengths))
     assert all(len(steps) <= EDGE_STEPS for steps in schedule.backward_groups[2:][-1:])
 

@@ -185,7 +185,7 @@ def _one(pick: random.Random, kind: Kind) -> Combination:
 
 
 def keys(arch: ArchSpec, runnable: list[str], count: int) -> Iterator[CompileKey]:
-    """The kernels of all tests of gradients with features, dense and random."""
+    """The kernels of the gradient tests with features: the listed dense calls, and random calls, dense and varlen."""
     for case, family in itertools.product((*CASES, CAPTURED, *map(drawn, range(count))), runnable):
         yield from case_keys(case, arch, family)
 

@@ -69,7 +69,7 @@ CASES = {
     "causal document": Case(and_masks(causal, document), batch=2),
     "prefix": Case(or_masks(prefix, causal), batch=2),
     "nested": Case(or_masks(and_masks(causal, window), and_masks(document, prefix)), batch=2, heads=4),
-    "heads": Case(by_head, heads=4),  # of the last heads, the first queries see no key
+    "heads": Case(by_head, heads=4),  # the first queries of the last heads see no key
     "noop": Case(torch_flex.noop_mask),
     "softcap": Case(score_mod=softcap),
     "softcap causal": Case(causal, softcap),

@@ -1,7 +1,7 @@
 """Compile a kernel once per session, for all tests and workers.
 
 A compilation writes two files to the session's kernel cache: the entry that launches load, and the `Resources` that the
-compile gates (`tests/kernels/test_resources.py`) and the lock read.
+compile gates (`tests/kernels/test_resources.py`) and the cubin lock (`tests.lock`) read.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ void CuteDSLRT_TVMFFISetRaisedCudaError(void *where, int code) {}
 
 @dataclass(frozen=True)
 class Request:
-    """A call of a case of the lock, with other sizes."""
+    """A call of a case of the cubin lock (`tests.lock`), with other sizes."""
 
     case: Case
     sizes: Sizes

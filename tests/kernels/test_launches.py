@@ -1,7 +1,7 @@
 """The host code of compiled kernels accepts the launcher's arguments, and launches the planned grid.
 
-The kernels are a part of those that the lock and the compile gates compile. Sizes are different, and are not multiples
-of a tile.
+The kernels are a part of those that the cubin lock (`tests.lock`) and the compile gates (`test_resources.py`) compile.
+Sizes are different, and are not multiples of a tile.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compile gates: kernels keep everything in registers, use the tensor cores, and fit an SM.
 
-The gates cover the kernels of the lock's sample and those nearest to the limits. `make lock` compiles every kernel of
+The gates cover the sample of the cubin lock (`tests.lock`) and the kernels nearest to the limits. `make lock` compiles every kernel of
 the lock, and lists those that spill.
 """
 
@@ -27,8 +27,8 @@ from tests.lock.sample import SAMPLE
 
 CASES = {case.name: case for case in cases()}
 
-# The cases most likely to spill: tile rows whose earlier versions spilled, the mask and feature of a row that need the
-# most registers, and pairs of features that change how ptxas schedules.
+# The cases most likely to spill: rows of the tile tables whose earlier versions spilled, the mask and the feature that
+# need the most registers in a row, and pairs of features that change how ptxas schedules.
 RISKY = (
     "fwd/sm90/sm_90/d64/bf16/causal/k512/main",
     "fwd/sm90/sm_90/d128/bf16/window/plain/main",

@@ -63,8 +63,8 @@ def test_instructions_are_those_of_the_reports(name: str) -> None:
     is_persistent = kernel == "bwd-sm90" and shape["head_dim"] == 128
     assert 0 <= measured["st_instructions"] - predicted["st.shared"]["instructions"] <= 2 * 132 * is_persistent
     loads = measured["ld_instructions"] - predicted["ld.shared"]["instructions"]
-    # ptxas puts three loads that are never executed before cp.async: in each block of 64 queries, for each of 8 warps
-    # and for the statistics.
+    # Before cp.async, ptxas puts three loads whose predicate is never true; the counter counts them. They occur in each
+    # block of 64 queries, for each of 8 warps and for the statistics.
     ctas, blocks = shape["batch"] * shape["heads"] * shape["seqlen"] // 128, shape["seqlen"] // 64
     assert loads == {"bwd-sm80": ctas * blocks * 3 * (8 + 1)}.get(kernel, 9 * 132 * is_persistent)
     if kernel == "bwd-sm80":

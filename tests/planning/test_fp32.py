@@ -72,7 +72,7 @@ def test_limits_of_the_grid_of_the_split_kernel() -> None:
         with pytest.raises(UnsupportedError, match=r"attn in float32 with (batch|heads)=65536: at most 65535; split"):
             plan_forward(many, SM_80)
         plan_forward(replace(many, dtype="bfloat16"), SM_80)
-    # A varlen batch is one row of heads.
+    # In the grid, a varlen batch has a batch size of 1, so its number of sequences is not limited.
     plan_forward(replace(PROBLEM, batch=65536, varlen=True), SM_80)
 
 

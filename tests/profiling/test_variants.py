@@ -171,7 +171,7 @@ def test_what_cannot_run_is_refused_alone_and_left_out_of_a_set():
     chosen = choose(Selection(("256: 128x{32,64} w8 s{1,2,3}",)), FAMILY, SM_80)
     feasible = {"128x32 w8 s1", "128x32 w8 s2", "128x64 w8 s1"}
     assert {variant.text for variant in chosen} == feasible | {row.text for row in rows}
-    # A misspelt set is a mistake, not an infeasible one.
+    # Infeasible members of a set are left out, but a misspelt one raises an error.
     with pytest.raises(ValueError, match="'z1' is neither a shape"):
         choose(Selection(("256: 128x64 w8 {z1,z2}",)), FAMILY, SM_80)
     with pytest.raises(UnsupportedError, match="head_dim=300"):

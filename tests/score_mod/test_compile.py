@@ -279,7 +279,7 @@ def test_block_mask() -> None:
         v,
         block_mask,
     )
-    # With numbers, and a window alone.
+    # A block mask whose mask_mod captures a number, and one with a causal bound and no mask_mod.
     for other in (
         BlockMask.of(masks.causal(3), (B, H, S, S), tile=(4, 4)),
         BlockMask.of(None, (B, H, S, S), causal=True),

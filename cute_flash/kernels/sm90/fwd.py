@@ -394,8 +394,8 @@ class FwdSm90(Kernel):
     def keys_seen(self, blocks_seen: Int32) -> Int32:
         """The `keys_seen` of `Softmax.is_outgrown` for a block after the first.
 
-        If two blocks have more than EXACT_KEYS keys, m is exact in the first block only: the result is then the
-        constant EXACT_KEYS.
+        If two blocks together have more than EXACT_KEYS keys, m is exact in the first block only: the result is then
+        the constant EXACT_KEYS.
         """
         tile_n = self.tile.tile_n
         return Int32(EXACT_KEYS) if 2 * tile_n > EXACT_KEYS else blocks_seen * tile_n

@@ -62,8 +62,8 @@ class BwdTileSm90Wide(Tile):
 
     q_stages: int = 2
     do_stages: int = 1
-    # A warpgroup computes its dQ in two halves of 8 pieces, 2 KB each. This many pieces of a half go through shared
-    # memory; the others are added to global memory from registers.
+    # A warpgroup computes its dQ in two halves. A half is 8 pieces of 2 KB. This many pieces of a half go through
+    # shared memory; the others are added to global memory from registers.
     dq_pieces: int = 7
 
     needs_wgmma: ClassVar[bool] = True
