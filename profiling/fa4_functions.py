@@ -5,7 +5,7 @@
     mask_mod(b_idx, h_idx, q_idx, kv_idx, seqlen_info, aux_tensors)
 
 With `aux_tensors` FlashAttention-4 passes one score at a time and takes every index modulo the sequence length. So the
-slopes of ALiBi are computed from the head, as in its own tests, and only tables that cannot be computed are aux tensors.
+slopes of ALiBi are computed from the head, as in its own tests. Only tables that cannot be computed are aux tensors.
 """
 
 from __future__ import annotations

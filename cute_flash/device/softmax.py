@@ -32,8 +32,8 @@ THREADS_PER_ROW = 4
 RESCALE_THRESHOLD = 3.0
 # m is exact for the first EXACT_KEYS keys, because the largest P matters more with fewer keys. In the Hopper forward,
 # only the first block is exact if two blocks together have more keys than this, or if later blocks use a speculative
-# maximum. Exact blocks rescale like every block of FlashAttention-2. Measured on an H200 at S=512, the error relative to
-# FlashAttention-2 is 1.056 if only the first block is exact, 1.038 with 192 exact keys, and 1.00 with 512. Short
+# maximum. Exact blocks rescale like every block of FlashAttention-2. Measured on an H200 at S=512, the error relative
+# to FlashAttention-2 is 1.056 if only the first block is exact, 1.038 with 192 exact keys, and 1.00 with 512. Short
 # sequences without a mask are then 3 % slower with 192 keys, and 8 % slower with 512.
 EXACT_KEYS = 128
 # With a speculative maximum, a block is checked if its row sums exceed this thread's part of l by more than this.

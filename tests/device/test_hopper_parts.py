@@ -148,7 +148,10 @@ def test_only_rows_and_columns_of_the_output_are_stored(
 @pytest.mark.parametrize("speculative_max", [False, True])
 @pytest.mark.parametrize("slope", [0.0, 0.5, 60.0, -60.0])
 def test_softmax_in_steps(monkeypatch: pytest.MonkeyPatch, slope: float, speculative_max: bool) -> None:
-    """As in the main loop. With a speculative row max, P is computed again if the block sums show that the max was too small."""
+    """As in the main loop.
+
+    With a speculative row max, P is computed again if the block sums show that the max was too small.
+    """
     monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
     monkeypatch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
     monkeypatch.setattr(cute.arch, "fmax", lambda a, b: cutlass.max(a, b))

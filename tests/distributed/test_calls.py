@@ -180,8 +180,8 @@ def test_every_step_is_in_one_group_of_bounded_size(n: int, heads_kv: int, ratio
         assert [step for steps in groups for step in steps] == list(range(n))
         lengths = [len(steps) for steps in groups[1:]]
         assert all(1 <= x <= (EDGE_STEPS if by_segment else limit) for x in lengths)
-        # A group has at most GROWTH times the steps of the previous one. If the steps after it are at most half as many,
-        # they join it.
+        # A group has at most GROWTH times the steps of the previous one. If the steps after it are at most half as
+        # many, they join it.
         assert all(y <= 1.5 * GROWTH * x for x, y in zip([1, *lengths], lengths))
     assert all(len(steps) <= EDGE_STEPS for steps in schedule.backward_groups[2:][-1:])
 

@@ -1,7 +1,7 @@
 """Compile gates: kernels keep everything in registers, use the tensor cores, and fit an SM.
 
-The gates cover the sample of the cubin lock (`tests.lock`) and the kernels nearest to the limits. `make lock` compiles every kernel of
-the lock, and lists those that spill.
+The gates cover the sample of the cubin lock (`tests.lock`) and the kernels nearest to the limits. `make lock` compiles
+every kernel of the lock, and lists those that spill.
 """
 
 from __future__ import annotations
