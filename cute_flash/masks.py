@@ -88,8 +88,8 @@ def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mas
 
     Args:
         ids: The document of each position, (S) or (B, S), integers.
-        offsets: (N + 1), integers: the first position of each of N documents, and the end of the last one. Positions
-            past the end form another document.
+        offsets: (N + 1), integers: the first position of each of N documents, beginning with 0, and the end of the last
+            one. Positions past the end form another document.
 
     Returns:
         The mask.
@@ -126,9 +126,9 @@ def _documents_of_offsets(offsets: Tensor) -> Mask:
     _check_integers("offsets", offsets)
     if offsets.dim() != 1 or len(offsets) < 2:
         raise ValueError(f"offsets have shape {tuple(offsets.shape)}: expected (N + 1), N documents")
-    if offsets[0] < 0 or (offsets.diff() < 0).any():
+    if offsets[0] != 0 or (offsets.diff() < 0).any():
         raise ValueError(
-            "offsets decrease, or start below 0: give the first position of each document, in ascending order"
+            "offsets decrease, or do not start at 0: give the first position of each document, in ascending order"
         )
     end = int(offsets[-1])
     positions = torch.arange(end + 1, device=offsets.device, dtype=offsets.dtype)

@@ -449,4 +449,5 @@ def _check_dq_rows(problem: Problem, tile: AnyBwdTile) -> None:
     most = ((1 << 32) - 1) // tile.head_dim
     rows = problem.seqlen_q + (problem.batch + 1) * tile.tile_m * problem.varlen
     if rows > most:
-        raise UnsupportedError(f"the gradient of attn with seqlen_q={rows}: at most {most}")
+        most -= rows - problem.seqlen_q  # a varlen batch has padding
+        raise UnsupportedError(f"the gradient of attn with seqlen_q={problem.seqlen_q}: at most {most}; split the call")

@@ -278,6 +278,7 @@ def test_wrong_sizes(arguments: dict, message: str) -> None:
         lambda: masks.document([0, 1]),
         lambda: masks.document(offsets=torch.tensor([0, 5, 3])),
         lambda: masks.document(offsets=torch.tensor([-1, 5])),
+        lambda: masks.document(offsets=torch.tensor([2, 5])),
         lambda: masks.document(offsets=torch.tensor([0.0, 5.0])),
         lambda: attn(*_qkv(), mask_mod=masks.document(torch.zeros(100, dtype=torch.int32))),
         lambda: attn(*_qkv(), mask_mod=masks.tree(torch.full((100,), -1))),
