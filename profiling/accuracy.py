@@ -128,7 +128,7 @@ def poison(*like: Tensor) -> None:
 
     An output element that a kernel does not write is then NaN.
     """
-    # All are alive at the same time, so that each output gets memory of its own.
+    # All outputs are kept until the end, so that each has its own memory.
     _tensors = [torch.full_like(x, torch.nan) for x in like]
 
 

@@ -95,7 +95,7 @@ def test_share_of_dropped_weights(p: float) -> None:
 
 
 def excess_of_both(first: Tensor, second: Tensor) -> Tensor:
-    """For every p, the difference between p^2 and the share of pairs of which both are dropped."""
+    """For every p, the difference between p^2 and the fraction of pairs in which both are dropped."""
     num = 1 << RANDOM_BITS
     below = torch.bincount(torch.maximum(first, second), minlength=num).cumsum(0) / len(first)
     return (below - (torch.arange(1, num + 1) / num).double() ** 2).abs()
