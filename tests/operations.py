@@ -46,6 +46,9 @@ def score_mods(device: str = "cpu") -> dict[str, Mod]:
         "remainder": lambda s, b, h, q, kv: s % 0.7 + torch.remainder(s, -0.7) + (q - kv) % 3 + (q - kv) % -3,
         "remainder of near multiples": lambda s, b, h, q, kv: s + (q * 0.1) % 0.1 + (kv * 1.0) % 0.1,
         "floor division": lambda s, b, h, q, kv: s + (q - kv) // 3 + (q - kv) // -3 + 7 // (kv + 1),
+        "powers of two": lambda s, b, h, q, kv: (
+            s + (q - kv) % 4 + (kv - q) // 2 + (q - kv) // 64 + kv % 1 + (q + kv) % (1 << 30) + (q + kv) // 4
+        ),
         "floor division of floats": lambda s, b, h, q, kv: s + ((q - kv) * 1.0) // 0.1 + (q * 0.7) // -0.7,
         "divisions": lambda s, b, h, q, kv: (
             s + torch.div(q - kv, 3, rounding_mode="trunc") + torch.div(q - kv, -2.5, rounding_mode="trunc")

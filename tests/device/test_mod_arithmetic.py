@@ -16,10 +16,12 @@ from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fak
 
 from cute_flash.device.mod_arithmetic import OPS, CuteArithmetic
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
+from cute_flash.score_mod.bound import Graphs
 from cute_flash.score_mod.derive import gradient
 from cute_flash.score_mod.evaluate import Evaluator, Stages, evaluate
-from cute_flash.score_mod.graph import Graph
+from cute_flash.score_mod.graph import Builder, CaptureSpec, Graph
 from cute_flash.score_mod.lower import lowered
+from cute_flash.score_mod.mod_spec import ModSpec
 from cute_flash.score_mod.trace import BoundMod, bind
 from tests.operations import SCORE_MODS, places, scores
 
@@ -134,6 +136,61 @@ def test_lowered_graphs_convert_rows_and_columns_only() -> None:
     other = bind(lambda s, b, h, q, kv: s + (q - kv) * 3 + (q - kv + COUNT), "score_mod")
     inner = [lowered(other.graph).nodes[i].op for i in Stages.of(lowered(other.graph)).nodes[3]]
     assert inner.count("to_float") == 2
+
+
+INTS = torch.tensor([-(1 << 31), -(1 << 30) - 1, -9, -1, 0, 5, (1 << 31) - 1], dtype=torch.int32)
+POWERS = [1 << i for i in range(31)]
+
+
+def divided(powers: list[int]) -> BoundMod:
+    """INTS[kv] // n and INTS[kv] % n for each power n, in halves of 16 bits, which are exact as floats."""
+    builder = Builder([CaptureSpec("int32", 1)])
+    x, outputs = builder.load(0, [builder.input("kv")]), []
+    for power in powers:
+        for name in ("floordiv", "mod"):
+            y = builder.op(name, x, builder.constant(power))
+            outputs += [builder.op("shr", y, builder.constant(16)), builder.op("and", y, builder.constant(0xFFFF))]
+    return BoundMod(builder.graph(*outputs), (INTS,), ())
+
+
+def test_division_by_powers_of_two_rounds_down() -> None:
+    """Lowered, it is a shift or an AND; the result is that of torch's division."""
+    found = divided(POWERS)
+    graph = lowered(found.graph)
+    assert not {"floordiv", "mod"} & {node.op for node in graph.nodes}
+    values = evaluate(graph, (found.captures, ()), torch.float32, places(SIZE))
+    exact = [f(INTS.long(), power) for power in POWERS for f in (torch.floor_divide, torch.remainder)]
+    for i, y in enumerate(exact):
+        assert torch.equal((values[2 * i] * 65536 + values[2 * i + 1]).expand_as(y), y)
+
+
+@pytest.mark.compiles
+def test_division_by_powers_of_two_on_the_host() -> None:
+    found = divided([1, 2, 64, 1 << 30])
+    values = on_the_host(found, lowered(found.graph), torch.zeros(SIZE, SIZE))
+    expected = evaluate(found.graph, (found.captures, ()), torch.float32, places(SIZE))
+    for one, other in zip(values, expected, strict=True):
+        assert torch.equal(one, other.float().expand(SIZE, SIZE))
+
+
+def test_lowered_division_by_powers_of_two() -> None:
+    """By other ints, and by captured ints, it stays a division. `ModSpec` counts the lowered operations."""
+    one = bind(lambda b, h, q, kv: ((q - kv) // 8 > 2) & ((q - kv) % 8 == 3) & (kv % 1 == 0), "mask_mod").graph
+    other = bind(lambda b, h, q, kv: ((q - kv) >> 3 > 2) & ((q - kv) & 7 == 3), "mask_mod").graph
+    assert lowered(one) == lowered(other)
+    assert ModSpec(Graphs(mask=one)).bwd_ops_per_score == ModSpec(Graphs(mask=other)).bwd_ops_per_score == 6
+    kept = bind(lambda b, h, q, kv: (kv // 3 == q % -4) | (kv % COUNT == q // (1 << 31)), "mask_mod").graph
+    ops = [node.op for node in lowered(kept).nodes]
+    assert ops.count("floordiv") == ops.count("mod") == 2
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_division_by_powers_of_two_for_a_gpu(arch: str, tmp_path: Path) -> None:
+    """There is no division and no correction of its result, which would select one of two quotients."""
+    found = bind(lambda s, b, h, q, kv: s + ((q - kv) // 8) * ((q + kv) % 8), "score_mod")
+    ptx = compiled(found.graph, arch, tmp_path).__ptx__
+    assert not any(name in ptx for name in ("div.", "rem.", "mul.hi", "selp")), ptx
 
 
 @pytest.mark.compiles

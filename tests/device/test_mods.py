@@ -119,6 +119,7 @@ KINDS = [
     Kind(64, score="gated", mask="by_head", bias=torch.bfloat16),
     Kind(64, score="relative", mask="document"),
     Kind(64, mask="padding", bias=torch.float32, has_pairs=False),
+    Kind(64, score="stepped"),
 ]
 
 

@@ -462,7 +462,8 @@ def _merge(key: CompileKey, a: Arguments) -> None:
     out = torch.zeros(a["out"].shape, dtype=dtype)
     for first, length, x, lse in zip(a["first_rows"], lengths, a["partials"], a["partial_lses"], strict=True):
         rows = slice(first, first + length)
-        weight = (lse - total[:, :, rows]).exp().nan_to_num(nan=0.0)[..., None]
+        is_empty = total[:, :, rows] == -torch.inf
+        weight = (lse - total[:, :, rows]).exp().masked_fill(is_empty, 0.0)[..., None]
         out[:, :, rows] += torch.where(weight == 0, 0.0, weight * x)
     a["out"].copy_(out)
     a["lse"].copy_(total)

@@ -68,3 +68,15 @@ def test_nan_stays_in_its_row():
     is_nan = out.isnan().any(dim=-1)
     assert is_nan[:, :, [50, 149]].all() and int(is_nan.sum()) == 4
     assert not out[:, :, 200:].any() and (lse[:, :, 200:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("num", range(1, MAX_PARTIALS + 1))
+def test_nan_lse(num):
+    """A row with a NaN among its LSEs has output and LSE NaN, whichever partial output it is in."""
+    partials = made((1, 2, 64), [(0, 9)] * num, 0)
+    for i in range(num):
+        partials[i][2][:, :, i] = torch.nan
+    out, lse = torch.empty(1, 2, 9, 64, device=DEVICE), torch.empty(1, 2, 9, device=DEVICE)
+    merge_partials(out, lse, partials)
+    assert lse[:, :, :num].isnan().all() and out[:, :, :num].isnan().all()
+    assert not lse[:, :, num:].isnan().any() and not out[:, :, num:].isnan().any()

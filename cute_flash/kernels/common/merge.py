@@ -4,7 +4,7 @@
     O   = Σ exp(LSE_i - LSE) O_i
 
 Each partial output has some consecutive rows of the output. A row that no partial output has, or whose LSEs are all
--inf, has output 0 and LSE -inf.
+-inf, has output 0 and LSE -inf. If one of its LSEs is NaN, its output and its LSE are NaN.
 """
 
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class MergePartials(Kernel):
         """Store the merged vector, and the LSE of the row from the thread of its first column."""
         largest = lses[0]
         for lse in lses[1:]:
-            largest = cute.arch.fmax(largest, lse)
+            largest = cute.arch.fmax(largest, lse, nan=True)
         reference = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
         weights = [cute.math.exp2((lse - reference) * LOG2_E, fastmath=True) for lse in lses]
         total = weights[0]

@@ -29,24 +29,12 @@ def load(p: Params, storage: SharedStorage):
         coord = p.tile_coord(index)
         tile = p.tile(count, iteration, coord)
         total = p.num_m_blocks(tile)
-        if total > 0:
-            if cutlass.const_expr(p.block_indices is None):
-                load_block(p, storage, tile, iteration, Int32(0), Int32(0))
-            else:
-                load_sparse_block(p, storage, tile, iteration, Int32(0))
+        load_first_block(p, storage, tile, iteration, total)
         load_kv(p, p.v, storage.v, storage.sV, tile)
         storage.k.wait_empty(count)
         storage.tiles.write(count, coord)
         load_kv(p, p.k, storage.k, storage.sK, tile)
-        if cutlass.const_expr(p.block_indices is None):
-            for g in cutlass.range(p.heads_per_kv, unroll=1):
-                for i in cutlass.range(1 if g == 0 else 0, tile.block_iter.num, unroll=1):
-                    load_block(p, storage, tile, iteration + i, g, i)
-                iteration += tile.block_iter.num
-        else:
-            for i in cutlass.range(1, total, unroll=1):
-                load_sparse_block(p, storage, tile, iteration + i, i)
-            iteration += total
+        iteration = load_other_blocks(p, storage, tile, iteration, total)
         # Fetch the next tile as late as possible, so that a CTA with a long tile leaves it to other CTAs.
         index = p.tile_scheduler().next_tile(index)
         count += 1
@@ -55,6 +43,31 @@ def load(p: Params, storage: SharedStorage):
     storage.tiles.write_end(count)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(storage.k.full_barrier(count))
+
+
+@cute.jit
+def load_first_block(p: Params, storage: SharedStorage, tile: KVTile, iteration: Int32, total: Int32):
+    """Load the first of the `total` m_blocks of a K/V tile, if it has any."""
+    if total > 0:
+        if cutlass.const_expr(p.block_indices is None):
+            load_block(p, storage, tile, iteration, Int32(0), Int32(0))
+        else:
+            load_sparse_block(p, storage, tile, iteration, Int32(0))
+
+
+@cute.jit
+def load_other_blocks(p: Params, storage: SharedStorage, tile: KVTile, iteration: Int32, total: Int32):
+    """Load the m_blocks of a K/V tile except the first. Return the iteration after its `total` m_blocks."""
+    if cutlass.const_expr(p.block_indices is None):
+        for g in cutlass.range(p.heads_per_kv, unroll=1):
+            for i in cutlass.range(1 if g == 0 else 0, tile.block_iter.num, unroll=1):
+                load_block(p, storage, tile, iteration + i, g, i)
+            iteration += tile.block_iter.num
+    else:
+        for i in cutlass.range(1, total, unroll=1):
+            load_sparse_block(p, storage, tile, iteration + i, i)
+        iteration += total
+    return iteration
 
 
 @cute.jit

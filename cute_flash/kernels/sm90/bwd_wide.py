@@ -65,7 +65,7 @@ from cute_flash.device.views import as_mn, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.common.params import bwd_score_params
-from cute_flash.kernels.sm90.bwd_producer import load_block, load_kv, load_sparse_block, sparse_rank
+from cute_flash.kernels.sm90.bwd_producer import load_first_block, load_kv, load_other_blocks, sparse_rank
 from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile
 from cute_flash.kernels.sm90.bwd_wide_storage import Params, SharedStorage
 from cute_flash.kernels.sm90.dq import add_four, bulk_add
@@ -208,20 +208,9 @@ class BwdSm90Wide(Kernel):
         tile, iteration = p.tile(), Int32(0)
         load_kv(p, p.k, storage.k, storage.sK, tile)
         total = p.num_m_blocks(tile)
-        if total > 0:
-            if cutlass.const_expr(p.block_indices is None):
-                load_block(p, storage, tile, iteration, Int32(0), Int32(0))
-            else:
-                load_sparse_block(p, storage, tile, iteration, Int32(0))
+        load_first_block(p, storage, tile, iteration, total)
         load_kv(p, p.v, storage.v, storage.sV, tile)
-        if cutlass.const_expr(p.block_indices is None):
-            for g in cutlass.range(p.heads_per_kv, unroll=1):
-                for i in cutlass.range(1 if g == 0 else 0, tile.block_iter.num, unroll=1):
-                    load_block(p, storage, tile, iteration + i, g, i)
-                iteration += tile.block_iter.num
-        else:
-            for i in cutlass.range(1, total, unroll=1):
-                load_sparse_block(p, storage, tile, i, i)
+        load_other_blocks(p, storage, tile, iteration, total)
 
     @cute.jit
     def add_dq(self, p: Params, storage: SharedStorage, wg: Int32):
