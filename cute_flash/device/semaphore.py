@@ -40,30 +40,36 @@ class DQSemaphore:
         blocks = self.band.blocks(m_block, self.tile_m, self.tile_n, *lengths)
         return blocks.end - 1 - n_block
 
-    def _address(self, coord: tuple):
+    def _address(self, coord: tuple, half: Int32 | None):
         head, batch, m_block = coord
-        return cute.domain_offset((batch, head, m_block), self.mSemaphore).iterator.toint()
+        address = cute.domain_offset((batch, head, m_block), self.mSemaphore).iterator.toint()
+        return address if half is None else address + 2 * half
 
     @cute.jit
-    def wait(self, coord: tuple, rank: Int32):
+    def wait(self, coord: tuple, rank: Int32, half: Int32 | None = None):
         """Wait until `rank` tiles have added to the block at `coord`; their sums are then visible.
 
-        Called by one thread. `coord`: (head, batch, m_block).
+        Called by one thread. `coord`: (head, batch, m_block). `half`: 0 or 1 if the halves of the block are added in
+        orders of their own. The 32 bits of the semaphore are then two counts modulo 2^16. This suffices: fewer than
+        2^16 tiles run at a time, so the count is never that far behind a rank.
         """
-        address = self._address(coord)
-        count = Int32(-1)
-        while count != rank:
-            count = instruction("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", Int32, address)
+        address, count = self._address(coord, half), Int32(-1)
+        if cutlass.const_expr(half is None):
+            while count != rank:
+                count = instruction("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", Int32, address)
+        else:
+            while count != rank & 0xFFFF:
+                count = instruction("ld.acquire.gpu.global.u16 {$w0}, [{$r0}];", Int32, address)
         if cutlass.const_expr(self.by_tma):
             cute.arch.inline_ptx("fence.proxy.async.global;")
 
     @cute.jit
-    def arrive(self, coord: tuple, rank: Int32):
-        """Increment the count after this CTA's additions are complete.
+    def arrive(self, coord: tuple, rank: Int32, half: Int32 | None = None):
+        """Increment the count after this CTA's additions are complete. `half`: as in `wait`.
 
         Called by the thread that issued them or, if several threads did, by one thread after a barrier.
         """
         if cutlass.const_expr(self.by_tma):
             cute.arch.inline_ptx("fence.proxy.async.global;")
-        arguments = [self._address(coord), rank + 1]
-        cute.arch.inline_ptx("st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=arguments)
+        arguments, bits = [self._address(coord, half), rank + 1], "s32" if half is None else "u16"
+        cute.arch.inline_ptx(f"st.release.gpu.global.{bits} [{{$r0}}], {{$r1}};", read_only_args=arguments)

@@ -1,8 +1,11 @@
-"""Element orders that the wide Hopper backward relies on: dQ in global memory, P and dS in shared memory."""
+"""The wide Hopper backward: orders of elements of dQ, P and dS, and the turns of the warps that add dQ."""
 
 from __future__ import annotations
 
 import itertools
+import random
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +17,17 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device.pipeline import WARPGROUP_THREADS
+from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.stmatrix import MATRIX, MATRIX_BYTES, store_transposed
+from cute_flash.kernels.sm90.bwd_storage import NUM_WARPGROUPS
+from cute_flash.kernels.sm90.bwd_wide_storage import DETERMINISTIC_ADDERS, DETERMINISTIC_HALVES
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.smem.tile import SmemTile
 from layouts.banks import Phase
 from layouts.layout import layout_of
 from tests.device.test_hopper_parts import FOR_HOPPER, tiled_mma
+from tests.jit.gates import kernel_resources
+from tests.lock.cases import HOPPER, bwd, compile_key
 
 
 @pytest.mark.compiles
@@ -93,3 +100,54 @@ def test_accumulators_are_stored_transposed(monkeypatch: pytest.MonkeyPatch, wid
     elements = itertools.product(range(WARPGROUP_ROWS), range(width))
     assert found == {2 * layout((column, row)): (row, column) for row, column in elements}
     assert max(found) < width // 8 * MATRIX_BYTES
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_every_adder_adds_the_half_whose_turn_it_is(seed: int) -> None:
+    """Barriers of the deterministic kernel, under a random schedule: a wait only knows the parity of a phase."""
+    pick, total = random.Random(seed), 23
+    pipeline = Pipeline(None, None, NUM_WARPGROUPS * DETERMINISTIC_HALVES)
+    full, empty = [0] * pipeline.stages, [0] * pipeline.stages  # completed phases
+    memory, added = [-1] * NUM_WARPGROUPS, []
+
+    def passes(barrier: list[int], j: int) -> Callable[[], bool]:
+        return lambda: barrier[pipeline.stage(j)] % 2 != pipeline.phase(j)
+
+    def mma(wg: int) -> Iterator[Callable[[], bool]]:
+        for half in range(total):
+            j = half * NUM_WARPGROUPS + wg
+            yield passes(empty, j - NUM_WARPGROUPS)
+            memory[wg] = half
+            yield lambda: True
+            full[pipeline.stage(j)] += 1
+
+    def adder(number: int) -> Iterator[Callable[[], bool]]:
+        for half in range(number, total, DETERMINISTIC_ADDERS):
+            yield lambda: True  # the semaphore
+            for wg in range(NUM_WARPGROUPS):
+                yield passes(full, half * NUM_WARPGROUPS + wg)
+                added.append((wg, half, memory[wg]))
+            for wg in range(NUM_WARPGROUPS):
+                yield lambda: True  # the memory has been read
+                empty[pipeline.stage(half * NUM_WARPGROUPS + wg)] += 1
+
+    warps = [*map(mma, range(NUM_WARPGROUPS)), *map(adder, range(DETERMINISTIC_ADDERS))]
+    running = {number: next(warp) for number, warp in enumerate(warps)}
+    speed = [pick.choice((1, 1, 20)) for _ in warps]
+    while running:
+        ready = [number for number, condition in running.items() if condition()]
+        assert ready, "deadlock"
+        number = pick.choices(ready, [speed[i] for i in ready])[0]
+        del running[number]
+        for condition in itertools.islice(warps[number], 1):
+            running[number] = condition
+    assert sorted(added) == [(wg, half, half) for wg in range(NUM_WARPGROUPS) for half in range(total)]
+
+
+@pytest.mark.compiles
+def test_halves_have_semaphores_of_their_own() -> None:
+    found = kernel_resources(compile_key(bwd(HOPPER, 256, mask="full", deterministic=True)))
+    for instruction in ("ld.acquire.gpu.global.u16", "st.release.gpu.global.u16"):
+        assert len(re.findall(instruction, found.ptx)) == 1
+    # One addition for each warpgroup.
+    assert len(re.findall(r"cp\.reduce\.async\.bulk", found.ptx)) == NUM_WARPGROUPS

@@ -81,10 +81,13 @@ def more_smem(plan: Plan) -> int:
 
     A Hopper producer publishes tiles of a varlen batch or of a block mask in two longer slots. The forward with a block
     mask also publishes the indices of K/V blocks. The CTAs of wide heads have one tile each, which is not published.
+    With deterministic gradients they have full and empty barriers for three more halves of dQ of each warpgroup.
     """
-    if plan.family == "sm80" or plan.main.kernel == "bwd_sm90_wide":
-        return 0
     static = plan.main.static
+    if plan.main.kernel == "bwd_sm90_wide":
+        return 8 * 2 * 2 * 3 * static.deterministic
+    if plan.family == "sm80":
+        return 0
     block_sparse = static.block_sparse and plan.main.kernel == "fwd_sm90"
     block_counts = 4 * plan.tile.stages if block_sparse else 0
     return 32 * (static.varlen or block_sparse) + block_counts

@@ -22,7 +22,9 @@ the other warpgroup. dQ0 and dQ1 complete at equal intervals, so that the additi
 |-----------|-------|----------------------------------------------------------------|
 | 0         | 0     | load K, V, Q, dO, LSE and Δ by TMA                             |
 | 0         | 1, 2  | adder warps: each adds one warpgroup's dQ to global memory by  |
-|           |       | bulk reductions; if deterministic, in the order of a semaphore |
+|           |       | bulk reductions                                                |
+| 0         | 1 - 3 | if deterministic: adder warps, which take the halves of dQ in  |
+|           |       | turn, each half in the order of a semaphore                    |
 | 1, 2      | all   | MMA: half of the keys, half of the columns of the gradients    |
 
 | shared memory | elements                    | lifetime                                    |
@@ -67,16 +69,15 @@ from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm90.bwd_producer import load_first_block, load_kv, load_other_blocks, sparse_rank
 from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile
-from cute_flash.kernels.sm90.bwd_wide_storage import Params, SharedStorage
+from cute_flash.kernels.sm90.bwd_wide_storage import DETERMINISTIC_ADDERS, HALVES, Params, SharedStorage
 from cute_flash.kernels.sm90.dq import add_four, bulk_add
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
-from cute_flash.spec.band import FAR
+from cute_flash.spec.band import FAR, ceil_div
 from cute_flash.spec.problem import Static
 
 # Named barriers; 0 is the CTA barrier. A name with FIRST_ is the first of two, one per warpgroup.
-FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED, DQ_ADDED = 1, 3, 4, 6, 7
-HALVES = 2
+FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED = 1, 3, 4, 6
 ALL_PIECES = 8  # pieces of half of a warpgroup's dQ; a piece is four registers of each thread
 # The least number of k-steps of S and dP; with fewer, ptxas would serialise the products.
 MIN_STEPS = 8
@@ -196,7 +197,7 @@ class BwdSm90Wide(Kernel):
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_index == 0:
                 self.load(p, storage)
-            elif warp_index <= NUM_WARPGROUPS:
+            elif warp_index <= (DETERMINISTIC_ADDERS if self.static.deterministic else NUM_WARPGROUPS):
                 self.add_dq(p, storage, warp_index - 1)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
@@ -213,37 +214,48 @@ class BwdSm90Wide(Kernel):
         load_other_blocks(p, storage, tile, iteration, total)
 
     @cute.jit
-    def add_dq(self, p: Params, storage: SharedStorage, wg: Int32):
-        """Add the dQ of one warpgroup to global memory.
+    def add_dq(self, p: Params, storage: SharedStorage, adder: Int32):
+        """Add dQ to global memory. `adder`: the index of this adder warp.
 
         Each MMA warpgroup has its own adder warp, so that neither waits for the part of the other. With a semaphore,
-        both add a block after all K/V tiles of lower rank have added theirs.
+        the adder warps take the halves of all blocks in turn; see `add_in_order`.
         """
         tile, iteration = p.tile(), Int32(0)
         if cutlass.const_expr(p.block_indices is None):
             accum_block = p.first_accum_block(tile)
             for g in cutlass.range(p.heads_per_kv, unroll=1):
                 for i in cutlass.range(tile.block_iter.num, unroll=1):
-                    self.add_block(p, storage, tile, (wg, accum_block + i, iteration + i), (g, i))
+                    self.add_block(p, storage, tile, (adder, accum_block + i, iteration + i), (g, i))
                 iteration += tile.block_iter.num
                 accum_block += p.mdQ_accum.shape[2]
         else:
             for i in cutlass.range(p.num_m_blocks(tile), unroll=1):
-                accum_block = p.sparse_accum_block(tile, p.block_index(tile, i))
-                self.add_block(p, storage, tile, (wg, accum_block, i), (Int32(0), i))
+                self.add_block(p, storage, tile, (adder, None, i), (Int32(0), i))
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
     def add_block(self, p: Params, storage: SharedStorage, tile: KVTile, part: tuple, block: tuple):
-        """Add both halves of a warpgroup's dQ of an m_block.
+        """Add this adder warp's part of an m_block: both halves of one warpgroup, or the halves whose turn it is.
 
-        `part`: (warpgroup, index of the block in mdQ_accum, iteration). `block`: (g, i), the i-th m_block of the g-th
-        head, or (0, i), the i-th m_block that a block mask lists.
+        `part`: (adder, index of the block in mdQ_accum, iteration); the index is None with a block mask. `block`: (g,
+        i), the i-th m_block of the g-th head, or (0, i), the i-th m_block that a block mask lists.
         """
+        adder, accum_block, iteration = part
+        if cutlass.const_expr(p.dq_semaphore is None):
+            if cutlass.const_expr(p.block_indices is not None):
+                accum_block = p.sparse_accum_block(tile, p.block_index(tile, block[1]))
+            self.add_halves(p, storage, (adder, accum_block, iteration))
+        else:
+            for half in cutlass.range(HALVES, unroll=1):
+                staged = HALVES * iteration + half
+                if staged % DETERMINISTIC_ADDERS == adder:
+                    self.add_in_order(p, storage, tile, (half, accum_block, staged), block)
+
+    @cute.jit
+    def add_halves(self, p: Params, storage: SharedStorage, part: tuple):
+        """Add both halves of a warpgroup's dQ of an m_block. `part`: as in `add_block`; the adder is the warpgroup."""
         wg, accum_block, iteration = part
-        if cutlass.const_expr(p.dq_semaphore is not None):
-            self.wait_semaphore(p, tile, block)
         elements, source = self.tile.tile_m * self.tile.head_dim, storage.sdQ[None, None, None, wg].iterator
         first = p.mdQ_accum.iterator + Int64(accum_block) * elements
         for half in cutlass.range_constexpr(HALVES):
@@ -255,14 +267,49 @@ class BwdSm90Wide(Kernel):
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             storage.dq.release(staged)
-        if cutlass.const_expr(p.dq_semaphore is not None):
-            self.arrive_semaphore(p, tile, block, wg)
+
+    @cute.jit
+    def add_in_order(self, p: Params, storage: SharedStorage, tile: KVTile, part: tuple, block: tuple):
+        """Add one half of both warpgroups' dQ of an m_block, after all K/V tiles of lower rank have added theirs.
+
+        Each half has its own semaphore, so a K/V tile can add a half one block after the previous K/V tile added it.
+        While this warp waits until its additions are complete, other adder warps add the next halves.
+
+        `part`: (half, index of the block in mdQ_accum, number of halves of this tile before). `block`: as in
+        `add_block`.
+        """
+        half, accum_block, staged = part
+        coord, rank = self.semaphore_rank(p, tile, block)
+        if cutlass.const_expr(p.block_indices is not None):
+            accum_block = (coord[1] * p.mdQ_accum.shape[1] + coord[0]) * p.mdQ_accum.shape[2] + coord[2]
+        with cute.arch.elect_one():
+            p.dq_semaphore.wait(coord, rank, half)
+        cute.arch.sync_warp()
+        elements = self.tile.tile_m * self.tile.head_dim
+        first = p.mdQ_accum.iterator + Int64(accum_block) * elements
+        for wg in cutlass.range_constexpr(NUM_WARPGROUPS):
+            storage.dq.wait_full(NUM_WARPGROUPS * staged + wg)
+            with cute.arch.elect_one():
+                target = first + (HALVES * wg + half) * (elements // (HALVES * NUM_WARPGROUPS))
+                # The last columns of the tile are not added if no head has them.
+                if half < ceil_div(self.static.head_dim, WARPGROUP_ROWS) - HALVES * wg:
+                    source = storage.sdQ[None, None, None, wg].iterator
+                    bulk_add(target, source, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces)
+                cute.arch.cp_async_bulk_commit_group()
+        for wg in cutlass.range_constexpr(NUM_WARPGROUPS):
+            with cute.arch.elect_one():
+                cute.arch.cp_async_bulk_wait_group(NUM_WARPGROUPS - 1 - wg, read=True)
+            storage.dq.release(NUM_WARPGROUPS * staged + wg)
+        if cutlass.const_expr(p.block_indices is None):
+            # Compute them again, because there are no registers to keep them. Those of a block mask come from memory.
+            coord, rank = self.semaphore_rank(p, tile, block)
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0)
+            p.dq_semaphore.arrive(coord, rank, half)
+        cute.arch.sync_warp()
 
     def semaphore_rank(self, p: Params, tile: KVTile, block: tuple) -> tuple:
-        """The coordinate of the semaphore of an m_block, and the rank of this tile. `block`: see `add_block`.
-
-        The wait and the arrival each compute them, because there are no registers to keep them.
-        """
+        """The coordinate of the semaphore of an m_block, and the rank of this tile. `block`: see `add_block`."""
         g, i = block
         if p.block_indices is not None:
             return sparse_rank(p, tile, rederived(i))
@@ -270,29 +317,6 @@ class BwdSm90Wide(Kernel):
         index = seqlen.padded_q_block(m_block, self.tile.tile_m)
         coord = (tile.head_kv * p.heads_per_kv + g, 0 if seqlen.is_varlen else seqlen.batch, index)
         return coord, p.dq_semaphore.rank(tile.n_block, m_block, seqlen if seqlen.is_varlen else None)
-
-    @cute.jit
-    def wait_semaphore(self, p: Params, tile: KVTile, block: tuple):
-        """Wait until all K/V tiles of lower rank have added to a block. Called by both adder warps."""
-        coord, rank = self.semaphore_rank(p, tile, block)
-        with cute.arch.elect_one():
-            p.dq_semaphore.wait(coord, rank)
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def arrive_semaphore(self, p: Params, tile: KVTile, block: tuple, wg: Int32):
-        """Let the next K/V tile add to a block, after both adder warps have added to it."""
-        with cute.arch.elect_one():
-            cute.arch.cp_async_bulk_wait_group(0)
-            # Orders the additions of this warp before the arrival, which the other adder warp may do.
-            cute.arch.inline_ptx("fence.proxy.async.global;")
-        cute.arch.sync_warp()
-        cute.arch.barrier(barrier_id=DQ_ADDED, number_of_threads=32 * NUM_WARPGROUPS)
-        if wg == 0:
-            coord, rank = self.semaphore_rank(p, tile, block)
-            with cute.arch.elect_one():
-                p.dq_semaphore.arrive(coord, rank)
-        cute.arch.sync_warp()
 
     @property
     def needs_head(self) -> bool:
@@ -569,7 +593,7 @@ class BwdSm90Wide(Kernel):
         start_gemm(p.mma_dq, state.acc_dQ, state.rdSt, state.rKt[half], False)
 
     def dq_iteration(self, state: MmaState, iteration: Int32, half: int) -> Int32:
-        """The iteration of a half in the dq pipeline, in which each warpgroup has one stage."""
+        """The iteration of a half in the dq pipeline, in which the warpgroups alternate."""
         return (HALVES * iteration + half) * NUM_WARPGROUPS + state.wg
 
     @cute.jit
@@ -579,7 +603,12 @@ class BwdSm90Wide(Kernel):
         If there is no room for the last four registers, they are returned, for `add_rest`. After a fence, `publish_dq`
         publishes the others.
         """
-        state.storage.dq.wait_empty(self.dq_iteration(state, iteration, half))
+        staged = self.dq_iteration(state, iteration, half)
+        if cutlass.const_expr(self.static.deterministic):
+            # There are several barriers, but memory for one half: wait until the previous half has been read.
+            state.storage.dq.wait_released(staged - NUM_WARPGROUPS)
+        else:
+            state.storage.dq.wait_empty(staged)
         sdQ, pieces = state.storage.sdQ[None, state.thread, None, state.wg], self.tile.dq_pieces
         cute.autovec_copy(cute.make_tensor(state.acc_dQ.iterator, cute.make_layout((4, pieces))), sdQ)
         rest = None

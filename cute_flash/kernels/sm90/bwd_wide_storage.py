@@ -20,6 +20,15 @@ from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile
 
+HALVES = 2  # of a warpgroup's dQ of an m_block, which are computed one after the other
+# Adder warps with deterministic gradients: they take halves in turn, so that several can wait at a time, for a
+# semaphore or until additions are complete.
+DETERMINISTIC_ADDERS = 3
+# The number of successive halves with barriers of their own, then. A wait can only distinguish two successive phases of
+# a barrier. An adder warp waits for half j when it has added half j - DETERMINISTIC_ADDERS. At that time half
+# j - DETERMINISTIC_HALVES, which has the same barrier, must have been staged. A power of two, like all stages.
+DETERMINISTIC_HALVES = 4
+
 
 @dataclass(frozen=True)
 class Params:
@@ -123,7 +132,7 @@ class SharedStorage:
     v: Pipeline
     q: Pipeline  # with LSE
     do: Pipeline  # with Δ
-    dq: Pipeline  # one stage per warpgroup
+    dq: Pipeline  # per warpgroup: memory for one half, barriers for one, or for DETERMINISTIC_HALVES
 
     @staticmethod
     def allocate(config: Config) -> "SharedStorage":
@@ -139,7 +148,8 @@ class SharedStorage:
         layout = cute.make_layout((4, WARPGROUP_THREADS, tile.dq_pieces, NUM_WARPGROUPS))
         sdQ = smem.allocate_tensor(Float32, layout, 128)
         sLSE, sDelta = allocate_rows(tile.q_stages), allocate_rows(tile.do_stages)
-        stages = (1, 1, tile.q_stages, tile.do_stages, NUM_WARPGROUPS)
+        dq_stages = NUM_WARPGROUPS * (DETERMINISTIC_HALVES if config.static.deterministic else 1)
+        stages = (1, 1, tile.q_stages, tile.do_stages, dq_stages)
         k, v, q, do, dq = [Pipeline.allocate(smem, number) for number in stages]
         return SharedStorage(sK, sV, sQ, sdO, sP, sdS, sdQ, sLSE, sDelta, k, v, q, do, dq)
 
