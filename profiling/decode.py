@@ -4,6 +4,7 @@
               FlashAttention-3 with automatic splits, on the same memory
     variants  pages, several tokens, an FP8 cache, append with rotary embedding, `attn`, and the family sm80, beside the
               plain call
+    layers    a CUDA graph of NUM_LAYERS calls with a cache each, as in a model: the gaps between their kernels
     host      time of warm calls in an asynchronous loop
 
 A *side* is a function that is timed: cute_flash, a peer, or a variant. Every result is first compared with fp64, in the
@@ -39,6 +40,7 @@ CELLS = (
     (64, 16384), (128, 4096),
 )  # fmt: skip
 VARIANT_CELLS = ((1, 8192), (8, 8192), (64, 4096))
+LAYER_CELLS, NUM_LAYERS = ((1, 8192), (8, 8192)), 32
 HOST_CELL = (1, 1024)
 # Host time: calls per loop, and number of loops.
 HOST_CALLS, HOST_LOOPS = 200, 9
@@ -51,6 +53,7 @@ METHOD = {
     "time": "device time: replays of CUDA graphs between events, median of interleaved rounds",
     "bytes": "K and V once",
     "check": "first and last sequence and K/V head against fp64, relative Frobenius norm; new memory holds NaN",
+    "layers": "kernel intervals of one replay by torch.profiler; a gap is time in which no kernel runs",
     "host": f"median of {HOST_LOOPS} asynchronous loops of {HOST_CALLS} calls, interleaved in shuffled order",
 }
 Record = dict[str, Any]
@@ -60,6 +63,7 @@ Record = dict[str, Any]
 class Settings:
     cells: tuple[tuple[int, int], ...] = CELLS
     variant_cells: tuple[tuple[int, int], ...] = VARIANT_CELLS
+    layer_cells: tuple[tuple[int, int], ...] = LAYER_CELLS
     host_cell: tuple[int, int] = HOST_CELL
     sizes: Sizes = field(default_factory=Sizes)
     rounds: int = 5
@@ -68,7 +72,7 @@ class Settings:
 
     @property
     def num_steps(self) -> int:
-        return len(self.cells) + len(self.variant_cells) + 1
+        return len(self.cells) + len(self.variant_cells) + len(self.layer_cells) + 1
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,48 @@ def measure_sides(shape: Shape, made: Mapping[str, Side], settings: Settings, to
     }
 
 
+def measure_layers(cell: tuple[int, int], settings: Settings, tools: Tools) -> Record:
+    """Replay a CUDA graph of one call per layer, and measure the gaps between kernels. Needs a GPU."""
+    calls = [tools.sides(tools.inputs(cell, settings))[OURS].call for _ in range(NUM_LAYERS)]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        calls[0]()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        graph.replay()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        for _ in range(settings.rounds):
+            graph.replay()
+        events[1].record()
+        stream.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            graph.replay()
+            stream.synchronize()
+    kernels = [x.time_range for x in profile.events() if x.device_type == torch.autograd.DeviceType.CUDA]
+    return {
+        "batch": cell[0],
+        "length": cell[1],
+        "layers": NUM_LAYERS,
+        "graph_us": 1e3 * events[0].elapsed_time(events[1]) / settings.rounds,
+        "kernels": len(kernels),
+        **gaps_of([(kernel.start, kernel.end) for kernel in kernels]),
+    }
+
+
+def gaps_of(intervals: Sequence[tuple[float, float]]) -> Record:
+    """The time from the first start to the last end, and the time in which no kernel runs, in us."""
+    if not intervals:
+        return {"span_us": None, "idle_us": None, "largest_gap_us": None}
+    ordered = sorted(intervals)
+    latest, gaps = ordered[0][1], [0.0]
+    for start, end in ordered[1:]:
+        gaps.append(max(0.0, start - latest))
+        latest = max(latest, end)
+    return {"span_us": latest - ordered[0][0], "idle_us": sum(gaps), "largest_gap_us": max(gaps)}
+
+
 def measure_host(settings: Settings, names: Sequence[str], tools: Tools) -> Record:
     """Host time of a call: plain, with append and rotary embedding, and of the peers."""
     inputs = tools.inputs(settings.host_cell, settings)
@@ -185,6 +231,7 @@ def run_decode(settings: Settings, tools: Tools) -> Record:
         "card": {"before": tools.card_state(), "after": None},
         "cells": [],
         "variants": [],
+        "layers": [],
         "host": {"us": {}, "failures": {}},
         "is_complete": False,
     }
@@ -198,6 +245,9 @@ def run_decode(settings: Settings, tools: Tools) -> Record:
             made = tools.variants(tools.inputs(cell, settings), settings.seed)
             record["variants"].append(measure_sides(Shape(*cell), made, settings, tools))
             _done(record, f"variants {Shape(*cell).id}", tools)
+        for cell in settings.layer_cells if tools.device.type == "cuda" else ():
+            record["layers"].append(measure_layers(cell, settings, tools))
+            _done(record, f"{NUM_LAYERS} layers {Shape(*cell).id}", tools)
         record["host"] = measure_host(settings, names, tools)
         record["card"]["after"] = tools.card_state()
         record["is_complete"] = True
@@ -279,13 +329,28 @@ def variant_table(record: Record) -> Table:
     return Table("Variants: µs (speed over the plain call)", ("call", *columns), tuple(rows))
 
 
+def layer_table(record: Record) -> Table:
+    rows = []
+    for cell in record["layers"]:
+        place = str(cell["batch"]), str(cell["length"]), str(cell["kernels"])
+        rows.append(
+            (
+                *place,
+                *(_text(cell[f"{name}_us"], ".1f") for name in ("graph", "span", "idle")),
+                _text(cell["largest_gap_us"], ".2f"),
+            )
+        )
+    columns = ("B", "K/V length", "kernels", "replay, µs", "first start to last end, µs", "no kernel runs, µs")
+    return Table(f"CUDA graph of {NUM_LAYERS} layers", (*columns, "largest gap, µs"), tuple(rows))
+
+
 def host_table(record: Record) -> Table:
     rows = tuple((name, f"{us:.1f}") for name, us in record["host"]["us"].items())
     return Table("Host time of a warm call", ("call", "µs"), rows)
 
 
 def tables(record: Record) -> list[Table]:
-    return [cell_table(record), mean_table(record), variant_table(record), host_table(record)]
+    return [cell_table(record), mean_table(record), variant_table(record), layer_table(record), host_table(record)]
 
 
 def failures(record: Record) -> list[str]:

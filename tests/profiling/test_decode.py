@@ -18,7 +18,15 @@ from tests.fakes.cuda import claiming_cuda, own_workspaces
 from tests.profiling.fakes import CpuGpu, FakeTimer
 
 CPU, SIZES = torch.device("cpu"), Sizes(heads=4, heads_kv=2, head_dim=32)
-SMALL = decode.Settings(((1, 64), (5, 128)), ((2, 64),), (1, 64), SIZES, rounds=2, ms=2.0)
+SMALL = decode.Settings(
+    cells=((1, 64), (5, 128)),
+    variant_cells=((2, 64),),
+    layer_cells=(),
+    host_cell=(1, 64),
+    sizes=SIZES,
+    rounds=2,
+    ms=2.0,
+)
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
@@ -89,10 +97,11 @@ def test_cells_variants_and_host_time():
 
 def test_tables():
     timer = FakeTimer()
-    cells, means, variants, host = decode.tables(decode.run_decode(SMALL, tools(timer)))
+    cells, means, variants, layers, host = decode.tables(decode.run_decode(SMALL, tools(timer)))
     assert cells.rows[0] == ("1", "64", "1000.0, 0.00", "3000.0, 0.00", "2000.0, 0.00", "4000.0, 0.00", "2.00")
     assert means.rows == (("B ≤ 4", "1", "2.00", "2.00"), ("all", "2", "2.00", "2.00"))
     assert dict(variants.rows)["FP8 cache"] == "500.0 (2.00)"
+    assert layers.rows == ()  # only on a GPU
     assert dict(host.rows)[OURS] == "1000.0"
 
 
@@ -199,3 +208,16 @@ def test_tables_of_the_documents(tmp_path):
     line = doc_results.decode_line(tmp_path)
     assert "2.00 × for B ≤ 4" in line and "Commit `c`" in line
     assert dict(doc_results.decode_variants(tmp_path).rows)["pages of one row"] == "1250.0 (0.80)"
+
+
+def test_gaps_between_kernels() -> None:
+    # The second kernel begins before the first ends; 3 us pass before the third, which contains the fourth.
+    found = decode.gaps_of([(14.0, 20.0), (0.0, 6.0), (5.0, 11.0), (15.0, 16.0), (20.5, 21.0)])
+    assert found == {"span_us": 21.0, "idle_us": 3.5, "largest_gap_us": 3.0}
+    assert decode.gaps_of([])["idle_us"] is None
+
+
+def test_table_of_layers() -> None:
+    cell = {"batch": 8, "length": 64, "layers": 32, "graph_us": 100.0, "kernels": 32, "span_us": 99.0, "idle_us": 0.0}
+    table = decode.layer_table({"layers": [cell | {"largest_gap_us": 0.0}]})
+    assert table.rows == (("8", "64", "32", "100.0", "99.0", "0.0", "0.00"),)
