@@ -41,6 +41,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "mask_mod": {"mask_mod": lambda b, h, i, j: (i + j) % 3 != 0},
     "deterministic": {"deterministic": True, "causal": True},
     "bias": {},
+    "bias_constant": {},
+    "bias_shared": {},  # by all heads, which add to one gradient
     "block_mask": {},
     # mma.sync alone has kernels for fp32, up to D = 128.
     "fp32": {"causal": True},
@@ -49,7 +51,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     # Partial outputs of context parallelism.
     "merge": {},
 }
-DENSE_ONLY = ("bias", "block_mask", "many_tiles", "merge")
+DENSE_ONLY = ("bias", "bias_constant", "bias_shared", "block_mask", "many_tiles", "merge")
 # Varlen kernels differ from dense ones only in lengths and tile lists. So all features run at the smallest head dim,
 # and only these at the others.
 VARLEN_WIDE = ("causal", "dropout")
@@ -121,8 +123,9 @@ def _options(launch: Launch, heads: int, lengths: tuple[int, int], device: str) 
         options["alibi"] = _normal(heads, device=device, dtype=torch.float32)
     if launch.feature in ("sinks", "all"):
         options["sinks"] = _normal(heads, device=device, dtype=torch.float32)
-    if launch.feature == "bias":
-        options["bias"] = _normal(1, heads, *lengths, device=device)
+    if launch.feature.startswith("bias"):
+        shape = (1, 1 if launch.feature == "bias_shared" else heads, *lengths)
+        options["bias"] = _normal(*shape, device=device).requires_grad_(launch.feature != "bias_constant")
     if launch.feature == "block_mask":
         options["block_mask"] = BlockMask.of(lambda b, h, i, j: (i - j).abs() < 60, (1, heads, *lengths), device=device)
     return options
