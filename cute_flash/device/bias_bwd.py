@@ -1,20 +1,31 @@
-"""A bias and its gradient in the backward, moved element by element between global memory and registers.
+"""A bias and its gradient in the backward.
+
+| class          | load and store                                                                         |
+|----------------|----------------------------------------------------------------------------------------|
+| `BwdBlockBias` | every thread moves its own elements between global memory and registers                |
+| `BwdSmemBias`  | TMA moves tiles between global and shared memory; threads read and write them          |
+|                | transposed, with ldmatrix and stmatrix                                                 |
 
 If rows of a block are keys, neighbouring elements of a thread are two queries of one key, which are not neighbours in
 memory. Vector accesses are then impossible. One access of a warp covers eight neighbouring keys of four queries: half
 of a 32-byte sector of 16-bit elements per query. The next access covers the other half.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_flash.device.gradient_sums import GradientSums
+from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.position import BwdBlockPosition
-from cute_flash.device.ptx import add_if, store_if
+from cute_flash.device.ptx import add_if, rederived, store_if
+from cute_flash.device.smem import allocate_stages
+from cute_flash.device.stmatrix import lane_offset, load_two_tiles, store_transposed
+from cute_flash.device.tma import TmaTiles
 from cute_flash.score_mod.graph import COLUMN, ROW
+from cute_flash.smem.tile import SmemTile
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,8 @@ class BwdBiasParams:
         rows, columns = size
         of_rows, of_columns = (COLUMN, ROW) if position.is_transposed else (ROW, COLUMN)
         shape = rows if self.varies & of_rows else 1, columns if self.varies & of_columns else 1
-        return BwdBlockBias(self, position, lengths, cute.make_rmem_tensor(shape, self.mBias.element_type))
+        rBias = cute.make_rmem_tensor(shape, self.mBias.element_type)
+        return BwdBlockBias(self, position, lengths, rBias, size)
 
 
 @dataclass(frozen=True)
@@ -45,10 +57,15 @@ class BwdBlockBias:
     position: BwdBlockPosition
     lengths: tuple  # of the sequence: queries, keys
     rBias: cute.Tensor  # (rows, columns), of size 1 in a dimension in which the bias broadcasts
+    size: cutlass.Constexpr  # rows and columns of this thread
 
     def at(self, r: int, c: int) -> Float32:
         rows, columns = self.rBias.shape
         return Float32(self.rBias[r if rows > 1 else 0, c if columns > 1 else 0])
+
+    def moved(self, position: BwdBlockPosition) -> "BwdBlockBias":
+        """The same bias at an equal position, to load it again."""
+        return self.params.block(position, self.size, self.lengths)
 
     def load(self) -> None:
         """Start the loads; positions past the end load the last entry."""
@@ -96,3 +113,137 @@ class BwdBlockBias:
             add_if(Int32(exists), target.toint(), dS)
         else:
             store_if(Int32(exists), target.toint(), dS, gdBias.element_type)
+
+
+@dataclass(frozen=True)
+class BwdBiasPipeline:
+    """Bias tiles in shared memory, which TMA loads. Rows are queries and columns are keys.
+
+    Each warpgroup has its own pipeline, for its 64 keys. If the kernel stores the gradient, a warpgroup overwrites the
+    bias in its stage by the gradient (`gradient_ready`), another warp stores the stage by TMA, and then releases it.
+    Iterations count m_blocks.
+    """
+
+    sBias: cute.Tensor  # (tile_m, 64, (warpgroup, stage))
+    barriers: Pipeline  # of all warpgroups; `pipeline` selects those of one
+    gradient_ready: Pipeline | None  # `full`: the gradient is in the stage; None: the kernel stores no gradient
+    tile: cutlass.Constexpr  # SmemTile
+    num_warpgroups: cutlass.Constexpr
+    stages: cutlass.Constexpr
+
+    @staticmethod
+    def allocate(
+        smem, dtype, tile: SmemTile, num_warpgroups: int, stages: int, stores_gradient: bool
+    ) -> "BwdBiasPipeline":
+        sBias = allocate_stages(smem, dtype, tile, num_warpgroups * stages)
+        sBias = cute.logical_divide(sBias, (None, None, num_warpgroups))
+        barriers = Pipeline.allocate(smem, num_warpgroups * stages)
+        gradient_ready = Pipeline.allocate(smem, num_warpgroups * stages) if stores_gradient else None
+        return BwdBiasPipeline(sBias, barriers, gradient_ready, tile, num_warpgroups, stages)
+
+    @cute.jit
+    def init_barriers(self):
+        """Called by one thread, before a fence and a CTA barrier."""
+        if cutlass.const_expr(self.gradient_ready is None):
+            self.barriers.init(1, WARPGROUP_THREADS)
+        else:
+            self.barriers.init(1, 1)
+            self.gradient_ready.init(WARPGROUP_THREADS, 1)
+
+    def pipeline(self, warpgroup: Int32 | int) -> Pipeline:
+        return self.barriers.part(warpgroup, self.stages)
+
+    @cute.jit
+    def load(self, tma: TmaTiles, iteration: Int32, block: tuple, head_batch: tuple):
+        """Start to load the block (m_block, n_block) for all warpgroups. Called by one warp."""
+        m_block, n_block = block
+        for w in cutlass.range_constexpr(self.num_warpgroups):
+            pipeline = self.pipeline(w)
+            pipeline.wait_empty(iteration)
+            pipeline.expect_bytes(iteration, self.tile.bytes)
+            sX = self.sBias[None, None, (w, pipeline.stage(iteration))]
+            tma.load(sX, m_block, *head_batch, pipeline.full_barrier(iteration), n_block * self.num_warpgroups + w)
+
+    @cute.jit
+    def store_gradient(self, tma: TmaTiles, iteration: Int32, block: tuple, head_batch: tuple):
+        """Store the gradient of the block (m_block, n_block), then release its stages. Called by one warp."""
+        m_block, n_block = block
+        for w in cutlass.range_constexpr(self.num_warpgroups):
+            pipeline = self.pipeline(w)
+            self.gradient_ready.part(w, self.stages).wait_full(iteration)
+            sX = self.sBias[None, None, (w, pipeline.stage(iteration))]
+            with cute.arch.elect_one():
+                tma.store(sX, m_block, *head_batch, n_block * self.num_warpgroups + w)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            pipeline.release(iteration)
+
+    def block(self, plain: BwdBlockBias, warpgroup: Int32, thread: Int32, iteration: Int32) -> "BwdSmemBias":
+        """The bias of one iteration for a thread. Its address is recomputed, which saves a register over the loop."""
+        pipeline = self.pipeline(warpgroup)
+        stage = (pipeline.stage(iteration) * self.num_warpgroups + warpgroup) * self.tile.bytes
+        words = cute.make_rmem_tensor(self.tile.rows // 4, Int32)
+        return BwdSmemBias(self, plain, warpgroup, iteration, stage, thread, words)
+
+
+@dataclass(frozen=True)
+class BwdSmemBias:
+    """This thread's bias elements of one block, in a stage of shared memory."""
+
+    owner: BwdBiasPipeline
+    plain: BwdBlockBias  # for gradients that are added or stored element by element
+    warpgroup: Int32
+    iteration: Int32
+    stage: Int32  # bytes from the first stage of the first warpgroup
+    thread: Int32
+    words: cute.Tensor  # pairs of queries: for each n8 tile, two rows
+
+    def wait(self) -> None:
+        self.owner.pipeline(self.warpgroup).wait_full(self.iteration)
+
+    def moved(self, position: BwdBlockPosition) -> "BwdSmemBias":
+        words = cute.make_fragment_like(self.words)
+        return replace(self, plain=self.plain.moved(position), thread=rederived(self.thread), words=words)
+
+    def load_column(self, c: int) -> None:
+        """Load four columns at a time."""
+        if c % 4 == 0:
+            first = Int32(self.owner.sBias.iterator.toint()) + self.stage
+            found = load_two_tiles(first + lane_offset(self.thread), c // 2)
+            for i in range(4):
+                self.words[c + i] = found[i]
+
+    def at(self, r: int, c: int) -> Float32:
+        index, dtype = c // 2 * 2 + r, self.owner.sBias.element_type
+        if dtype is cutlass.BFloat16:
+            # One integer instruction converts to fp32.
+            bits = cute.make_rmem_tensor(1, Int32)
+            bits[0] = self.words[index] & -(1 << 16) if c % 2 else self.words[index] << 16
+            return cute.recast_tensor(bits, Float32)[0]
+        return Float32(cute.recast_tensor(self.words, dtype)[2 * index + c % 2])
+
+    def add_gradient(self, dS: Float32, r: int, c: int, sums: GradientSums) -> None:
+        if self.owner.gradient_ready is None:
+            self.plain.add_gradient(dS, r, c, sums)
+
+    @cute.jit
+    def release(self):
+        """Called after the last read. If the gradient replaces the bias, the warp that stores it releases the stage."""
+        if cutlass.const_expr(self.owner.gradient_ready is None):
+            self.owner.pipeline(self.warpgroup).release_per_thread(self.iteration)
+
+    @cute.jit
+    def write_gradient(self, rdS: cute.Tensor):
+        """Write the gradient to the stage, if TMA stores it. `publish_gradient` follows after a fence."""
+        if cutlass.const_expr(self.owner.gradient_ready is not None):
+            stage = self.owner.pipeline(self.warpgroup).stage(self.iteration)
+            sX = self.owner.sBias[None, None, (self.warpgroup, stage)]
+            store_transposed(rdS, sX.iterator, rederived(self.thread))
+
+
+@cute.jit
+def publish_gradient(bias: BwdBiasPipeline | None, warpgroup: Int32, iteration: Int32):
+    """Signal that the gradient of an iteration is in its stage. Called after a fence."""
+    if cutlass.const_expr(bias is not None):
+        if cutlass.const_expr(bias.gradient_ready is not None):
+            cute.arch.mbarrier_arrive(bias.gradient_ready.part(warpgroup, bias.stages).full_barrier(iteration))

@@ -21,7 +21,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_flash.device.bias_bwd import BwdBiasParams, BwdBlockBias
+from cute_flash.device.bias_bwd import BwdBiasParams, BwdBlockBias, BwdSmemBias
 from cute_flash.device.block_sparse import BwdBlockIndices
 from cute_flash.device.gradient_sums import GradientSums
 from cute_flash.device.mask import Mask, column_offset
@@ -158,7 +158,7 @@ class ModScores:
     params: BwdModParams
     position: BwdBlockPosition
     size: cutlass.Constexpr  # rows and columns of this thread
-    bias: BwdBlockBias | None
+    bias: BwdBlockBias | BwdSmemBias | None
 
     # ---- compile-time properties
 
@@ -399,7 +399,7 @@ class ModScores:
         position, plain = self.position.shifted(zero), self.plain
         if plain.first_distance is not None:
             plain = replace(plain, first_distance=plain.first_distance + Float32(zero))
-        bias = None if self.bias is None else self.params.bias.block(position, self.size, self.bias.lengths)
+        bias = None if self.bias is None else self.bias.moved(position)
         return replace(self, position=position, plain=plain, bias=bias), Float32(zero)
 
 

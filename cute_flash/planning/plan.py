@@ -391,7 +391,7 @@ def _bwd_launches(
     main = replace(
         static,
         features=features,
-        mods=None if static.mods is None else static.mods.for_backward,
+        mods=None if static.mods is None else static.mods.for_backward(uses_tma=getattr(tile, "bias_stages", 0) > 0),
         out_fp32=False,
         batch_invariant=False,
         deterministic=deterministic,

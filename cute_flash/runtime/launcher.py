@@ -132,12 +132,19 @@ def _with_bias(problem: Problem, args: AttentionArgs) -> Problem:
     return replace(problem, mods=mods)
 
 
+# The backward loads and stores a bias by TMA up to this head dim.
+MAX_TMA_WIDTH = 128
+# If at most this many scores share an element of the bias, TMA stores their terms of its gradient.
+MAX_TERMS = 4
+
+
 def _with_dbias(problem: Problem, args: AttentionArgs, deterministic: bool) -> tuple[Problem, Buffer | None]:
     """Set the fields of `Problem.mods` about writing the gradient of the bias, and return the buffer for it.
 
     If the bias does not broadcast, the kernel stores the gradient. If it does, the kernel accumulates the gradient by
-    fp32 atomic additions in no fixed order; for deterministic gradients it stores all terms, (B, H, Sq, Sk), and torch
-    sums them.
+    fp32 atomic additions in no fixed order. Or it stores all terms, (B, H, Sq, Sk), and torch sums them: for
+    deterministic gradients, and if TMA can store 16-bit terms that take at most twice the memory of the fp32 sums,
+    because this is about twice as fast.
     """
     bias = args.bias
     if bias is None:
@@ -149,16 +156,24 @@ def _with_dbias(problem: Problem, args: AttentionArgs, deterministic: bool) -> t
     if not args.bias_needs_grad:
         return replace(problem, mods=mods), None
     full_shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
-    if tuple(bias.shape) == full_shape:
-        # Zeros if the kernel skips blocks, because it does not write skipped blocks.
-        visits_all = not problem.static.is_bounded and not problem.block_sparse
+    is_full = tuple(bias.shape) == full_shape
+    # TMA stores dS in the dtype of q. dS is the gradient of the bias unless softcap precedes the bias. With a semaphore
+    # the kernel has no warp for these stores.
+    is_ds = mods.bias_dtype == problem.dtype and "softcap" not in problem.features and not deterministic
+    tma = is_ds and mods.bias_tma and not problem.varlen and problem.seqlen_k % 8 == 0
+    tma = tma and problem.static.widest <= MAX_TMA_WIDTH and math.prod(full_shape) <= MAX_TERMS * bias.numel()
+    # Zeros if the kernel skips blocks, because it does not write skipped blocks.
+    visits_all = not problem.static.is_bounded and not problem.block_sparse
+    if is_full or tma:
         dtype = str(bias.dtype) if str(bias.dtype) in BIAS_DTYPES else "float32"
         init = "empty" if visits_all else "zeros"
         buffer = Buffer("dbias", full_shape, dtype.removeprefix("torch."), init)
     else:
         buffer = Buffer("dbias", full_shape if deterministic else tuple(bias.shape), init="zeros")
-    accumulates = tuple(bias.shape) != full_shape and not deterministic
-    mods = replace(mods, dbias_dtype=buffer.dtype, dbias_accumulates=accumulates)
+    accumulates = not (is_full or tma or deterministic)
+    # Threads load the bias faster than TMA beside atomic additions.
+    mods = replace(mods, bias_tma=mods.bias_tma and not accumulates)
+    mods = replace(mods, dbias_dtype=buffer.dtype, dbias_tma=tma, dbias_accumulates=accumulates)
     return replace(problem, mods=mods), buffer
 
 

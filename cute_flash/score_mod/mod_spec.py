@@ -30,6 +30,7 @@ class ModSpec:
     captures_needing_grad: tuple[int, ...] = ()
     bias_varies: int = 0  # backward: bits ROW and COLUMN, for the dimensions in which the bias does not broadcast
     dbias_dtype: str = ""  # as the backward kernel writes it; "": no gradient of the bias
+    dbias_tma: bool = False  # TMA can store tiles of dbias, in the dtype of q
     dbias_accumulates: bool = False  # the kernel adds to dbias, because several scores share an element of the bias
 
     @property
@@ -109,15 +110,15 @@ class ModSpec:
     def for_forward(self) -> ModSpec:
         """The spec with only the fields that the forward uses, so that equal kernels have equal specs."""
         spec = replace(self, graphs=Graphs(self.graphs.score, self.graphs.mask), bias_needs_grad=False, bias_varies=0)
-        return replace(spec, captures_needing_grad=(), dbias_dtype="", dbias_accumulates=False)
+        return replace(spec, captures_needing_grad=(), dbias_dtype="", dbias_tma=False, dbias_accumulates=False)
 
-    @property
-    def for_backward(self) -> ModSpec:
-        """The spec with only the fields that the backward uses.
+    def for_backward(self, uses_tma: bool) -> ModSpec:
+        """The spec with only the fields that the backward uses. `uses_tma`: TMA moves the bias and its gradient.
 
-        The backward loads the bias without TMA, and the index lists of its block mask are in units of kernel tiles.
+        The index lists of its block mask are in units of kernel tiles.
         """
-        return replace(self, bias_tma=False, bias_varies_by_row=False, block_mask_tile=None, bias_needs_grad=False)
+        spec = self if uses_tma else replace(self, bias_tma=False, dbias_tma=False)
+        return replace(spec, bias_varies_by_row=False, block_mask_tile=None, bias_needs_grad=False)
 
 
 # Limits of operations per score: for `has_cheap_fusion`; for `has_cheap_bwd`; and for `has_cheap_bwd` with a mask_mod

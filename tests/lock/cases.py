@@ -430,6 +430,12 @@ def bwd_mods() -> Iterator[Case]:
     yield bwd(HOPPER, 256, mask="full", mask_mod="document_causal", block_map=True)
     yield bwd(HOPPER, 256, mask="full", mask_mod="document_causal", block_map=True, deterministic=True)
     yield bwd(HOPPER, 192, mask="full", score_mod="capped", head_dim_v=128)
+    # TMA moves the bias and its gradient.
+    yield bwd(HOPPER, 64, mask="full", bias=Bias(layout="aligned"))
+    yield bwd(HOPPER, 64, bias=Bias(layout="aligned", has_gradient=False))
+    yield bwd(HOPPER, 128, mask="full", bias=Bias(dtype="fp16", layout="aligned"), dtype="fp16")
+    yield bwd(HOPPER, 128, bias=Bias(dims="hqk", layout="aligned"))
+    yield bwd(HOPPER, 64, "softcap", score_mod="alibi", bias=Bias(layout="aligned"))
     yield bwd(HOPPER, 256, bias=Bias())
     yield bwd(HOPPER, 256, "softcap", "dropout", mask="window", score_mod="alibi", bias=Bias(dims="hqk"))
     yield bwd(HOPPER, 256, "varlen", score_mod="alibi", mask_mod="window")

@@ -195,7 +195,10 @@ class Fakes:
     def dbias(self, operand: Operand) -> cute.Tensor | None:
         """None if the bias needs no gradient."""
         name = self.static.mods.dbias_dtype
-        return _strided(CUTE_DTYPES[name], self.shape(operand.dims), last=1) if name else None
+        if not self.static.mods.dbias_tma:
+            return _strided(CUTE_DTYPES[name], self.shape(operand.dims), last=1) if name else None
+        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+        return make_fake_tensor(CUTE_DTYPES[name], self.shape(operand.dims), strides, assumed_align=ROW_ALIGN_BYTES)
 
     def captures(self, operand: Operand) -> list[cute.Tensor] | None:
         """The tensors that user mods capture, graph by graph; None without any."""

@@ -14,7 +14,9 @@ For each K/V tile, over the query heads that share it and their m_blocks i, in p
 |-----------|-------|----------------------------------------------------------|
 | 0         | 0     | load K, V, Q, dO, LSE and Δ by TMA                       |
 | 0         | 1     | add dQ to global memory by bulk reductions               |
-| 0         | 2     | if deterministic: the same, alternating with warp 1      |
+| 0         | 2     | if deterministic: the same, alternating with warp 1;     |
+|           |       | or store the gradient of a bias by TMA                   |
+| 0         | 3     | load a bias by TMA                                       |
 | 1, 2      | all   | MMA: 64 keys of the tile and half of dQ each             |
 
 | shared memory | elements                    | lifetime                                             |
@@ -24,9 +26,10 @@ For each K/V tile, over the query heads that share it and their m_blocks i, in p
 | sdS           | 2 x tile_n x tile_m         | one block, until dQ, two blocks later                |
 | sdQ           | tile_m x tile_d, fp32       | one block, in register order                         |
 | sLSE, sDelta  | stages x tile_m, fp32       | one m_block                                          |
+| bias          | stages x tile_m x tile_n    | one m_block; then its gradient, until it is stored   |
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -35,6 +38,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from cute_flash.device.band import Band
+from cute_flash.device.bias_bwd import publish_gradient
 from cute_flash.device.block_sparse import BwdBlockIndex
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_rows
@@ -61,6 +65,7 @@ from cute_flash.spec.problem import Static
 
 # Named barrier 0 is the CTA barrier.
 FIRST_ORDER_BARRIER = 1
+STORE_DBIAS_WARP, LOAD_BIAS_WARP = 2, 3
 # Registers per thread of the producer warpgroup, and of the MMA warpgroups.
 REGISTERS = 24, 240
 
@@ -105,7 +110,8 @@ class BwdSm90(Kernel):
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
         tile, static, config, args = self.tile, self.static, self.config, self.read_operands(operands)
-        load, tma = cpasync.CopyBulkTensorTileG2SOp(), VarlenTmaTiles if static.varlen else TmaTiles
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tma = VarlenTmaTiles if static.varlen else TmaTiles
         (_, heads, seqlen_q, _), (batch, heads_kv, seqlen_k, _) = args.q.shape, args.k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
         # With a left bound the last tiles are the longest, and come first. With a semaphore the last tiles come first,
@@ -141,6 +147,8 @@ class BwdSm90(Kernel):
             mma_dkv=make_mma(self.dtype, tile.head_dim, True, K, MN),
             mma_dq=make_mma(self.dtype, tile.dq_part[1], False, MN, MN),
             score_params=bwd_score_params(static, tile, args),
+            bias=None if config.bias is None else TmaTiles.of(load, args.bias, config.bias),
+            dbias=TmaTiles.of(store, args.dbias, config.bias) if config.stores_dbias else None,
         )
         options = {"min_blocks_per_mp": 1, "use_pdl": True}
         self.launch(self.symbol("bwd_sm90"), params, (args.num_ctas, 1, 1), tile.num_threads, stream, **options)
@@ -152,7 +160,7 @@ class BwdSm90(Kernel):
         storage = SharedStorage.allocate(self.config)
         if warp_index == 0:
             with cute.arch.elect_one():
-                storage.init_barriers(p.num_adders)
+                storage.init_barriers(p.num_tile_readers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Wait for the end of the preprocess kernel. Allow the postprocess kernel to be launched; it waits for this one.
@@ -165,6 +173,12 @@ class BwdSm90(Kernel):
                 producer.load(p, storage)
             if warp_index > 0 and warp_index <= p.num_adders:
                 producer.add_dq(p, storage, warp_index - 1)
+            if cutlass.const_expr(p.dbias is not None):
+                if warp_index == STORE_DBIAS_WARP:
+                    producer.store_dbias(p, storage)
+            if cutlass.const_expr(p.bias is not None):
+                if warp_index == LOAD_BIAS_WARP:
+                    producer.load_bias(p, storage)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             self.mma(p, storage, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
@@ -256,6 +270,7 @@ class BwdSm90(Kernel):
             self.stage_ds(p, state, operands[1], last)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(storage.ds.full_barrier(last))
+            publish_gradient(storage.bias, state.wg, last)
             if total > 1:
                 self.last_dq(p, state, last - 1)
             self.last_dq(p, state, last)
@@ -325,13 +340,17 @@ class BwdSm90(Kernel):
             # The fence follows the products, so that they do not wait until the stores of dS are visible.
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(storage.ds.full_barrier(iteration - 1))
+            publish_gradient(storage.bias, state.wg, iteration - 1)
         if cutlass.const_expr(blocks_before > 1):
             self.publish_dq(state, iteration - 2)
         # P^T = exp(scale S^T - LSE)
         if cutlass.const_expr(has_score_params and not self.tile.early_dropout):
             m_block, head = self.block_and_head(p, tile, position)
             scores = p.score_params.block(mask, head, tile.batch, m_block * self.tile.tile_m, is_transposed=True)
-            if cutlass.const_expr(has_mods):
+            if cutlass.const_expr(storage.bias is not None):
+                scores = replace(scores, bias=storage.bias.block(scores.bias, state.wg, state.thread, iteration))
+                scores.bias.wait()
+            elif cutlass.const_expr(has_mods):
                 scores.prefetch()
         if cutlass.const_expr(self.tile.early_lse and not self.has_mods_or_bias):
             rLSE = self.load_column_statistic(state, storage.sLSE, stage)
@@ -348,6 +367,8 @@ class BwdSm90(Kernel):
             self.apply_mask(p, tile, mask, scores, acc_S, position)
         if cutlass.const_expr(has_score_params):
             scores.exponentiate(acc_S, rP, rLSE)
+            if cutlass.const_expr(storage.bias is not None and not scores.keeps_tanh):
+                scores.bias.release()
             if cutlass.const_expr(has_mods and scores.masks_probs):
                 self.apply_mask(p, tile, mask, scores, acc_S, position)
                 scores.pack_probs(acc_S, rP)
@@ -362,6 +383,10 @@ class BwdSm90(Kernel):
         else:
             self.differentiate(acc_S, acc_dP, self.load_column_statistic(state, storage.sDelta, stage))
         convert(acc_S, rdS)
+        if cutlass.const_expr(storage.bias is not None):
+            if cutlass.const_expr(scores.keeps_tanh):
+                scores.bias.release()
+            scores.bias.write_gradient(rdS)
         if cutlass.const_expr(has_mods):
             sums.finish()
         if cutlass.const_expr(self.static.block_sparse):

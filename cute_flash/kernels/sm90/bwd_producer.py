@@ -1,4 +1,7 @@
-"""Producer warps of the Hopper backward: loads of K, V, Q, dO, LSE and Δ, and additions of dQ to global memory."""
+"""Producer warps of the Hopper backward.
+
+They load K, V, Q, dO, LSE, Δ and a bias, add dQ to global memory, and store the gradient of the bias.
+"""
 
 from dataclasses import replace
 
@@ -157,6 +160,47 @@ def add_dq(p: Params, storage: SharedStorage, adder: Int32):
         coord = read_tile(storage, count)
     with cute.arch.elect_one():
         cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def for_each_block(p: Params, storage: SharedStorage, visit: cutlass.Constexpr):
+    """Call visit(tile, head, m_block, iteration) for every block, in a warp that reads published tiles."""
+    count, iteration = Int32(0), Int32(0)  # tiles and m_blocks so far
+    coord = read_tile(storage, count)
+    while coord[0] != NO_TILE:
+        tile = p.tile(count, iteration, coord)
+        if cutlass.const_expr(p.block_indices is None):
+            for g in cutlass.range(p.heads_per_kv, unroll=1):
+                for i in cutlass.range(tile.block_iter.num, unroll=1):
+                    visit(tile, tile.head_kv * p.heads_per_kv + g, tile.m_block(i), iteration)
+                    iteration += 1
+        else:
+            for i in cutlass.range(p.num_m_blocks(tile), unroll=1):
+                index = p.block_index(tile, i)
+                visit(tile, tile.head_kv * p.heads_per_kv + index.head, index.m_block, iteration)
+                iteration += 1
+        count += 1
+        coord = read_tile(storage, count)
+
+
+@cute.jit
+def load_bias(p: Params, storage: SharedStorage):
+    """Load the bias of every block."""
+
+    def load(tile: KVTile, head: Int32, m_block: Int32, iteration: Int32):
+        storage.bias.load(p.bias, iteration, (m_block, tile.n_block), (head, tile.batch))
+
+    for_each_block(p, storage, load)
+
+
+@cute.jit
+def store_dbias(p: Params, storage: SharedStorage):
+    """Store the gradient of the bias of every block."""
+
+    def store(tile: KVTile, head: Int32, m_block: Int32, iteration: Int32):
+        storage.bias.store_gradient(p.dbias, iteration, (m_block, tile.n_block), (head, tile.batch))
+
+    for_each_block(p, storage, store)
 
 
 def accumulators(p: Params, seqlen: SeqlenInfo, head: Int32, m_block: Int32) -> cute.Tensor:

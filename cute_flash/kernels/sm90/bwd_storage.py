@@ -9,6 +9,7 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.band import Band
+from cute_flash.device.bias_bwd import BwdBiasPipeline
 from cute_flash.device.block_iterator import BlockIterator
 from cute_flash.device.block_sparse import BwdBlockIndex, BwdBlockIndices
 from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
@@ -21,6 +22,7 @@ from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.sm90.published_tiles import PublishedTiles
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
+from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import BlockRange, ceil_div
 from cute_flash.spec.problem import Static
@@ -63,6 +65,17 @@ class Config:
     def ds(self) -> SmemTile:
         """dS or P, keys by queries."""
         return SmemTile(self.tile.tile_n, self.tile.tile_m)
+
+    @property
+    def bias(self) -> SmemTile | None:
+        """The bias of a warpgroup's keys, queries by keys; None if TMA loads none."""
+        has_bias = isinstance(self.tile, BwdTileSm90) and self.tile.bias_stages > 0
+        return SmemTile(self.tile.tile_m, WARPGROUP_ROWS) if has_bias else None
+
+    @property
+    def stores_dbias(self) -> bool:
+        """Whether TMA stores the gradient of the bias."""
+        return self.bias is not None and self.static.mods.dbias_tma
 
     @property
     def out(self) -> SmemTile:
@@ -123,6 +136,8 @@ class Params:
     mma_dkv: cute.TiledMma  # P^T dO and dS^T Q
     mma_dq: cute.TiledMma  # dS K, a warpgroup's part
     score_params: BwdScoreParams | None  # None: no score features
+    bias: TmaTiles | None = None  # (tile_m, 64)
+    dbias: TmaTiles | None = None  # None: the bias has no gradient, or threads store it
 
     def tile_scheduler(self) -> PersistentTileScheduler:
         """The scheduler of this launch.
@@ -183,6 +198,11 @@ class Params:
         """
         return 1 if self.dq_semaphore is None else DETERMINISTIC_ADDERS
 
+    @property
+    def num_tile_readers(self) -> int:
+        """The number of producer warps that read published tiles: those that add dQ and those that move the bias."""
+        return self.num_adders + (self.bias is not None) + (self.dbias is not None)
+
 
 @dataclass(frozen=True)
 class SharedStorage:
@@ -203,6 +223,7 @@ class SharedStorage:
     do: Pipeline  # with Δ
     dq: Pipeline  # per warpgroup: memory for one block, barriers for DETERMINISTIC_ADDERS blocks
     ds: Pipeline  # full: both warpgroups have written dS; empty: both have read it
+    bias: BwdBiasPipeline | None  # None: TMA loads no bias
 
     @staticmethod
     def allocate(config: Config) -> "SharedStorage":
@@ -216,22 +237,28 @@ class SharedStorage:
         registers = tile.tile_m * tile.head_dim // MMA_THREADS
         layout = cute.make_layout((4, WARPGROUP_THREADS, registers // 4, NUM_WARPGROUPS))
         sdQ = smem.allocate_tensor(Float32, layout, 128)
+        bias = None
+        if config.bias is not None:
+            dtype, stages = CUTE_DTYPES[config.static.mods.bias_dtype], tile.bias_stages
+            bias = BwdBiasPipeline.allocate(smem, dtype, config.bias, NUM_WARPGROUPS, stages, config.stores_dbias)
         tiles = PublishedTiles.allocate(smem, config.num_tile_values)
         dq_stages = NUM_WARPGROUPS * DETERMINISTIC_ADDERS
         stages = (1, 1, tile.stages, tile.stages, dq_stages, DS_STAGES)
         k, v, q, do, dq, ds = [Pipeline.allocate(smem, number) for number in stages]
-        return SharedStorage(sK, sV, sQ, sdO, sdS, sLSE, sDelta, sdQ, tiles, k, v, q, do, dq, ds)
+        return SharedStorage(sK, sV, sQ, sdO, sdS, sLSE, sDelta, sdQ, tiles, k, v, q, do, dq, ds, bias)
 
     @cute.jit
-    def init_barriers(self, num_adders: cutlass.Constexpr):
+    def init_barriers(self, num_tile_readers: cutlass.Constexpr):
         """Called by one thread, before a fence and a CTA barrier."""
-        # An MMA warp releases K with one arrival, a warp that adds dQ with one arrival per thread.
-        self.k.init(1, 4 * NUM_WARPGROUPS + 32 * num_adders)
+        # An MMA warp releases K with one arrival, a producer warp that reads tiles with one arrival per thread.
+        self.k.init(1, 4 * NUM_WARPGROUPS + 32 * num_tile_readers)
         self.v.init(1, 4 * NUM_WARPGROUPS)
         self.q.init(1, MMA_THREADS)
         self.do.init(1, MMA_THREADS)
         self.dq.init(WARPGROUP_THREADS, 1)
         self.ds.init(MMA_THREADS, 4 * NUM_WARPGROUPS)
+        if cutlass.const_expr(self.bias is not None):
+            self.bias.init_barriers()
 
     def read_tile(self, count: Int32) -> tuple:
         """After k.full: (n_block, head, sequence...); n_block is NO_TILE after the last tile."""

@@ -8,6 +8,7 @@ from cute_flash.errors import UnsupportedError
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, SM80_BWD_FP32, SM80_BWD_LONG_MOD, SM80_BWD_SCORE, BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import (
     SM90_BWD,
+    SM90_BWD_BIAS,
     SM90_BWD_CHEAP_MOD,
     SM90_BWD_SCORE,
     SM90_BWD_WIDE_SCORE,
@@ -82,6 +83,8 @@ def _bwd_rows(family: str, arch: ArchSpec, static: Static, cost: int, determinis
         candidates = SM90_BWD_SCORE[2:]
         if _has_cheap_mod(static):
             candidates = (SM90_BWD_CHEAP_MOD, *candidates)
+        if static.mods.bias_tma and not static.varlen:
+            candidates = (*SM90_BWD_BIAS, *candidates)
     # A wider tile than necessary would be slower than mma.sync.
     candidates = tuple(row for row in candidates if row.head_dim == _hopper_width(static))
     return tuple(row for row in candidates if mod_ops <= row.max_mod_ops)

@@ -22,6 +22,7 @@ class BwdTileSm90(Tile):
     stages: int = 2  # of Q, and of dO
     early_lse: bool = False  # the LSE is read during the MMA of S^T; delta reuses its registers
     early_dropout: bool = False  # dropout masks are computed before S^T and dP^T take registers
+    bias_stages: int = 0  # of a bias that TMA loads; 0: threads load the bias, or there is none
 
     needs_wgmma: ClassVar[bool] = True
     num_threads: ClassVar[int] = 3 * 128
@@ -40,8 +41,9 @@ class BwdTileSm90(Tile):
         rows = 2 * self.tile_n + 2 * self.stages * self.tile_m
         halves = rows * self.head_dim + 2 * self.tile_m * self.tile_n
         floats = self.tile_m * self.head_dim + 2 * self.stages * self.tile_m
+        halves += self.bias_stages * self.tile_m * self.tile_n
         # Two slots of 16 bytes, in which the producer publishes tiles.
-        return ELEMENT_BYTES * halves + 4 * floats + 32 + 8 * (16 + 4 * self.stages)
+        return ELEMENT_BYTES * halves + 4 * floats + 32 + 8 * (16 + 4 * self.stages + 8 * self.bias_stages)
 
     @property
     def max_mod_ops(self) -> int:
@@ -50,7 +52,7 @@ class BwdTileSm90(Tile):
 
     def prefetches_bias(self, mod_ops: int, has_softcap: bool) -> bool:
         """Whether a block of the bias is loaded during the MMA of S; long user mods leave no registers for it."""
-        return mod_ops <= 10
+        return mod_ops <= 10 and not self.bias_stages
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,9 @@ _CHEAP_MOD = (
     "H200, bf16, B=4, S=4096, hidden 2048: ALiBi score_mod 2.52 ms, causal block mask 1.41; tile_m=64: 3.29, 1.73"
 )
 
+_BIAS_64 = "H200, bf16, B=4, S=4096, hidden 2048, bias (B, H, S, S): 2.92 ms, causal 1.60; loaded by threads 5.71, 2.86"
+_BIAS_128 = "the same: 2.56 ms, causal 1.41; loaded by threads 3.76, 1.97"
+
 # Rules for rows that were not measured: many keys, two stages if they fit, no spills.
 # Columns: head_dim, tile_m, tile_n.
 # fmt: off
@@ -121,6 +126,12 @@ SM90_BWD_SCORE = (
     BwdTileSm90( 64,  64, 128),
     SM90_BWD[1],
     SM90_BWD_WIDE_SCORE,
+)
+# With a bias that TMA loads.
+SM90_BWD_BIAS = (
+    BwdTileSm90( 64, 128, 128, bias_stages=1, max_cost=COST_USER_MOD, measured=_BIAS_64),
+    BwdTileSm90( 64,  64, 128, bias_stages=2),
+    BwdTileSm90(128,  64, 128, bias_stages=2, measured=_BIAS_128),
 )
 # With a cheap score_mod, or a block mask, whose mask_mod is evaluated in few blocks.
 SM90_BWD_CHEAP_MOD = BwdTileSm90(64, 128, 128, early_lse=True, max_cost=COST_USER_MOD, measured=_CHEAP_MOD)
