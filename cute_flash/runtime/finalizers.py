@@ -123,11 +123,27 @@ def _sees_no_key(row: Tensor, sequence: Tensor, args: AttentionArgs) -> Tensor:
     return sees_no_key
 
 
+MAX_SUM_BYTES = 1 << 31
+
+
 def bias_gradient(args: AttentionArgs, dbias: Tensor) -> Tensor:
     """The gradient of the bias from the kernel's `dbias`, which has the shape of the bias or (B, H, Sq, Sk)."""
     assert args.bias is not None
     broadcast = [i for i in range(4) if dbias.shape[i] != args.bias.shape[i]]
-    return like(args.bias, dbias.sum(dim=broadcast, keepdim=True) if broadcast else dbias)
+    return like(args.bias, _sum_by_parts(dbias, broadcast) if broadcast else dbias)
+
+
+def _sum_by_parts(terms: Tensor, dims: list[int]) -> Tensor:
+    """The sum over `dims`, which stay as dimensions of size 1.
+
+    torch sums tensors of more than 2^31 bytes about 2.5 times as slowly, so they are cut along another dimension.
+    """
+    kept = [i for i in range(terms.dim()) if i not in dims and terms.shape[i] > 1]
+    num_parts = -(-terms.numel() * terms.element_size() // MAX_SUM_BYTES)
+    if num_parts <= 1 or not kept:
+        return terms.sum(dim=dims, keepdim=True)
+    parts = terms.chunk(num_parts, dim=kept[0])
+    return torch.cat([part.sum(dim=dims, keepdim=True) for part in parts], dim=kept[0])
 
 
 def sum_capture_terms(problem: Problem, dcaptures: list[Tensor], dcapture_terms: list[Tensor]) -> None:

@@ -195,6 +195,9 @@ class Checker:
         mods = self.static.mods
         self.shape(operand, value, operand.dims)
         assert str(value.dtype) == f"torch.{mods.dbias_dtype}" and value.stride(3) == 1
+        if mods.dbias_tma:
+            assert not any(x % 8 for x in value.stride()[:3]) and value.data_ptr() % 16 == 0
+            assert value.dtype == getattr(torch, self.static.dtype)
         full = (self.sizes["B"], self.sizes["H"], self.sizes["Sq"], self.sizes["Sk"])
         is_shared = tuple(value.shape) != full or 0 in value.stride()
         assert is_shared <= mods.dbias_accumulates

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cute_flash.planning.varlen import num_padded_blocks, padded_block
+from cute_flash.runtime import finalizers
 from cute_flash.runtime.finalizers import alibi_gradient, bias_gradient, num_queries_without_keys, sinks_gradient
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
@@ -84,3 +85,12 @@ def test_the_gradient_of_a_broadcast_bias_is_a_sum() -> None:
         expected = (whole.sum(dim=shared, keepdim=True) if shared else whole).bfloat16()
         found = bias_gradient(plain(bias=bias), whole)
         assert found.dtype == bias.dtype and torch.equal(found, expected)
+
+
+def test_large_sums_of_a_bias_are_cut_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finalizers, "MAX_SUM_BYTES", 100)
+    test_the_gradient_of_a_broadcast_bias_is_a_sum()
+    parts = []
+    monkeypatch.setattr(torch, "cat", lambda tensors, dim: parts.extend(tensors) or torch.concat(tensors, dim))
+    bias_gradient(plain(bias=torch.zeros(1, 3, 4, 5)), torch.zeros(2, 3, 4, 5))
+    assert len(parts) == 3, "480 bytes: three heads, 160 bytes each"

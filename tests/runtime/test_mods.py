@@ -252,6 +252,35 @@ def test_deterministic(gpu: FakeGpu) -> None:
         assert not gpu.main.key.static.mods.dbias_accumulates
 
 
+def test_tma_moves_a_bias_and_its_gradient(sm_90: FakeGpu) -> None:
+    """TMA stores 16-bit terms of the gradient if at most four scores share an element of the bias."""
+    whole = torch.zeros(2, 4, 30, 64).bfloat16()
+    # (bias, fields of the call) -> by TMA: the bias, its gradient; and whether the kernel adds to the gradient
+    calls: dict[str, tuple[Tensor, dict[str, Any], tuple[bool, bool, bool]]] = {
+        "of all": (whole, {}, (True, True, False)),
+        "of heads": (torch.zeros(1, 4, 30, 64).bfloat16(), {}, (True, True, False)),
+        "of sequences": (torch.zeros(2, 1, 30, 64).bfloat16(), {}, (True, True, False)),
+        "shared by eight": (torch.zeros(1, 1, 30, 64).bfloat16(), {}, (False, False, True)),
+        "softcap": (whole, {"softcap": 5.0}, (True, False, False)),
+        "deterministic": (whole, {"deterministic": True}, (True, False, False)),
+        "fp16": (whole.half(), {}, (True, False, False)),
+        "fp32": (whole.float(), {}, (False, False, False)),
+        "60 keys": (whole[..., :60], {}, (True, False, False)),
+    }
+
+    def check(bias: Tensor, fields: dict[str, Any], expected: tuple[bool, bool, bool], width: int = 64) -> None:
+        inputs = [normal(2, 4, n, width, seed=n) for n in (30, bias.shape[3], bias.shape[3])]
+        run_backward(inputs, plain(bias=bias, **fields), atol=0.03)
+        mods, tile = sm_90.main.key.static.mods, sm_90.main.key.tile
+        assert (mods.bias_tma, mods.dbias_tma, mods.dbias_accumulates) == expected
+        assert (getattr(tile, "bias_stages", 0) > 0) == mods.bias_tma
+
+    for bias, fields, expected in calls.values():
+        check(bias, fields | {"needs_grad": (True,)}, expected)
+    check(whole, {}, (True, False, False))
+    check(whole, {"needs_grad": (True,)}, (False, False, False), width=192)
+
+
 @pytest.mark.parametrize("name", ["capped", "tables", "own gradient", "all"])
 def test_deterministic_gradients_of_tables(gpu: FakeGpu, name: str) -> None:
     """The kernel stores a term for each score, and torch sums the terms."""
