@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from profiling import context_parallel, decode, fp32, training
+from profiling import context_parallel, decode, decode_cases, fp32, training
 from profiling.figures import BACKWARD, BACKWARD_SM80, FORWARD, FORWARD_SM80
 from profiling.record import Run, load
 from profiling.report import NORMS, geometric_mean
@@ -17,6 +17,7 @@ from profiling.terminal import Table
 
 GQA = ("results/h200/2026-11-16-fwd-sm90-gqa.json", "results/h200/2026-11-16-fwd-sm90-gqa8.json")
 MODS = "results/h200/2026-11-16-mods.json"
+BIAS = "results/h200/2026-11-17-mods-bias.json"
 HOST = "results/h200/2026-11-16-host.json"
 FP32 = "results/h200/2026-11-16-fp32.json"
 DECODE = "results/h200/2026-11-17-decode.json"
@@ -194,6 +195,21 @@ def decode_line(data: Path) -> str:
     )
 
 
+def decode_layers(data: Path) -> str:
+    """Decoding: gaps in a CUDA graph of all layers, and host time, in two sentences."""
+    record = _read_decode(data)
+    gaps = [
+        f"{cell['idle_us']:.1f} of {cell['span_us']:,.0f} µs at B = {cell['batch']}, {cell['length']:,} keys"
+        for cell in record["layers"]
+    ]
+    host = record["host"]["us"]
+    others = f"SDPA with cuDNN {host[decode_cases.CUDNN]:.0f} µs, FlashAttention-3 {host[decode_cases.FA3]:.0f} µs"
+    return (
+        f"In a CUDA graph of {record['layers'][0]['layers']} layers, each with its own cache, no kernel runs for "
+        f"{' and '.join(gaps)}. Host time of a warm call: {host[decode.OURS]:.0f} µs; {others}."
+    )
+
+
 def training_steps(data: Path) -> Table:
     """Training steps: tokens per second through each integration and through other libraries."""
     return training.table(json.loads((data / TRAINING).read_text(encoding="utf-8")))
@@ -234,10 +250,11 @@ def _speed(cells: list[dict[str, Any]], side: str, base: str, direction: str) ->
 
 
 def mods(data: Path) -> Table:
-    cells = json.loads((data / MODS).read_text(encoding="utf-8"))["cells"]
+    """User mods and block masks beside other libraries, and biases beside plain attention."""
+    all_cells, bias_cells = (json.loads((data / path).read_text(encoding="utf-8"))["cells"] for path in (MODS, BIAS))
     rows = []
     for label, (kind, side, base) in MOD_ROWS.items():
-        chosen = [cell for cell in cells if cell["kind"] == kind]
+        chosen = [cell for cell in (bias_cells if kind == "bias" else all_cells) if cell["kind"] == kind]
         rows.append((label, *(_speed(chosen, side, base, direction) for direction in ("fwd", "bwd"))))
     return Table("", ("geometric mean (lowest)", "forward", "backward"), tuple(rows))
 

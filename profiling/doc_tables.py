@@ -443,6 +443,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "decode": (lambda: _markdown(doc_results.decode_cells(DATA)), (doc_results.DECODE,)),
     "decode_line": (lambda: doc_results.decode_line(DATA), (doc_results.DECODE,)),
     "decode_variants": (lambda: _markdown(doc_results.decode_variants(DATA)), (doc_results.DECODE,)),
+    "decode_layers": (lambda: doc_results.decode_layers(DATA), (doc_results.DECODE,)),
     "training": (lambda: _markdown(doc_results.training_steps(DATA)), (doc_results.TRAINING,)),
     "training_line": (lambda: doc_results.training_line(DATA), (doc_results.TRAINING,)),
     "context_parallel_times": (
@@ -450,7 +451,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
         (doc_results.CONTEXT_PARALLEL,),
     ),
     "gqa": (lambda: _markdown(doc_results.gqa(DATA)), doc_results.GQA),
-    "mods": (lambda: _markdown(doc_results.mods(DATA)), (doc_results.MODS,)),
+    "mods": (lambda: _markdown(doc_results.mods(DATA)), (doc_results.MODS, doc_results.BIAS)),
     "host": (lambda: _markdown(doc_results.host(DATA)), (doc_results.HOST,)),
     "start": (lambda: doc_results.start(DATA), (doc_results.START,)),
     # Tables of models, which read no file.
