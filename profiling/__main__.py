@@ -25,6 +25,7 @@ from profiling import (
     compare,
     decode,
     doc_tables,
+    every_run,
     features,
     figures,
     fp32,
@@ -146,6 +147,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_sanitize(sanitize_command)
     studies.add_commands(add)
+    all_command = add(
+        "all",
+        "run every command whose results the README and the docs show, at one commit",
+        "--list  # needs no GPU",
+        "--budget-s 600  # leave out runs that would not end in time; a second call resumes",
+        "--only decode,mods",
+    )
+    _add_all(all_command)
     plots = add("plots", "draw the figures and fill in the tables of the documents; needs no GPU", "")
     plots.add_argument(
         "--out", type=Path, default=figures.FOLDER, metavar="DIR", help="draw the figures into DIR and write no tables"
@@ -253,6 +262,14 @@ def _add_ncu(parser: argparse.ArgumentParser) -> None:
     add("--predict-only", action="store_true", help="print the predictions; needs no GPU")
     add("--from-exports", action="store_true", help="write ncu.json again from the .csv files in DIR; needs no GPU")
     add("--arch", metavar="sm_xx", help="architecture of --predict-only (default: the GPU here)")
+
+
+def _add_all(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--only", type=name_list, default=(), metavar="LIST", help="names of runs (default: all)")
+    add("--list", action="store_true", help="print the runs and their commands; needs no GPU")
+    add("--budget-s", type=float, metavar="SECONDS", help="start no run that would not end within this time")
+    add("--out", type=Path, metavar="DIR", help="default: profiling/results/<gpu>")
 
 
 def _add_sanitize(parser: argparse.ArgumentParser) -> None:
@@ -557,6 +574,23 @@ def _show_findings(findings: Sequence[ncu_report.Finding]) -> int:
     return FAILED if failures else OK
 
 
+def _all(args: argparse.Namespace) -> int:
+    chosen = every_run.chosen_steps(args.only)
+    if args.list:
+        show([every_run.list_table(chosen)])
+        return OK
+    if not arch.has_gpu():
+        raise ValueError("no CUDA device: nothing can be measured; --list prints the commands")
+    facts = machine.facts()
+    example = studies.default_path("", facts)
+    known = {"date": example.name[: len("2026-01-31")], "git_commit": facts["git_commit"]}
+    folder = args.out or example.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes = every_run.run_all(chosen, folder, known, args.budget_s)
+    show([every_run.table(outcomes)])
+    return OK if all(one.text in (every_run.DONE, every_run.SKIPPED) for one in outcomes) else FAILED
+
+
 def _sanitize(args: argparse.Namespace) -> int:
     tools = tuple(dict.fromkeys(args.tools or sanitize.TOOLS))
     chosen = sanitize_case.launches(only=args.only)
@@ -613,6 +647,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "ncu": _ncu,
             "sanitize": _sanitize,
             "plots": _plots,
+            "all": _all,
             **studies.COMMANDS,
         }
         return commands[args.command](args)

@@ -9,21 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from profiling import context_parallel, decode, decode_cases, fp32, training
-from profiling.figures import BACKWARD, BACKWARD_SM80, FORWARD, FORWARD_SM80
+from profiling.figures import BACKWARD, BACKWARD_SM80, FORWARD, FORWARD_SM80, newest
 from profiling.record import Run, load
 from profiling.report import NORMS, geometric_mean
 from profiling.suites import MASKS
 from profiling.terminal import Table
 
-GQA = ("results/h200/2026-11-16-fwd-sm90-gqa.json", "results/h200/2026-11-16-fwd-sm90-gqa8.json")
-MODS = "results/h200/2026-11-16-mods.json"
-BIAS = "results/h200/2026-11-17-mods-bias.json"
-HOST = "results/h200/2026-11-16-host.json"
-FP32 = "results/h200/2026-11-16-fp32.json"
-DECODE = "results/h200/2026-11-17-decode.json"
+GQA = newest("fwd-sm90-gqa"), newest("fwd-sm90-gqa8")
+MODS, HOST, FP32, DECODE = newest("mods"), newest("host"), newest("fp32"), newest("decode")
+# Runs of the bias cells alone, newer than the last whole run.
+BIAS = newest("mods-bias")
+# The last run of `host` with `--start`. `python -m profiling all` has that option; then it is HOST.
 START = "results/h200/2026-11-15-host.json"
-TRAINING = "results/h200/2026-11-17-training.json"
-CONTEXT_PARALLEL = "results/h200/2026-11-17-context-parallel.json"
+TRAINING, CONTEXT_PARALLEL = newest("training"), newest("context-parallel")
 # Kernel -> the result file, the distribution of the inputs, the peer, and the peer's name in the text.
 ACCURACY = {
     "forward sm90": (FORWARD, "normal", "fa3", "FlashAttention-3"),

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from profiling.figures import newest
 from profiling.terminal import Table
 
-FEATURES = "results/h200/2026-11-16-features.json"
+FEATURES = newest("features")
 _NAMES = {"dropout": "dropout 0.1", "softcap": "softcap 30", "alibi": "ALiBi", "sinks": "sinks"}
 _SETTINGS = [(head_dim, mask) for head_dim in (64, 128) for mask in ("full", "causal")]
 Cell = dict[str, Any]

@@ -19,18 +19,26 @@ if TYPE_CHECKING:
 
 FOLDER = ROOT / "profiling" / "plots"
 DATA = ROOT / "profiling"
-# The runs that are plotted. To plot a newer run, name it here.
-FORWARD = "results/h200/2026-11-16-fwd-sm90-paper.json"
-FORWARD_SM80 = "results/h200/2026-11-16-fwd-sm80-paper.json"
-BACKWARD = "results/h200/2026-11-16-bwd-sm90-paper.json"
-BACKWARD_SM80 = "results/h200/2026-11-16-bwd-sm80-paper.json"
+
+
+def newest(name: str, folder: str = "results/h200") -> str:
+    """The newest run of this name, as a path from DATA: <folder>/<date>-<name>.json."""
+    dated = "[0-9]" * 4 + "-[0-9][0-9]" * 2
+    found = sorted((DATA / folder).glob(f"{dated}-{name}.json"))
+    if not found:
+        raise FileNotFoundError(f"{DATA / folder}: no run {name}")
+    return found[-1].relative_to(DATA).as_posix()
+
+
+# The runs that are plotted: those of `python -m profiling all`.
+FORWARD, FORWARD_SM80 = newest("fwd-sm90-paper"), newest("fwd-sm80-paper")
+BACKWARD, BACKWARD_SM80 = newest("bwd-sm90-paper"), newest("bwd-sm80-paper")
 # The same with (B, H, S, D) memory; the runs above have (B, S, H, D) memory.
-BACKWARD_SM80_BHSD = "results/h200/2026-11-16-bwd-sm80-paper-bhsd.json"
+BACKWARD_SM80_BHSD = newest("bwd-sm80-paper-bhsd")
 COUNTERS = "reports/h200/ncu.json"
 BY_INSTRUCTION = "results/h200/2026-11-16-bwd-by-instruction.txt"
-STANDARD = "results/h200/2026-11-16-standard.json"
-NUMERICS_CPU = "results/cpu/2026-11-16-numerics.json"
-NUMERICS_GPU = "results/h200/2026-11-16-numerics.json"
+STANDARD, NUMERICS_GPU = newest("standard"), newest("numerics")
+NUMERICS_CPU = newest("numerics", "results/cpu")
 
 
 @cache

@@ -1,0 +1,155 @@
+"""`python -m profiling all`: the runs behind every measured number of the README and the docs, one after another.
+
+A run is a command of `python -m profiling` in its own process. Its result is results/<gpu>/<date>-<name>.json, which
+the tables and figures of the documents read (`figures.newest`). A run writes to the folder UNFINISHED, and its files
+move up when it has ended. A run that has ended at the present commit is not repeated, so an interrupted series can be
+resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from profiling.terminal import Table
+
+PAPER = "bench --suite paper --graph --layout bshd"
+UNFINISHED = "unfinished"
+# Exit statuses of a run that measured everything: success, and a missed goal or a failed peer.
+ENDED = (0, 1)
+SM80 = "--kernels sm80 --providers cute_flash,sdpa-flash"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A run: its name, its command, and its expected seconds on an H200, with compilation."""
+
+    name: str
+    command: str
+    seconds: int
+    then: str | None = None  # a second command, which adds to the file of the first
+
+    def arguments(self, path: Path) -> list[list[str]]:
+        """The arguments of each command."""
+        return [[*text.split(), "--out", str(path)] for text in (self.command, self.then) if text is not None]
+
+
+STEPS = (
+    Step("fwd-sm90-paper", f"{PAPER} --outliers --reference fa3", 100),
+    Step("bwd-sm90-paper", f"{PAPER} --direction bwd --reference fa3", 130),
+    Step("fwd-sm80-paper", f"{PAPER} {SM80}", 45),
+    Step("bwd-sm80-paper", f"{PAPER} {SM80} --direction bwd", 60),
+    Step("bwd-sm80-paper-bhsd", f"bench --suite paper --graph --layout bhsd {SM80} --direction bwd --rounds 4", 45),
+    Step("fwd-sm90-gqa", "bench --suite gqa --graph --layout bshd --reference fa3", 20),
+    Step("fwd-sm90-gqa8", "bench --suite gqa8 --graph --layout bshd --reference fa3", 20),
+    Step("fp32", "fp32", 120),
+    Step("decode", "decode", 45),
+    Step("features", "features", 150),
+    Step("mods", "mods", 200),
+    Step("training", "training", 150),
+    Step("context-parallel", "context-parallel", 60),
+    Step("standard", "standard", 180, then="standard --bytes"),
+    Step("numerics", "numerics --gpu", 70),
+    Step("host", "host --start", 90),
+)
+
+# Runs `python -m profiling` with these arguments and a time limit in seconds, and returns its exit status.
+Runner = Callable[[Sequence[str], float], int]
+
+
+def run_process(arguments: Sequence[str], limit_s: float) -> int:
+    try:
+        return subprocess.run([sys.executable, "-m", "profiling", *arguments], timeout=limit_s, check=False).returncode
+    except subprocess.TimeoutExpired:
+        return 124
+
+
+DONE, SKIPPED = "done", "not repeated"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    step: Step
+    text: str  # DONE, SKIPPED, or why the run has no result
+    seconds: float | None = None
+
+
+def has_ended(path: Path, commit: str) -> bool:
+    """Whether the result file of a run at this commit exists."""
+    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["machine"]["git_commit"] == commit
+
+
+def finish(unfinished: Path, path: Path) -> None:
+    """Move the JSON file of a run, and its text file if it has one."""
+    for suffix in (".json", ".txt"):
+        if unfinished.with_suffix(suffix).exists():
+            unfinished.with_suffix(suffix).replace(path.with_suffix(suffix))
+
+
+def chosen_steps(names: Sequence[str]) -> list[Step]:
+    """The steps with these names, all without names."""
+    known = [step.name for step in STEPS]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"--only {','.join(unknown)}: choose from {', '.join(known)}")
+    return [step for step in STEPS if not names or step.name in names]
+
+
+def run_all(
+    steps: Sequence[Step],
+    folder: Path,
+    facts: dict[str, str],
+    budget_s: float | None = None,
+    run: Runner = run_process,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Outcome]:
+    """Run the steps in order. With a budget, a step that would exceed it is left out.
+
+    `facts`: "date", as in the names of result files, and "git_commit". A failed step does not stop the others.
+    """
+    begin, outcomes = clock(), []
+    (folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
+    for step in steps:
+        path = folder / f"{facts['date']}-{step.name}.json"
+        unfinished = folder / UNFINISHED / path.name
+        left = float("inf") if budget_s is None else budget_s - (clock() - begin)
+        if has_ended(path, facts["git_commit"]):
+            outcomes.append(Outcome(step, SKIPPED))
+            continue
+        if step.seconds > left:
+            outcomes.append(Outcome(step, "no time left"))
+            continue
+        before = clock()
+        # Twice the expected time: a run that hangs must not take the time of all others.
+        limit_s = min(2.0 * step.seconds, left)
+        status = max(run(arguments, limit_s) for arguments in step.arguments(unfinished))
+        if status in ENDED and unfinished.exists():
+            finish(unfinished, path)
+        text = DONE if status == 0 else f"exit status {status}" + ", measured" * (status in ENDED)
+        outcomes.append(Outcome(step, text, clock() - before))
+    return outcomes
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    rows = tuple(
+        (one.step.name, one.text, "-" if one.seconds is None else f"{one.seconds:.0f}", str(one.step.seconds))
+        for one in outcomes
+    )
+    return Table("Runs", ("name", "outcome", "seconds", "expected"), rows)
+
+
+def list_table(steps: Sequence[Step]) -> Table:
+    rows = tuple(
+        (
+            step.name,
+            "; ".join(f"python -m profiling {text}" for text in (step.command, step.then) if text),
+            str(step.seconds),
+        )
+        for step in steps
+    )
+    total = sum(step.seconds for step in steps)
+    return Table(f"Runs, about {total // 60} minutes on an H200", ("name", "command", "seconds"), rows)

@@ -1,0 +1,114 @@
+"""`python -m profiling all`: the order of runs, resuming, a budget, failures; and that it has every run of the docs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from profiling import __main__ as command
+from profiling import doc_tables, every_run, figures
+from profiling.every_run import DONE, SKIPPED, Step, run_all
+
+FACTS = {"date": "2026-01-31", "git_commit": "abc"}
+STEPS = (Step("a", "bench --graph", 10), Step("b", "decode", 20), Step("c", "fp32", 30))
+TWO = (Step("a", "standard", 10, then="standard --bytes"),)
+
+
+class Machine:
+    """Runs take their expected time, and write a file at the commit of FACTS."""
+
+    def __init__(self, status: dict[str, int] | None = None) -> None:
+        self.time, self.status, self.ran = 0.0, status or {}, []
+
+    def clock(self) -> float:
+        return self.time
+
+    def run(self, arguments: list[str], limit_s: float) -> int:
+        path = Path(arguments[arguments.index("--out") + 1])
+        name = path.stem.removeprefix("2026-01-31-")
+        self.ran.append((name, arguments[0], limit_s))
+        self.time += next(step.seconds for step in STEPS if step.name == name)
+        path.write_text(json.dumps({"machine": {"git_commit": FACTS["git_commit"]}}), encoding="utf-8")
+        path.with_suffix(".txt").write_text("table", encoding="utf-8")
+        return self.status.get(name, 0)
+
+
+def outcomes(folder: Path, machine: Machine, budget_s: float | None = None, **facts: str) -> dict[str, str]:
+    found = run_all(STEPS, folder, FACTS | facts, budget_s, machine.run, machine.clock)
+    return {one.step.name: one.text for one in found}
+
+
+def test_runs_in_order_with_twice_the_expected_time(tmp_path: Path) -> None:
+    machine = Machine()
+    assert set(outcomes(tmp_path, machine).values()) == {DONE}
+    assert machine.ran == [("a", "bench", 20.0), ("b", "decode", 40.0), ("c", "fp32", 60.0)]
+    names = sorted(path.name for path in tmp_path.glob("*.*"))
+    assert names == [f"2026-01-31-{name}.{suffix}" for name in "abc" for suffix in ("json", "txt")]
+
+
+def test_a_second_command_adds_to_the_same_file(tmp_path: Path) -> None:
+    calls = []
+
+    def run(arguments: list[str], limit_s: float) -> int:
+        calls.append(arguments)
+        Path(arguments[-1]).write_text(json.dumps({"machine": FACTS}), encoding="utf-8")
+        return len(calls) - 1
+
+    (outcome,) = run_all(TWO, tmp_path, FACTS, None, run)
+    first, second = calls
+    assert first[:-1] == ["standard", "--out"] and second[:-1] == ["standard", "--bytes", "--out"]
+    assert first[-1] == second[-1] and outcome.text == "exit status 1, measured"
+    assert (tmp_path / "2026-01-31-a.json").exists()
+
+
+def test_a_second_call_resumes(tmp_path: Path) -> None:
+    machine = Machine()
+    assert outcomes(tmp_path, machine, budget_s=35.0) == {"a": DONE, "b": DONE, "c": "no time left"}
+    assert outcomes(tmp_path, machine) == {"a": SKIPPED, "b": SKIPPED, "c": DONE}
+    assert [name for name, *_ in machine.ran] == ["a", "b", "c"]
+
+
+def test_runs_of_another_commit_are_repeated(tmp_path: Path) -> None:
+    machine = Machine()
+    outcomes(tmp_path, machine)
+    assert outcomes(tmp_path, machine, git_commit="def")["a"] == DONE
+
+
+def test_a_run_that_was_cut_off_has_no_result(tmp_path: Path) -> None:
+    machine = Machine({"a": 124, "b": 1})
+    assert outcomes(tmp_path, machine) == {"a": "exit status 124", "b": "exit status 1, measured", "c": DONE}
+    assert not (tmp_path / "2026-01-31-a.json").exists() and (tmp_path / "2026-01-31-b.json").exists()
+    assert outcomes(tmp_path, Machine())["a"] == DONE
+
+
+def test_every_command_is_valid() -> None:
+    for step in every_run.STEPS:
+        for arguments in step.arguments(Path("x.json")):
+            assert command._parser().parse_args(arguments).out == Path("x.json"), step.name
+
+
+def test_the_documents_show_only_these_runs() -> None:
+    """Other sources: Nsight Compute, CPU runs, tests of what is supported, and runs of a part of a command."""
+    sources = {path for paths in figures.FIGURES.values() for path in paths}
+    sources |= {path for _, paths in doc_tables.BLOCKS.values() for path in paths}
+    names = {Path(path).stem[len("2026-01-31-") :] for path in sources if path.startswith("results/h200/")}
+    others = {"bwd-by-instruction", "support", "support-sm90", "mods-bias"}
+    assert names - others <= {step.name for step in every_run.STEPS}
+
+
+def test_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["all", "--list", "--only", "decode,mods"]) == 0
+    text = capsys.readouterr().out
+    assert "python -m profiling decode" in text and "fp32" not in text
+    assert command.main(["all", "--only", "nothing", "--list"]) == 2
+    assert "choose from fwd-sm90-paper" in capsys.readouterr().err
+
+
+def test_newest_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(figures, "DATA", tmp_path)
+    (tmp_path / "results" / "x").mkdir(parents=True)
+    for name in ("2026-01-31-run", "2026-02-01-run", "2026-03-01-run-graph", "2026-03-01-other-run"):
+        (tmp_path / "results" / "x" / f"{name}.json").touch()
+    assert figures.newest("run", "results/x") == "results/x/2026-02-01-run.json"
+    with pytest.raises(FileNotFoundError, match="no run nothing"):
+        figures.newest("nothing", "results/x")
