@@ -2,7 +2,7 @@
 
 The host does not read lengths: the kernel divides the keys of all sequences among its CTAs. If several CTAs compute
 splits of one query tile, the splits are merged through a workspace. Launches on one stream share it, except with
-`num_splits` and during a CUDA graph capture (`_add_workspace`).
+`num_splits` and during a CUDA graph capture (`_workspace`).
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ def _launch(
     lse_shape = (q.shape[1], q.shape[0]) if ragged else (q.shape[0], q.shape[2], q.shape[1])
     dtype, has_shape_of_q = q.dtype, shape == q.shape and q.is_contiguous()
     scratch_lse = None if return_lse else scratch(lse_shape, index)
+    add_workspace = _workspace(plan, at, index)
 
     def launch(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:
         if current_device() != index:
@@ -182,7 +183,7 @@ def _launch(
         for position, name, convert in tensors:
             x = getattr(args, name)
             values[position] = x if convert is None else convert(x)
-        _add_workspace(values, at, plan, index)
+        add_workspace(values)
         kernel(*values)
         if result is not out:
             out.copy_(result)
@@ -242,12 +243,13 @@ def _at_aligned_address(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % ROW_ALIGN_BYTES else x
 
 
-def _add_workspace(values: list[Any], at: dict[str, int], plan: DecodePlan, index: int) -> None:
-    """Add the operands for outputs and statistics of splits, and for arrival counters."""
-    slots, tile = plan.num_slots, plan.tile
+def _workspace(plan: DecodePlan, at: dict[str, int], index: int) -> Callable[[list[Any]], None]:
+    """The function that adds the operands for outputs and statistics of splits, and for arrival counters."""
+    slots, tile, device = plan.num_slots, plan.tile, f"cuda:{index}"
+    key = slots, tile.tile_m, tile.head_dim, plan.num_counters
+    at_out, at_stats, at_arrivals = (at[name] for name in ("partial_out", "partial_stats", "arrivals"))
 
     def make(counters: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        device = f"cuda:{index}"
         if counters is None:
             counters = torch.zeros(plan.num_counters, dtype=torch.int32, device=device)
         return (
@@ -256,14 +258,17 @@ def _add_workspace(values: list[Any], at: dict[str, int], plan: DecodePlan, inde
             counters,
         )
 
-    if torch._C._cuda_isCurrentStreamCapturing():
-        workspace = make(graph_counters(plan.num_query_tiles, index))
-    elif plan.num_splits:
-        # With a fixed number of splits, the workspace grows with the batch, so it is not kept.
-        workspace = make()
-    else:
-        workspace = shared((slots, tile.tile_m, tile.head_dim, plan.num_counters), index, make)
-    values[at["partial_out"]], values[at["partial_stats"]], values[at["arrivals"]] = workspace
+    def add(values: list[Any]) -> None:
+        if torch._C._cuda_isCurrentStreamCapturing():
+            workspace = make(graph_counters(plan.num_query_tiles, index))
+        elif plan.num_splits:
+            # With a fixed number of splits, the workspace grows with the batch, so it is not kept.
+            workspace = make()
+        else:
+            workspace = shared(key, index, make)
+        values[at_out], values[at_stats], values[at_arrivals] = workspace
+
+    return add
 
 
 # ---- attn with few queries
@@ -290,6 +295,7 @@ def bind_attention(problem: Problem, gpu: ArchSpec, device: torch.device) -> Cal
     kernel = current_gpu().kernel(plan.key)
     reserve(device.index)
     template, at = _template(plan, {"num_splits": 0, **_bounds(problem.band.left, problem.band.right)})
+    add_workspace = _workspace(plan, at, device.index)
 
     def as_cache(x: Tensor) -> Tensor:
         """(B, H, S, D) as (B, S, H, D), and (T, H, D) as (1, T, H, D)."""
@@ -323,7 +329,7 @@ def bind_attention(problem: Problem, gpu: ArchSpec, device: torch.device) -> Cal
         values = template.copy()
         for name, value in operands.items():
             values[at[name]] = value
-        _add_workspace(values, at, plan, q.device.index)
+        add_workspace(values)
         kernel(*values)
         if result is not rows:
             rows.copy_(result)

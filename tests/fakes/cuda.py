@@ -7,7 +7,7 @@ run their CPU kernels and launch nothing, unless `launching_operators` is active
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -53,17 +53,21 @@ def own_workspaces() -> Iterator[list[tuple[int, ...]]]:
     """Give each decode call on CPU tensors its own workspace. Yields (slots, rows, width, counters) of each launch."""
     sizes: list[tuple[int, ...]] = []
 
-    def fill(values: list[Any], at: dict[str, int], plan: DecodePlan, index: int | None) -> None:
+    def workspace(plan: DecodePlan, at: dict[str, int], index: int | None) -> Callable[[list[Any]], None]:
         slots, rows, width = plan.num_slots, plan.tile.tile_m, plan.tile.head_dim
-        sizes.append((slots, rows, width, plan.num_counters))
-        values[at["partial_out"]] = torch.empty(slots, rows, width)
-        values[at["partial_stats"]] = torch.empty(slots, rows, 2)
-        values[at["arrivals"]] = torch.zeros(plan.num_counters, dtype=torch.int32)
+
+        def add(values: list[Any]) -> None:
+            sizes.append((slots, rows, width, plan.num_counters))
+            values[at["partial_out"]] = torch.empty(slots, rows, width)
+            values[at["partial_stats"]] = torch.empty(slots, rows, 2)
+            values[at["arrivals"]] = torch.zeros(plan.num_counters, dtype=torch.int32)
+
+        return add
 
     patches = {
         "reserve": lambda index: None,
         "scratch": lambda shape, index: torch.empty(shape),
-        "_add_workspace": fill,
+        "_workspace": workspace,
     }
     with mock.patch.multiple(decode, **patches):
         yield sizes

@@ -31,7 +31,7 @@ from tests.gpu import decode_cases
 
 OPERANDS = {operand.name: operand for operand in KERNELS["decode"].operands}
 # The real function, which the fixture `workspaces` replaces.
-FILL_WORKSPACE = decode._add_workspace
+WORKSPACE = decode._workspace
 ELEMENTS = {"f32": torch.float32, "i32": torch.int32}
 
 
@@ -417,7 +417,7 @@ def filled(
     def fill(num_splits: int | None = None) -> list[Tensor]:
         plan = plan_decode(DecodeStatic("bfloat16", 64), ARCHS["sm_90"], 2, 1, 8, 2, 4096, num_splits)
         values: list[Any] = [None] * 3
-        FILL_WORKSPACE(values, {name: i for i, name in enumerate(names)}, plan, 0)
+        WORKSPACE(plan, {name: i for i, name in enumerate(names)}, 0)(values)
         assert values[0].shape == (plan.num_slots, plan.tile.tile_m, plan.tile.head_dim)
         assert values[1].shape == (plan.num_slots, plan.tile.tile_m, 2)
         assert values[2].numel() >= plan.num_query_tiles and not values[2].any()
