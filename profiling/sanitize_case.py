@@ -42,7 +42,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True, "causal": True},
     "bias": {},
     "bias_constant": {},
-    "bias_shared": {},  # by all heads, which add to one gradient
+    # One bias for eight heads, which add to its gradient by atomic additions.
+    "bias_shared": {},
     "block_mask": {},
     # mma.sync alone has kernels for fp32, up to D = 128.
     "fp32": {"causal": True},
@@ -229,7 +230,8 @@ def call(launch: Launch, device: str) -> None:
         return _call_decode(launch, device)
     if launch.feature == "merge":
         return _call_merge(launch, device)
-    heads, heads_kv, rows, keys = (140, 2, 40, 70) if launch.feature == "many_tiles" else (2, 1, 150, 600)
+    sizes = {"many_tiles": (140, 2, 40, 70), "bias_shared": (8, 1, 150, 600)}
+    heads, heads_kv, rows, keys = sizes.get(launch.feature, (2, 1, 150, 600))
     attend: Any = cute_flash.attn_varlen if launch.is_varlen else cute_flash.attn
     shapes: list[tuple[int, ...]]
     lengths: tuple[Tensor, ...] = ()

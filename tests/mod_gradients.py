@@ -125,11 +125,11 @@ def assert_gradients(case: Case, **more: Any) -> dict[str, Tensor]:
 
 
 def rounding_of_one_key(case: Case, v: Tensor, dout: Tensor) -> float:
-    """The size of a captured tensor's gradient in a call with a single key, where the exact one is 0.
+    """The expected rounding error of the gradient of a bias or captured tensor in a call with a single key.
 
-    P is 1, and dS = P (dP - Δ) is the difference of two equal sums of dO V, each with rounding errors of fp32. The
-    derivative of a score by a captured tensor is at most the distance of query and key (ALiBi). Errors of different
-    rows are independent.
+    The exact gradient is 0. P is 1, and dS = P (dP - Δ) is the difference of two equal sums of dO V, each with rounding
+    errors of fp32. The derivative of a score by a captured element is at most the distance of query and key (ALiBi).
+    Errors of different rows are independent.
     """
     sizes = case.sizes
     rows = sizes.batch * sizes.heads * sizes.seqlen_q

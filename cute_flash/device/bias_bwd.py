@@ -6,9 +6,9 @@
 | `BwdSmemBias`  | TMA moves tiles between global and shared memory; threads read and write them          |
 |                | transposed, with ldmatrix and stmatrix                                                 |
 
-If rows of a block are keys, neighbouring elements of a thread are two queries of one key, which are not neighbours in
-memory. Vector accesses are then impossible. One access of a warp covers eight neighbouring keys of four queries: half
-of a 32-byte sector of 16-bit elements per query. The next access covers the other half.
+`BwdBlockBias`: if rows of a block are keys, neighbouring elements of a thread are two queries of one key, which are not
+neighbours in memory. Vector accesses are then impossible. One access of a warp covers eight neighbouring keys of four
+queries: half of a 32-byte sector of 16-bit elements per query. The next access covers the other half.
 """
 
 from dataclasses import dataclass, replace
@@ -119,14 +119,14 @@ class BwdBlockBias:
 class BwdBiasPipeline:
     """Bias tiles in shared memory, which TMA loads. Rows are queries and columns are keys.
 
-    Each warpgroup has its own pipeline, for its 64 keys. If the kernel stores the gradient, a warpgroup overwrites the
-    bias in its stage by the gradient (`gradient_ready`), another warp stores the stage by TMA, and then releases it.
-    Iterations count m_blocks.
+    Each warpgroup has its own pipeline, for its 64 keys. If TMA also stores the gradient, the warpgroup overwrites the
+    bias in its stage with the gradient and signals this (`gradient_ready`). A producer warp then stores the stage and
+    releases it. The iteration of a block is the number of m_blocks before it, in all tiles of the CTA.
     """
 
     sBias: cute.Tensor  # (tile_m, 64, (warpgroup, stage))
     barriers: Pipeline  # of all warpgroups; `pipeline` selects those of one
-    gradient_ready: Pipeline | None  # `full`: the gradient is in the stage; None: the kernel stores no gradient
+    gradient_ready: Pipeline | None  # `full`: the gradient is in the stage; None: TMA does not store it
     tile: cutlass.Constexpr  # SmemTile
     num_warpgroups: cutlass.Constexpr
     stages: cutlass.Constexpr
@@ -179,7 +179,7 @@ class BwdBiasPipeline:
             pipeline.release(iteration)
 
     def block(self, plain: BwdBlockBias, warpgroup: Int32, thread: Int32, iteration: Int32) -> "BwdSmemBias":
-        """The bias of one iteration for a thread. Its address is recomputed, which saves a register over the loop."""
+        """A thread's bias of one iteration. Each load computes its address, which saves a register over the loop."""
         pipeline = self.pipeline(warpgroup)
         stage = (pipeline.stage(iteration) * self.num_warpgroups + warpgroup) * self.tile.bytes
         words = cute.make_rmem_tensor(self.tile.rows // 4, Int32)
@@ -191,12 +191,12 @@ class BwdSmemBias:
     """This thread's bias elements of one block, in a stage of shared memory."""
 
     owner: BwdBiasPipeline
-    plain: BwdBlockBias  # for gradients that are added or stored element by element
+    plain: BwdBlockBias  # stores the gradient element by element, if TMA does not
     warpgroup: Int32
     iteration: Int32
     stage: Int32  # bytes from the first stage of the first warpgroup
     thread: Int32
-    words: cute.Tensor  # pairs of queries: for each n8 tile, two rows
+    words: cute.Tensor  # 16-bit pairs of two queries: two words, one per row (key), for each n8 tile
 
     def wait(self) -> None:
         self.owner.pipeline(self.warpgroup).wait_full(self.iteration)
@@ -206,7 +206,7 @@ class BwdSmemBias:
         return replace(self, plain=self.plain.moved(position), thread=rederived(self.thread), words=words)
 
     def load_column(self, c: int) -> None:
-        """Load four columns at a time."""
+        """Load columns c to c + 3 if c is a multiple of 4; otherwise do nothing."""
         if c % 4 == 0:
             first = Int32(self.owner.sBias.iterator.toint()) + self.stage
             found = load_two_tiles(first + lane_offset(self.thread), c // 2)
@@ -216,7 +216,7 @@ class BwdSmemBias:
     def at(self, r: int, c: int) -> Float32:
         index, dtype = c // 2 * 2 + r, self.owner.sBias.element_type
         if dtype is cutlass.BFloat16:
-            # One integer instruction converts to fp32.
+            # A bf16 is the upper half of an fp32, so one integer instruction converts it.
             bits = cute.make_rmem_tensor(1, Int32)
             bits[0] = self.words[index] & -(1 << 16) if c % 2 else self.words[index] << 16
             return cute.recast_tensor(bits, Float32)[0]
@@ -228,7 +228,7 @@ class BwdSmemBias:
 
     @cute.jit
     def release(self):
-        """Called after the last read. If the gradient replaces the bias, the warp that stores it releases the stage."""
+        """Release the stage after the last read. If TMA stores the gradient, the warp that stores it does this."""
         if cutlass.const_expr(self.owner.gradient_ready is None):
             self.owner.pipeline(self.warpgroup).release_per_thread(self.iteration)
 

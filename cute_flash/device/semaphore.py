@@ -49,9 +49,9 @@ class DQSemaphore:
     def wait(self, coord: tuple, rank: Int32, half: Int32 | None = None):
         """Wait until `rank` tiles have added to the block at `coord`; their sums are then visible.
 
-        Called by one thread. `coord`: (head, batch, m_block). `half`: 0 or 1 if the halves of the block are added in
-        orders of their own. The 32 bits of the semaphore are then two counts modulo 2^16. This suffices: fewer than
-        2^16 tiles run at a time, so the count is never that far behind a rank.
+        Called by one thread. `coord`: (head, batch, m_block). `half`: 0 or 1 if tiles wait for each half of the block
+        separately. The 32 bits of the semaphore are then two counts modulo 2^16. This suffices: fewer than 2^16 tiles
+        run at a time, so the count is less than 2^16 below the rank of a tile that waits.
         """
         address, count = self._address(coord, half), Int32(-1)
         if cutlass.const_expr(half is None):

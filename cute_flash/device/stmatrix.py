@@ -1,8 +1,8 @@
 """Transposed copies between wgmma accumulators and shared memory: columns of a product are rows of a tile.
 
 `stmatrix.trans` and `ldmatrix.trans` copy 8 x 8 matrices. Lane 8 i + j supplies the address of column j of the i-th
-matrix. An accumulator of 64 rows corresponds to a `SmemTile` of 64 columns, which is one atom wide. It begins with the
-first row of an atom.
+matrix. An accumulator of 64 rows corresponds to a `SmemTile` of 64 columns, which is one atom wide. The first
+column of the accumulator is the first row of an atom.
 """
 
 import cutlass

@@ -136,14 +136,16 @@ def bias_gradient(args: AttentionArgs, dbias: Tensor) -> Tensor:
 def _sum_by_parts(terms: Tensor, dims: list[int]) -> Tensor:
     """The sum over `dims`, which stay as dimensions of size 1.
 
-    torch sums tensors of more than 2^31 bytes about 2.5 times as slowly, so they are cut along another dimension.
+    torch takes about 2.5 times as long per byte for tensors of more than 2^31 bytes. Such a tensor is therefore cut
+    into parts, along a dimension that is not summed.
     """
     kept = [i for i in range(terms.dim()) if i not in dims and terms.shape[i] > 1]
     num_parts = -(-terms.numel() * terms.element_size() // MAX_SUM_BYTES)
     if num_parts <= 1 or not kept:
         return terms.sum(dim=dims, keepdim=True)
-    parts = terms.chunk(num_parts, dim=kept[0])
-    return torch.cat([part.sum(dim=dims, keepdim=True) for part in parts], dim=kept[0])
+    cut = next((i for i in kept if terms.shape[i] >= num_parts), kept[-1])
+    parts = terms.chunk(num_parts, dim=cut)
+    return torch.cat([part.sum(dim=dims, keepdim=True) for part in parts], dim=cut)
 
 
 def sum_capture_terms(problem: Problem, dcaptures: list[Tensor], dcapture_terms: list[Tensor]) -> None:

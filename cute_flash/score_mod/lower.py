@@ -60,7 +60,7 @@ def _divides_scores(graph: Graph, a: int, b: int) -> bool:
 def _int_division(builder: Builder, name: str, a: int, b: int) -> int:
     """a // b or a % b of ints. By a constant power of two, it is a shift or an AND, which also round down.
 
-    The compiler divides by such a constant rounding towards 0, and corrects the result: about ten instructions.
+    Otherwise the compiler would divide, which rounds towards 0, and correct the result: about ten instructions.
     """
     divisor = builder.nodes[b]
     if divisor.op != "constant" or divisor.value not in _POWERS_OF_TWO:

@@ -113,9 +113,10 @@ class ModSpec:
         return replace(spec, captures_needing_grad=(), dbias_dtype="", dbias_tma=False, dbias_accumulates=False)
 
     def for_backward(self, uses_tma: bool) -> ModSpec:
-        """The spec with only the fields that the backward uses. `uses_tma`: TMA moves the bias and its gradient.
+        """The spec with only the fields that the backward uses.
 
-        The index lists of its block mask are in units of kernel tiles.
+        `block_mask_tile` is dropped, because the backward's index lists are in units of kernel tiles. `uses_tma`: TMA
+        loads the bias; with `dbias_tma` it also stores the gradient.
         """
         spec = self if uses_tma else replace(self, bias_tma=False, dbias_tma=False)
         return replace(spec, bias_varies_by_row=False, block_mask_tile=None, bias_needs_grad=False)

@@ -92,5 +92,8 @@ def test_large_sums_of_a_bias_are_cut_into_parts(monkeypatch: pytest.MonkeyPatch
     test_the_gradient_of_a_broadcast_bias_is_a_sum()
     parts = []
     monkeypatch.setattr(torch, "cat", lambda tensors, dim: parts.extend(tensors) or torch.concat(tensors, dim))
-    bias_gradient(plain(bias=torch.zeros(1, 3, 4, 5)), torch.zeros(2, 3, 4, 5))
-    assert len(parts) == 3, "480 bytes: three heads, 160 bytes each"
+    for limit, shapes in ((200, [(1, 1, 4, 5)] * 3), (130, [(1, 3, 1, 5)] * 4)):
+        parts.clear()
+        monkeypatch.setattr(finalizers, "MAX_SUM_BYTES", limit)
+        bias_gradient(plain(bias=torch.zeros(1, 3, 4, 5)), torch.zeros(2, 3, 4, 5))
+        assert [tuple(x.shape) for x in parts] == shapes, "480 bytes, cut along the heads or along the queries"

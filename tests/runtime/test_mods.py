@@ -279,6 +279,10 @@ def test_tma_moves_a_bias_and_its_gradient(sm_90: FakeGpu) -> None:
         check(bias, fields | {"needs_grad": (True,)}, expected)
     check(whole, {}, (True, False, False))
     check(whole, {"needs_grad": (True,)}, (False, False, False), width=192)
+    # Without TMA, the kernel adds to the gradient of a shared bias.
+    shared = torch.zeros(1, 4, 30, 64).bfloat16()
+    check(shared, {"needs_grad": (True,)}, (False, False, True), width=192)
+    check(shared, {"needs_grad": (True,), "kernel_family": "sm80"}, (False, False, True))
 
 
 @pytest.mark.parametrize("name", ["capped", "tables", "own gradient", "all"])

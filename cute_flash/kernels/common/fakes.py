@@ -188,7 +188,7 @@ class Fakes:
         mods = self.static.mods
         dtype, step = CUTE_DTYPES[mods.bias_dtype], 8 if mods.bias_tma else 2 if mods.bias_paired_loads else 1
         strides = [cute.sym_int64(divisibility=step) for _ in range(3)]
-        last = 1 if mods.bias_paired_loads else cute.sym_int64()
+        last = 1 if mods.bias_paired_loads or mods.bias_tma else cute.sym_int64()
         shape, align = self.shape(operand.dims), step * dtype.width // 8
         return make_fake_tensor(dtype, shape, (*strides, last), assumed_align=align)
 

@@ -98,6 +98,8 @@ class BwdSm90(Kernel):
     def __init__(self, static: Static, tile: BwdTileSm90):
         super().__init__(static, tile)
         self.config = Config(static, tile)
+        # One warp has one role, and dropout bits are computed before the bias of a block is known.
+        assert not (static.deterministic and self.config.stores_dbias) and not (tile.early_dropout and tile.bias_stages)
         self.has_score_params = bool(static.features) or static.has_mods
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
         # A bias and user mods leave no registers for the LSE, which is then read from shared memory. Unlike

@@ -210,7 +210,7 @@ def accumulators(p: Params, seqlen: SeqlenInfo, head: Int32, m_block: Int32) -> 
 
 @cute.jit
 def read_tile(storage: SharedStorage, count: Int32):
-    """Read the published tile in a warp that adds dQ, and release K, whose barrier protects the tile."""
+    """Read the published tile in another producer warp, and release K, whose barrier protects the tile."""
     storage.k.wait_full(count)
     coord = storage.read_tile(count)
     storage.k.release_per_thread(count)

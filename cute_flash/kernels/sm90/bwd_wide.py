@@ -217,8 +217,8 @@ class BwdSm90Wide(Kernel):
     def add_dq(self, p: Params, storage: SharedStorage, adder: Int32):
         """Add dQ to global memory. `adder`: the index of this adder warp.
 
-        Each MMA warpgroup has its own adder warp, so that neither waits for the part of the other. With a semaphore,
-        the adder warps take the halves of all blocks in turn; see `add_in_order`.
+        Without a semaphore, each MMA warpgroup has its own adder warp, so that neither waits for the part of the other.
+        With a semaphore, the adder warps take the halves of all blocks in turn; see `add_in_order`.
         """
         tile, iteration = p.tile(), Int32(0)
         if cutlass.const_expr(p.block_indices is None):
@@ -272,11 +272,12 @@ class BwdSm90Wide(Kernel):
     def add_in_order(self, p: Params, storage: SharedStorage, tile: KVTile, part: tuple, block: tuple):
         """Add one half of both warpgroups' dQ of an m_block, after all K/V tiles of lower rank have added theirs.
 
-        Each half has its own semaphore, so a K/V tile can add a half one block after the previous K/V tile added it.
-        While this warp waits until its additions are complete, other adder warps add the next halves.
+        Each half has its own semaphore, so a K/V tile can add the first half of a block before the previous K/V tile
+        has added the second. While this warp waits until its additions are complete, other adder warps add the next
+        halves.
 
-        `part`: (half, index of the block in mdQ_accum, number of halves of this tile before). `block`: as in
-        `add_block`.
+        `part`: (half, index of the block in mdQ_accum, number of halves before this one in the K/V tile). `block`: as
+        in `add_block`.
         """
         half, accum_block, staged = part
         coord, rank = self.semaphore_rank(p, tile, block)
@@ -291,7 +292,7 @@ class BwdSm90Wide(Kernel):
             storage.dq.wait_full(NUM_WARPGROUPS * staged + wg)
             with cute.arch.elect_one():
                 target = first + (HALVES * wg + half) * (elements // (HALVES * NUM_WARPGROUPS))
-                # The last columns of the tile are not added if no head has them.
+                # Columns past the head dim are 0. A half that has only such columns is not added.
                 if half < ceil_div(self.static.head_dim, WARPGROUP_ROWS) - HALVES * wg:
                     source = storage.sdQ[None, None, None, wg].iterator
                     bulk_add(target, source, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces)
@@ -301,7 +302,8 @@ class BwdSm90Wide(Kernel):
                 cute.arch.cp_async_bulk_wait_group(NUM_WARPGROUPS - 1 - wg, read=True)
             storage.dq.release(NUM_WARPGROUPS * staged + wg)
         if cutlass.const_expr(p.block_indices is None):
-            # Compute them again, because there are no registers to keep them. Those of a block mask come from memory.
+            # Compute them again, because there are no registers to keep them. With a block mask they are kept, because
+            # they come from memory.
             coord, rank = self.semaphore_rank(p, tile, block)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)

@@ -21,12 +21,13 @@ from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile
 
 HALVES = 2  # of a warpgroup's dQ of an m_block, which are computed one after the other
-# Adder warps with deterministic gradients: they take halves in turn, so that several can wait at a time, for a
-# semaphore or until additions are complete.
+# The number of adder warps with deterministic gradients. They take halves in turn, so that several can wait at a time:
+# for a semaphore, or until additions are complete.
 DETERMINISTIC_ADDERS = 3
-# The number of successive halves with barriers of their own, then. A wait can only distinguish two successive phases of
-# a barrier. An adder warp waits for half j when it has added half j - DETERMINISTIC_ADDERS. At that time half
-# j - DETERMINISTIC_HALVES, which has the same barrier, must have been staged. A power of two, like all stages.
+# The number of successive halves that have separate barriers, with deterministic gradients. A wait can only distinguish
+# two successive phases of a barrier. An adder warp waits for half j after it has added half j - DETERMINISTIC_ADDERS.
+# At that time half j - DETERMINISTIC_HALVES, which has the same barrier, must have been staged. The number is a power
+# of two, like all numbers of stages.
 DETERMINISTIC_HALVES = 4
 
 

@@ -51,7 +51,7 @@ class BwdTileSm90(Tile):
         return 24 if self.head_dim <= 64 else 10
 
     def prefetches_bias(self, mod_ops: int, has_softcap: bool) -> bool:
-        """Whether a block of the bias is loaded during the MMA of S; long user mods leave no registers for it."""
+        """Whether threads load a block of the bias during the MMA of S; long user mods leave no registers for it."""
         return mod_ops <= 10 and not self.bias_stages
 
 
