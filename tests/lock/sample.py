@@ -25,6 +25,7 @@ SAMPLE = (
     "bwd/sm90/sm_90/d128/bf16/window/deterministic/main",
     "bwd/sm90/sm_90/d64/bf16/window/softcap+alibi+dropout/main",
     "bwd/sm90/sm_90/d128/bf16/causal/score_mod-relative+table_gradients/main",
+    "bwd/sm90/sm_90/d64/bf16/full/bias-bf16-bhqk-aligned/main",
     "bwd/sm90/sm_90/d128/bf16/causal/varlen+dlse/preprocess",
     "bwd/sm90/sm_90/d128/bf16/causal/varlen/postprocess",
     "bwd/sm80/sm_80/d64/bf16/causal/plain/main",
