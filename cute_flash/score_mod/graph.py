@@ -83,7 +83,7 @@ _IDENTITIES = {
 }
 _COMMUTATIVE = ("add", "or", "xor", "mul", "and")
 _NO_IDENTITY = (("and", "int"), ("floordiv", "float"))  # 1 & 2 is not 2, and 2.5 // 1 is not 2.5
-_ABSORBED_BY_ZERO = (("mul", "int"), ("and", "int"), ("and", "bool"))  # x op 0 = 0; not of floats, which may be NaN
+_ABSORBED_BY_ZERO = (("mul", "int"), ("and", "int"), ("and", "bool"))  # x op 0 = 0; false for a float x that is NaN
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from cute_flash.score_mod.limits import MAX_INDEX
 
 EXACT = 1 << 24  # fp32 represents all integers up to this
 _SUMS, _BOUNDED = ("add", "sub"), ("neg", "abs", "min", "max")
-_POWERS_OF_TWO = tuple(1 << i for i in range(31))  # those that int32 represents
+_POWERS_OF_TWO = tuple(1 << i for i in range(31))  # all powers of two of int32
 
 
 @lru_cache(maxsize=1024)

@@ -88,7 +88,7 @@ def test_every_command_is_valid() -> None:
 
 
 def test_the_documents_show_only_these_runs() -> None:
-    """Other sources: Nsight Compute, CPU runs, tests of what is supported, and runs of a part of a command."""
+    """Files that no run of the list writes: counters of Nsight Compute, the support tables, and the bias cells."""
     sources = {path for paths in figures.FIGURES.values() for path in paths}
     sources |= {path for _, paths in doc_tables.BLOCKS.values() for path in paths}
     names = {Path(path).stem[len("2026-01-31-") :] for path in sources if path.startswith("results/h200/")}

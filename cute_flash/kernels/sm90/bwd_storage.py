@@ -200,7 +200,7 @@ class Params:
 
     @property
     def num_tile_readers(self) -> int:
-        """The number of producer warps that read published tiles: those that add dQ and those that move the bias."""
+        """The number of producer warps that read published tiles: to add dQ, load the bias or store its gradient."""
         return self.num_adders + (self.bias is not None) + (self.dbias is not None)
 
 
