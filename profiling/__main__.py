@@ -221,6 +221,7 @@ def _add_features(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> No
     dims = ",".join(map(str, defaults.head_dims))
     add("--head-dims", type=int_list, default=defaults.head_dims, metavar="LIST", help=f"default: {dims}")
     _add_rounds(parser, defaults.rounds, defaults.ms)
+    _add_jobs(parser)
     add("--lock", type=Path, metavar="FILE", help="processes with the same FILE measure one after another")
     add(
         "--parts",
@@ -412,10 +413,12 @@ def _features(args: argparse.Namespace) -> int:
         if args.out:
             write_json(features.to_dict(results, settings, facts), args.out)
 
-    with context, steps(f"timing {args.command}", len(args.kinds) * 2 * len(settings.head_dims)) as done:
-        cells, timer = mods.KINDS if is_mods else features.KINDS, GraphTimer()
-        device = torch.device("cuda")
-        results = features.run_features(args.kinds, settings, timer, device, done, cells, lock, save_results)
+    cells, timer, device = mods.KINDS if is_mods else features.KINDS, GraphTimer(), torch.device("cuda")
+    with context:
+        chosen = features.cells_of(args.kinds, settings, device, cells)
+        precompile_keys(features.needed_kernels(chosen), args.jobs)
+        with steps(f"timing {args.command}", len(args.kinds) * 2 * len(settings.head_dims)) as done:
+            results = features.run_features(args.kinds, settings, timer, device, done, cells, lock, save_results)
     return _show_features(results, [mods_summary.summary(results)] if is_mods else [])
 
 

@@ -17,7 +17,7 @@ from layouts.backward import bwd_sm80_uses
 from layouts.kernels import predict
 from profiling import concept_tables, doc_results, ncu_source, numerics_report, plot_cp, standard_report
 from profiling.expect import work_of
-from profiling.feature_tables import FEATURES, features
+from profiling.feature_tables import FEATURES, by_head_dim, features
 from profiling.figures import (
     BACKWARD,
     BACKWARD_SM80,
@@ -420,6 +420,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "cells_sm80": (lambda: _markdown(cells(FORWARD_SM80, BACKWARD_SM80)), (FORWARD_SM80, BACKWARD_SM80)),
     "example": (example, (FORWARD, BACKWARD)),
     "features": (lambda: _markdown(features(DATA)), (FEATURES,)),
+    "features_by_head_dim": (lambda: _markdown(by_head_dim(DATA)), (FEATURES,)),
     "support": (lambda: _markdown(support()), tuple(SUPPORT.values())),
     "bwd_layouts": (lambda: _markdown(bwd_layouts()), (COUNTERS,)),
     "by_instruction": (lambda: _markdown(by_instruction()), (BY_INSTRUCTION,)),

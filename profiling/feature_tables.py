@@ -45,3 +45,22 @@ def features(data: Path) -> Table:
     ]
     columns = (f"D = {head_dim} {mask}" for head_dim, mask in _SETTINGS)
     return Table("", ("forward / backward", *columns), tuple(rows))
+
+
+_BY_HEAD_DIM = {
+    "softcap": "softcap 30",
+    "dropout": "dropout 0.1",
+    "alibi": "ALiBi",
+    "sinks": "sinks",
+    "score_mod": "score_mod",
+    "bias": "bias (1, H, S, S)",
+    "varlen": "varlen, 4 x 4096",
+    "deterministic": "deterministic",
+}
+
+
+def by_head_dim(data: Path) -> Table:
+    cells = [cell for cell in _cells(data / FEATURES) if cell["kind"] == "head-dim"]
+    rows = [(label, *(_ratio(cell, side) for cell in cells)) for side, label in _BY_HEAD_DIM.items()]
+    columns = (cell["name"].partition(" S=")[0].replace("=", " = ").replace(" Dv", ", Dv") for cell in cells)
+    return Table("", ("forward / backward", *columns), tuple(rows))

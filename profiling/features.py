@@ -4,6 +4,7 @@
     window    a window of 1024 keys against full causal attention
     equal     a varlen batch of equal lengths against the dense call on the same memory
     ragged    a varlen batch of lengths from 100 to 8192 against FlashAttention-3's varlen
+    head-dim  features, deterministic gradients, varlen, a score_mod and a bias against causal attention, by head dim
 
 A cell is one setting in both directions. A ratio is the time of the base over the time of the call: above 1 the
 call is faster. "both" adds the times of the two directions. Times are device times, by CUDA graphs.
@@ -17,12 +18,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from cute_flash.planning.plan import CompileKey
 from profiling.gpu_lock import GpuLock
+from profiling.host import recorded_launches
 from profiling.providers import Call, fa3_ops
 from profiling.terminal import Table
 from profiling.timing import Contender, Failure, Samples, Timer, attempt, measure
@@ -43,6 +47,8 @@ class Settings:
     long: int = 16384  # length at which the window is measured
     window: int = 1024
     sequences: int = 16  # of the ragged batch
+    # (D, Dv) of the cells by head dim.
+    pairs: tuple[tuple[int, int], ...] = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
     rounds: int = 6
     ms: float = 15.0
     seed: int = 0
@@ -83,6 +89,12 @@ class Side:
     inputs: tuple[Tensor, ...] = ()
     calls: Callable[[], dict[str, Call]] | None = None
     is_bshd: ClassVar[bool] = False
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the forward pass is a function of cute_flash, with or without bound arguments."""
+        function = self.forward.func if isinstance(self.forward, partial) else self.forward
+        return str(getattr(function, "__module__", "")).partition(".")[0] == "cute_flash"
 
     def prepare(self, direction: str) -> Contender:
         if self.calls is not None:
@@ -243,12 +255,68 @@ def ragged_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
             yield Cell("ragged", name, sides, "fa3")
 
 
-KINDS: dict[str, Callable[[Settings, torch.device], Iterator[Cell]]] = {
+def _later_keys(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return score + 0.001 * (key - query)
+
+
+def head_dim_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
+    from cute_flash import attn, attn_varlen
+
+    batch, seqlen = settings.batch, settings.seqlen
+    offsets = _offsets([seqlen] * batch, device)
+    for d, dv in settings.pairs:
+        heads = settings.hidden // d
+        q, k, v = random_qkv(settings, device, batch, seqlen, heads, d)
+        dense = q, k, v[..., :dv].contiguous()
+        flat = tuple(x.flatten(0, 1) for x in dense)
+        generator = torch.Generator(device).manual_seed(settings.seed)
+        bias = torch.randn(1, heads, seqlen, seqlen, generator=generator, device=device, dtype=torch.bfloat16)
+        kinds: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "softcap": {"softcap": 30.0},
+            "dropout": {"dropout": 0.1},
+            "alibi": {"alibi": torch.linspace(0.5, 0.01, heads, device=device)},
+            "sinks": {"sinks": torch.zeros(heads, device=device)},
+            "score_mod": {"score_mod": _later_keys},
+            "bias": {"bias": bias},
+            "deterministic": {"deterministic": True},
+        }
+        sides = {name: Side(partial(attn, causal=True, layout="bshd", **kind), dense) for name, kind in kinds.items()}
+        varlen = partial(attn_varlen, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True)
+        name = f"D={d} S={seqlen}" if d == dv else f"D={d} Dv={dv} S={seqlen}"
+        yield Cell("head-dim", name, {**sides, "varlen": Side(varlen, flat)}, "plain")
+
+
+Cells = Callable[[Settings, torch.device], Iterator[Cell]]
+KINDS: dict[str, Cells] = {
     "feature": feature_cells,
     "window": window_cells,
     "equal": equal_cells,
     "ragged": ragged_cells,
+    "head-dim": head_dim_cells,
 }
+
+
+def cells_of(
+    kinds: Sequence[str], settings: Settings, device: torch.device, known: Mapping[str, Cells] = KINDS
+) -> Iterator[Cell]:
+    """The cells of these kinds; `ValueError` for an unknown kind."""
+    for kind in kinds:
+        if kind not in known:
+            raise ValueError(f"kind {kind!r}: choose from {', '.join(known)}")
+    return (cell for kind in kinds for cell in known[kind](settings, device))
+
+
+def needed_kernels(cells: Iterable[Cell]) -> list[CompileKey]:
+    """The kernels of all calls of cute_flash in these cells; nothing is compiled or launched."""
+    keys: dict[CompileKey, None] = {}
+    for cell in cells:
+        ours = [side for side in cell.sides.values() if isinstance(side, Side) and side.is_ours]
+        for side, direction in product(ours, DIRECTIONS):
+            with recorded_launches(is_dry=True) as launches:
+                side.prepare(direction).call()
+            keys |= dict.fromkeys(one.key for one in launches)
+    return list(keys)
 
 
 # ---- measuring
@@ -328,7 +396,7 @@ def run_features(
     timer: Timer,
     device: torch.device,
     step: Callable[[str], None] = lambda line: None,
-    cells: Mapping[str, Callable[[Settings, torch.device], Iterator[Cell]]] | None = None,
+    cells: Mapping[str, Cells] | None = None,
     lock: GpuLock | None = None,
     save: Callable[[list[CellResult]], None] = lambda results: None,
 ) -> list[CellResult]:
@@ -338,11 +406,7 @@ def run_features(
     are compiled before the first is timed. `save` is called with all results after every cell.
     """
     results: list[CellResult] = []
-    known = KINDS if cells is None else cells
-    for kind in kinds:
-        if kind not in known:
-            raise ValueError(f"kind {kind!r}: choose from {', '.join(known)}")
-    chosen = (cell for kind in kinds for cell in known[kind](settings, device))
+    chosen = cells_of(kinds, settings, device, KINDS if cells is None else cells)
     prepared: Iterable[Prepared] = (prepare_cell(cell, timer) for cell in chosen)
     if lock is not None:
         prepared = list(prepared)

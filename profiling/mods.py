@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from profiling import mods_fa4
-from profiling.features import AnySide, Cell, Settings, Side, random_qkv
+from profiling.features import AnySide, Cell, Cells, Settings, Side, random_qkv
 
 NUM_DOCUMENTS = 8
 # Softcap; index of distance 0 in the relative-position table, and its length; lengths of prefix and window.
@@ -174,8 +174,4 @@ def bias_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
         yield Cell("bias", name, sides, PLAIN)
 
 
-KINDS: dict[str, Callable[[Settings, torch.device], Iterator[Cell]]] = {
-    "function": function_cells,
-    "documents": document_cells,
-    "bias": bias_cells,
-}
+KINDS: dict[str, Cells] = {"function": function_cells, "documents": document_cells, "bias": bias_cells}

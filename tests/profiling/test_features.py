@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,22 @@ from profiling import features
 from profiling.features import Cell, CellResult, Settings, Side, measure_cell, run_features
 from profiling.record import write_json
 from profiling.timing import Samples
+from tests.fakes.cuda import claiming_cuda, launching_operators, own_workspaces
+from tests.fakes.gpu import fake_gpu
 from tests.profiling.fakes import FakeTimer
 
-SMALL = Settings(head_dims=(8,), hidden=16, batch=2, seqlen=24, long=40, window=5, sequences=2, rounds=2, ms=1.0)
+SMALL = Settings(
+    head_dims=(8,),
+    hidden=16,
+    batch=2,
+    seqlen=24,
+    long=40,
+    window=5,
+    sequences=2,
+    rounds=2,
+    ms=1.0,
+    pairs=((8, 8), (16, 8)),
+)
 
 
 @pytest.fixture
@@ -22,7 +36,9 @@ def short_sequences(monkeypatch):
 
 def test_all_cells_run_and_what_fails_is_reported(short_sequences, tmp_path, capsys):
     found = run_features(tuple(features.KINDS), SMALL, FakeTimer(event_ms=1.0), torch.device("cpu"))
-    assert [one.kind for one in found] == ["feature"] * 2 + ["window"] + ["equal"] * 2 + ["ragged"] * 2
+    assert [one.kind for one in found] == ["feature"] * 2 + ["window"] + ["equal"] * 2 + ["ragged"] * 2 + [
+        "head-dim"
+    ] * 2
     for one in found:
         # FlashAttention-3 has no CPU path: its sides fail, and the others are measured all the same.
         assert all(name.startswith("fa3") for name in one.errors) and bool(one.errors) == (one.kind == "ragged")
@@ -30,10 +46,10 @@ def test_all_cells_run_and_what_fails_is_reported(short_sequences, tmp_path, cap
         assert rest and len(one.samples["fwd"]) == len(one.samples["bwd"]) == len(rest)
     write_json(features.to_dict(found, SMALL, {"gpu": "none"}), tmp_path / "features.json")
     data = json.loads((tmp_path / "features.json").read_text())
-    assert len(data["cells"]) == 7 and data["settings"]["rounds"] == 2
+    assert len(data["cells"]) == 9 and data["settings"]["rounds"] == 2
     shown = features.tables(found)
     assert [table.title for table in shown] == list(features.KINDS)
-    assert [len(table.rows) for table in shown] == [10, 2, 4, 2]
+    assert [len(table.rows) for table in shown] == [10, 2, 4, 2, 18]
 
 
 def test_sides_of_a_cell_compute_the_same(short_sequences):
@@ -41,6 +57,12 @@ def test_sides_of_a_cell_compute_the_same(short_sequences):
     for cell in features.equal_cells(SMALL, device):
         dense, varlen = (side.prepare("fwd").call() for side in cell.sides.values())
         torch.testing.assert_close(dense.reshape(varlen.shape), varlen)
+    for cell in features.head_dim_cells(SMALL, device):
+        out = {name: side.prepare("fwd").call() for name, side in cell.sides.items()}
+        for name in ("deterministic", "varlen"):
+            torch.testing.assert_close(out[name].reshape(out["plain"].shape), out["plain"])
+        for name in ("softcap", "dropout", "alibi", "sinks", "score_mod", "bias"):
+            assert not torch.equal(out[name], out["plain"]), name
     cell = next(features.window_cells(SMALL, device))
     causal, window = (side.prepare("fwd").call() for side in cell.sides.values())
     torch.testing.assert_close(causal[:, :, :6], window[:, :, :6])
@@ -77,3 +99,22 @@ def test_an_unknown_kind_is_an_error():
 
 def test_lengths_are_the_same_every_time():
     assert features.ragged_lengths(SMALL) == features.ragged_lengths(SMALL)
+
+
+def test_needed_kernels():
+    """Only kernels of cute_flash are listed, each once, for both directions."""
+
+    def other(q, k, v):
+        return q * 2
+
+    settings = replace(SMALL, pairs=((64, 64),), hidden=64)
+    with fake_gpu("sm_90") as gpu, claiming_cuda(), launching_operators(), own_workspaces():
+        cells = list(features.head_dim_cells(settings, torch.device("cpu")))
+        keys = features.needed_kernels(cells)
+        assert not gpu.launches
+        peer = Cell("feature", "x", {"peer": Side(other, (torch.ones(2),) * 3)}, "peer")
+        assert features.needed_kernels([peer]) == []
+    tags = [set(key.static.tags) for key in keys if key.kernel == "fwd_sm90"]
+    assert len(set(keys)) == len(keys)
+    assert {"softcap", "alibi", "dropout"} <= set().union(*tags)
+    assert any(key.kernel.startswith("bwd_sm90") for key in keys)
