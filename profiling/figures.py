@@ -11,13 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profiling.machine import ROOT
+from profiling.machine import PLOTS, ROOT
 from profiling.record import Run, load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FOLDER = ROOT / "profiling" / "plots"
 DATA = ROOT / "profiling"
 
 
@@ -118,7 +117,7 @@ def draw(name: str) -> str:
         return svg(_drawing(name))
 
 
-def write(folder: Path = FOLDER) -> dict[str, list[str]]:
+def write(folder: Path = PLOTS) -> dict[str, list[str]]:
     """Write the figures, and return the missing files of those that cannot be drawn."""
     folder.mkdir(parents=True, exist_ok=True)
     lacking = {name: missing(name) for name in FIGURES if missing(name)}

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "profiling" / "results"
+PLOTS = ROOT / "profiling" / "plots"
 # Folders whose source determines the kernels and the calls.
 MEASURED_SOURCE = ("cute_flash",)
 # Environment variables that change which kernels run.

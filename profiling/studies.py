@@ -40,7 +40,6 @@ from profiling.timing import EventTimer, GraphTimer
 
 SCHEMA = 1
 OK, FAILED = 0, 1
-RESULTS = machine.ROOT / "profiling" / "results"
 
 # Name, help and examples -> the parser of a command.
 Add = Callable[..., argparse.ArgumentParser]
@@ -134,7 +133,7 @@ def _add_output(parser: argparse.ArgumentParser, name: str) -> None:
 def default_path(name: str, facts: dict[str, Any]) -> Path:
     """profiling/results/<gpu>/<date>-<name>.json; the folder "cpu" without a GPU."""
     gpu = (facts["gpu"] or "cpu").lower().removeprefix("nvidia ").split()[0]
-    return RESULTS / gpu / f"{datetime.date.today().isoformat()}-{name}.json"
+    return machine.RESULTS / gpu / f"{datetime.date.today().isoformat()}-{name}.json"
 
 
 def _text(facts: dict[str, Any], tables: Sequence[Table], notes: Sequence[str]) -> str:

@@ -1,6 +1,8 @@
 """`python -m profiling all`: the order of runs, resuming, a budget, failures; and that it has every run of the docs."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,12 @@ def test_newest_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert figures.newest("run", "results/x") == "results/x/2026-02-01-run.json"
     with pytest.raises(FileNotFoundError, match="no run nothing"):
         figures.newest("nothing", "results/x")
+
+
+def test_commands_need_no_results() -> None:
+    """Only `plots` reads the results of the repository."""
+    code = (
+        "import sys, profiling.__main__; print(*sorted({'profiling.figures', 'profiling.doc_tables'} & {*sys.modules}))"
+    )
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True, cwd=figures.ROOT)
+    assert done.stdout.strip() == ""

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from profiling import __main__ as cli
 from profiling import doc_results, doc_tables, figures, plot_counters, plot_speed
-from profiling.figures import FIGURES, FOLDER
-from profiling.machine import ROOT
+from profiling.figures import FIGURES
+from profiling.machine import PLOTS, ROOT
 from profiling.ncu_case import Case
 from profiling.ncu_metrics import METRICS
 from profiling.plot_style import BLUE, LOOKS, PURPLE, RED, style, svg
@@ -41,9 +41,9 @@ def parts(drawn: str) -> tuple[str, list[float]]:
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_is_drawn_from_checked_in_files(name: str) -> None:
     if missing := figures.missing(name):
-        assert not (FOLDER / name).exists(), f"{name} is there, and {missing} it was drawn from is not"
+        assert not (PLOTS / name).exists(), f"{name} is there, and {missing} it was drawn from is not"
         pytest.skip(f"{name} waits for {', '.join(missing)}")
-    drawn, stored = figures.draw(name), (FOLDER / name).read_text(encoding="utf-8")
+    drawn, stored = figures.draw(name), (PLOTS / name).read_text(encoding="utf-8")
     assert texts(drawn) == texts(stored), f"{name} is not up to date: make plots"
     if IS_PINNED:
         (elements, numbers), (stored_elements, stored_numbers) = parts(drawn), parts(stored)
@@ -63,7 +63,7 @@ def test_a_changed_value_changes_a_figure(monkeypatch) -> None:
 
 
 def test_every_figure_is_made_and_shown() -> None:
-    there = {path.name for path in FOLDER.iterdir()}
+    there = {path.name for path in PLOTS.iterdir()}
     assert there == {name for name in FIGURES if not figures.missing(name)}
     pages = [path.read_text(encoding="utf-8") for path in doc_tables.DOCUMENTS]
     assert there <= {name for page in pages for name in re.findall(r"/plots/(.*?)\)", page)}

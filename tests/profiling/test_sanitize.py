@@ -130,7 +130,7 @@ def test_command(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
     monkeypatch.setattr(sanitize, "check", lambda: None)
     monkeypatch.setattr(machine, "facts", lambda: {"gpu": "NVIDIA H200", "git_commit": "abc"})
-    monkeypatch.setattr(cli.figures, "DATA", tmp_path)
+    monkeypatch.setattr(machine, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(cli, "precompile_keys", lambda keys, jobs: None)
     monkeypatch.setattr(sanitize_case, "needed_kernels", lambda chosen: [])
 
