@@ -58,15 +58,22 @@ STEPS = (
     Step("host", "host --start", 90),
 )
 
-# Runs `python -m profiling` with these arguments and a time limit in seconds, and returns its exit status.
-Runner = Callable[[Sequence[str], float], int]
+# Endings of the files of a run: results, printed tables, counters of Nsight Compute.
+ENDINGS = (".json", ".txt", "-ncu.csv")
 
 
-def run_process(arguments: Sequence[str], limit_s: float) -> int:
+# Runs `python -m profiling` with these arguments and a time limit in seconds; returns its exit status and its output.
+Runner = Callable[[Sequence[str], float], tuple[int, str]]
+
+
+def run_process(arguments: Sequence[str], limit_s: float) -> tuple[int, str]:
+    command = [sys.executable, "-m", "profiling", *arguments]
     try:
-        return subprocess.run([sys.executable, "-m", "profiling", *arguments], timeout=limit_s, check=False).returncode
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
-        return 124
+        return 124, ""
+    print(done.stdout, flush=True)
+    return done.returncode, done.stdout
 
 
 DONE, SKIPPED = "done", "not repeated"
@@ -85,10 +92,11 @@ def has_ended(path: Path, commit: str) -> bool:
 
 
 def finish(unfinished: Path, path: Path) -> None:
-    """Move the JSON file of a run, and its text file if it has one."""
-    for suffix in (".json", ".txt"):
-        if unfinished.with_suffix(suffix).exists():
-            unfinished.with_suffix(suffix).replace(path.with_suffix(suffix))
+    """Move the files of a run."""
+    for ending in ENDINGS:
+        source = unfinished.with_name(unfinished.stem + ending)
+        if source.exists():
+            source.replace(path.with_name(path.stem + ending))
 
 
 def chosen_steps(names: Sequence[str]) -> list[Step]:
@@ -126,11 +134,15 @@ def run_all(
         before = clock()
         # Twice the expected time: a run that hangs must not take the time of all others.
         limit_s = min(2.0 * step.seconds, left)
-        status = max(run(arguments, limit_s) for arguments in step.arguments(unfinished))
+        done = [run(arguments, limit_s) for arguments in step.arguments(unfinished)]
+        status, text = max(code for code, _ in done), unfinished.with_suffix(".txt")
+        if not text.exists():  # some commands write this file themselves
+            head = f"python -m profiling {step.command}; commit {facts['git_commit']}, {facts['date']}\n\n"
+            text.write_text(head + "\n".join(output for _, output in done), encoding="utf-8")
         if status in ENDED and unfinished.exists():
             finish(unfinished, path)
-        text = DONE if status == 0 else f"exit status {status}" + ", measured" * (status in ENDED)
-        outcomes.append(Outcome(step, text, clock() - before))
+        outcome = DONE if status == 0 else f"exit status {status}" + ", measured" * (status in ENDED)
+        outcomes.append(Outcome(step, outcome, clock() - before))
     return outcomes
 
 

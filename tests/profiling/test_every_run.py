@@ -25,14 +25,16 @@ class Machine:
     def clock(self) -> float:
         return self.time
 
-    def run(self, arguments: list[str], limit_s: float) -> int:
+    def run(self, arguments: list[str], limit_s: float) -> tuple[int, str]:
         path = Path(arguments[arguments.index("--out") + 1])
         name = path.stem.removeprefix("2026-01-31-")
         self.ran.append((name, arguments[0], limit_s))
         self.time += next(step.seconds for step in STEPS if step.name == name)
         path.write_text(json.dumps({"machine": {"git_commit": FACTS["git_commit"]}}), encoding="utf-8")
-        path.with_suffix(".txt").write_text("table", encoding="utf-8")
-        return self.status.get(name, 0)
+        if name == "a":
+            path.with_suffix(".txt").write_text("its own tables", encoding="utf-8")
+            path.with_name(f"{path.stem}-ncu.csv").touch()
+        return self.status.get(name, 0), "printed tables"
 
 
 def outcomes(folder: Path, machine: Machine, budget_s: float | None = None, **facts: str) -> dict[str, str]:
@@ -45,16 +47,20 @@ def test_runs_in_order_with_twice_the_expected_time(tmp_path: Path) -> None:
     assert set(outcomes(tmp_path, machine).values()) == {DONE}
     assert machine.ran == [("a", "bench", 20.0), ("b", "decode", 40.0), ("c", "fp32", 60.0)]
     names = sorted(path.name for path in tmp_path.glob("*.*"))
-    assert names == [f"2026-01-31-{name}.{suffix}" for name in "abc" for suffix in ("json", "txt")]
+    files = [f"2026-01-31-{name}.{suffix}" for name in "abc" for suffix in ("json", "txt")]
+    assert names == sorted([*files, "2026-01-31-a-ncu.csv"])
+    texts = [(tmp_path / name).read_text() for name in names if name.endswith(".txt")]
+    printed = "python -m profiling {}; commit abc, 2026-01-31\n\nprinted tables"
+    assert texts == ["its own tables", printed.format("decode"), printed.format("fp32")]
 
 
 def test_a_second_command_adds_to_the_same_file(tmp_path: Path) -> None:
     calls = []
 
-    def run(arguments: list[str], limit_s: float) -> int:
+    def run(arguments: list[str], limit_s: float) -> tuple[int, str]:
         calls.append(arguments)
         Path(arguments[-1]).write_text(json.dumps({"machine": FACTS}), encoding="utf-8")
-        return len(calls) - 1
+        return len(calls) - 1, ""
 
     (outcome,) = run_all(TWO, tmp_path, FACTS, None, run)
     first, second = calls
