@@ -131,6 +131,8 @@ def run_all(
         if step.seconds > left:
             outcomes.append(Outcome(step, "no time left"))
             continue
+        for ending in ENDINGS:  # of a run that failed
+            unfinished.with_name(unfinished.stem + ending).unlink(missing_ok=True)
         before = clock()
         # Twice the expected time: a run that hangs must not take the time of all others.
         limit_s = min(2.0 * step.seconds, left)
