@@ -17,10 +17,6 @@ from profiling.terminal import Table
 
 GQA = newest("fwd-sm90-gqa"), newest("fwd-sm90-gqa8")
 MODS, HOST, FP32, DECODE = newest("mods"), newest("host"), newest("fp32"), newest("decode")
-# Runs of the bias cells alone, newer than the last whole run.
-BIAS = newest("mods-bias")
-# The last run of `host` with `--start`. `python -m profiling all` has that option; then it is HOST.
-START = "results/h200/2026-11-15-host.json"
 TRAINING, CONTEXT_PARALLEL = newest("training"), newest("context-parallel")
 # Kernel -> the result file, the distribution of the inputs, the peer, and the peer's name in the text.
 ACCURACY = {
@@ -249,10 +245,10 @@ def _speed(cells: list[dict[str, Any]], side: str, base: str, direction: str) ->
 
 def mods(data: Path) -> Table:
     """User mods and block masks beside other libraries, and biases beside plain attention."""
-    all_cells, bias_cells = (json.loads((data / path).read_text(encoding="utf-8"))["cells"] for path in (MODS, BIAS))
+    cells = json.loads((data / MODS).read_text(encoding="utf-8"))["cells"]
     rows = []
     for label, (kind, side, base) in MOD_ROWS.items():
-        chosen = [cell for cell in (bias_cells if kind == "bias" else all_cells) if cell["kind"] == kind]
+        chosen = [cell for cell in cells if cell["kind"] == kind]
         rows.append((label, *(_speed(chosen, side, base, direction) for direction in ("fwd", "bwd"))))
     return Table("", ("geometric mean (lowest)", "forward", "backward"), tuple(rows))
 
@@ -269,9 +265,9 @@ def host(data: Path) -> Table:
 
 def start(data: Path) -> str:
     """The time of the first result of a process, in one sentence."""
-    times = json.loads((data / START).read_text(encoding="utf-8"))["start"]
+    times = json.loads((data / HOST).read_text(encoding="utf-8"))["start"]
     cold, warm = (times[cache]["first_call_ms"] for cache in ("cold", "warm"))
     return (
         f"The first call of a process takes {cold / 1e3:.1f} s with an empty kernel cache and {warm / 1e3:.2f} s "
-        f"with a filled one ([data]({START}))."
+        f"with a filled one ([data]({HOST}))."
     )

@@ -452,9 +452,9 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
         (doc_results.CONTEXT_PARALLEL,),
     ),
     "gqa": (lambda: _markdown(doc_results.gqa(DATA)), doc_results.GQA),
-    "mods": (lambda: _markdown(doc_results.mods(DATA)), (doc_results.MODS, doc_results.BIAS)),
+    "mods": (lambda: _markdown(doc_results.mods(DATA)), (doc_results.MODS,)),
     "host": (lambda: _markdown(doc_results.host(DATA)), (doc_results.HOST,)),
-    "start": (lambda: doc_results.start(DATA), (doc_results.START,)),
+    "start": (lambda: doc_results.start(DATA), (doc_results.HOST,)),
     # Tables of models, which read no file.
     "chips": (lambda: _markdown(concept_tables.chips()), ()),
     "shapes": (lambda: _markdown(concept_tables.shapes()), ()),

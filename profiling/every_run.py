@@ -40,22 +40,22 @@ class Step:
 
 
 STEPS = (
-    Step("fwd-sm90-paper", f"{PAPER} --outliers --reference fa3", 100),
-    Step("bwd-sm90-paper", f"{PAPER} --direction bwd --reference fa3", 130),
+    Step("fwd-sm90-paper", f"{PAPER} --outliers --reference fa3", 140),
+    Step("bwd-sm90-paper", f"{PAPER} --direction bwd --reference fa3", 180),
     Step("fwd-sm80-paper", f"{PAPER} {SM80}", 45),
     Step("bwd-sm80-paper", f"{PAPER} {SM80} --direction bwd", 60),
     Step("bwd-sm80-paper-bhsd", f"bench --suite paper --graph --layout bhsd {SM80} --direction bwd --rounds 4", 45),
-    Step("fwd-sm90-gqa", "bench --suite gqa --graph --layout bshd --reference fa3", 20),
-    Step("fwd-sm90-gqa8", "bench --suite gqa8 --graph --layout bshd --reference fa3", 20),
-    Step("fp32", "fp32", 120),
+    Step("fwd-sm90-gqa", "bench --suite gqa --graph --layout bshd --reference fa3", 35),
+    Step("fwd-sm90-gqa8", "bench --suite gqa8 --graph --layout bshd --reference fa3", 35),
+    Step("fp32", "fp32", 80),
     Step("decode", "decode", 45),
-    Step("features", "features", 150),
-    Step("mods", "mods", 200),
-    Step("training", "training", 150),
-    Step("context-parallel", "context-parallel", 60),
-    Step("standard", "standard", 180, then="standard --bytes"),
-    Step("numerics", "numerics --gpu", 70),
-    Step("host", "host --start", 90),
+    Step("features", "features", 100),
+    Step("mods", "mods", 500),
+    Step("training", "training", 130),
+    Step("context-parallel", "context-parallel", 40),
+    Step("standard", "standard", 90, then="standard --bytes"),
+    Step("numerics", "numerics --gpu", 30),
+    Step("host", "host --start", 100),
 )
 
 # Endings of the files of a run: results, printed tables, counters of Nsight Compute.

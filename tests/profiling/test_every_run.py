@@ -1,6 +1,7 @@
 """`python -m profiling all`: the order of runs, resuming, a budget, failures; and that it has every run of the docs."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,12 +97,29 @@ def test_every_command_is_valid() -> None:
 
 
 def test_the_documents_show_only_these_runs() -> None:
-    """Files that no run of the list writes: counters of Nsight Compute, the support tables, and the bias cells."""
+    """Files that no run of the list writes: counters of Nsight Compute and the support tables."""
     sources = {path for paths in figures.FIGURES.values() for path in paths}
     sources |= {path for _, paths in doc_tables.BLOCKS.values() for path in paths}
     names = {Path(path).stem[len("2026-01-31-") :] for path in sources if path.startswith("results/h200/")}
-    others = {"bwd-by-instruction", "support", "support-sm90", "mods-bias"}
+    others = {"bwd-by-instruction", "support", "support-sm90"}
     assert names - others <= {step.name for step in every_run.STEPS}
+
+
+def test_links_of_the_documents_name_the_newest_run() -> None:
+    names = "|".join(step.name for step in every_run.STEPS)
+    pattern = re.compile(rf"results/h200/\d{{4}}-\d\d-\d\d-(?:{names})\.(?:json|txt)\b")
+    newest = {Path(figures.newest(step.name)).stem for step in every_run.STEPS}
+    pages = [figures.ROOT / "README.md", *(figures.ROOT / "docs").rglob("*.md")]
+    linked = {(page.name, Path(link).stem) for page in pages for link in pattern.findall(page.read_text("utf-8"))}
+    assert len(linked) > 10
+    assert {link for link in linked if link[1] not in newest} == set()
+
+
+def test_the_runs_of_the_documents_have_one_commit() -> None:
+    """Runs of different commits are not comparable, and their kernels may differ."""
+    paths = [figures.DATA / figures.newest(step.name) for step in every_run.STEPS]
+    facts = [json.loads(path.read_text("utf-8"))["machine"] for path in paths]
+    assert len({(one["git_commit"], one["source_digest"]) for one in facts}) == 1
 
 
 def test_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
