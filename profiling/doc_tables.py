@@ -15,7 +15,7 @@ from cute_flash.smem.tile import VARIANTS
 from cute_flash.spec import arch
 from layouts.backward import bwd_sm80_uses
 from layouts.kernels import predict
-from profiling import concept_tables, doc_results, ncu_source, numerics_report, plot_cp, standard_report
+from profiling import concept_tables, doc_results, kernel_changes, ncu_source, numerics_report, plot_cp, standard_report
 from profiling.expect import work_of
 from profiling.feature_tables import FEATURES, by_head_dim, features
 from profiling.figures import (
@@ -30,6 +30,7 @@ from profiling.figures import (
     NUMERICS_CPU,
     NUMERICS_GPU,
     STANDARD,
+    newest,
 )
 from profiling.machine import ROOT
 from profiling.ncu_case import BEYOND_L2, LAYOUTS, case_of, is_beyond_l2, measured_cases
@@ -52,6 +53,18 @@ SHORT = 1024
 PEERS = {"sdpa-flash": "FA2", "sdpa-cudnn": "cuDNN", "sdpa-efficient": "memory-efficient", "fa3": "FA3", "fa4": "FA4"}
 # Family -> the record of its random calls.
 SUPPORT = {"sm90": "results/h200/2026-11-17-support-sm90.json", "sm80": "results/h200/2026-11-16-support.json"}
+# Digests of the kernels at the commit of the runs, and at that of the counters.
+KERNELS, KERNELS_OF_COUNTERS = newest("kernels"), "results/h200/2026-11-16-kernels.json"
+COUNTED = tuple(
+    f"{kernel}/sm_90/d{head_dim}/bf16/full/plain/"
+    for kernel, head_dim in (
+        ("fwd/sm80", 128),
+        ("fwd/sm90", 128),
+        ("bwd/sm80", 128),
+        ("bwd/sm90", 128),
+        ("bwd/sm90", 256),
+    )
+)
 Case = dict[str, Any]
 
 
@@ -294,6 +307,16 @@ def conditions() -> str:
     )
 
 
+def kernels() -> str:
+    """The commits of the measurements, and the kernels that changed since."""
+    runs, counters = (json.loads((DATA / path).read_text(encoding="utf-8")) for path in (KERNELS, KERNELS_OF_COUNTERS))
+    counted = kernel_changes.sentence(counters, COUNTED)
+    return (
+        f"- Runs: {kernel_changes.sentence(runs)}.\n"
+        f"- Counters of Nsight Compute, and wavefronts by instruction: {counted}."
+    )
+
+
 def _counts(found: dict[str, int]) -> str:
     return ", ".join(f"{label} {count}" for label, count in found.items())
 
@@ -415,6 +438,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "conflicts": (lambda: "![Wavefronts, conflicts and time by layout](plots/conflicts.svg)", (COUNTERS,)),
     "summary": (lambda: _markdown(summary()), tuple(RUNS.values())),
     "conditions": (conditions, tuple(RUNS.values())),
+    "kernels": (kernels, (KERNELS, KERNELS_OF_COUNTERS)),
     "memory": (memory, (BACKWARD_SM80, BACKWARD_SM80_BHSD)),
     "cells_sm90": (lambda: _markdown(cells(FORWARD, BACKWARD)), (FORWARD, BACKWARD)),
     "cells_sm80": (lambda: _markdown(cells(FORWARD_SM80, BACKWARD_SM80)), (FORWARD_SM80, BACKWARD_SM80)),

@@ -1,7 +1,8 @@
 """`python -m profiling all`: the runs behind every measured number of the README and the docs, one after another.
 
 A run is a command of `python -m profiling` in its own process. Its result is results/<gpu>/<date>-<name>.json, which
-the tables and figures of the documents read (`figures.newest`). A run writes to the folder UNFINISHED, and its files
+the tables and figures of the documents read (`figures.newest`), and <date>-kernels.json has the digests of the
+kernels. A run writes to the folder UNFINISHED, and its files
 move up when it has ended. A run that has ended at the present commit is not repeated, so an interrupted series can be
 resumed.
 """
@@ -16,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from profiling import kernel_changes
+from profiling.record import write_json
 from profiling.terminal import Table
 
 PAPER = "bench --suite paper --graph --layout bshd"
@@ -145,6 +148,8 @@ def run_all(
             finish(unfinished, path)
         outcome = DONE if status == 0 else f"exit status {status}" + ", measured" * (status in ENDED)
         outcomes.append(Outcome(step, outcome, clock() - before))
+    if kernel_changes.LOCK.exists():  # an image may lack the tests
+        write_json(kernel_changes.snapshot(facts["git_commit"]), folder / f"{facts['date']}-kernels.json")
     return outcomes
 
 

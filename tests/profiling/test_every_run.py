@@ -49,7 +49,7 @@ def test_runs_in_order_with_twice_the_expected_time(tmp_path: Path) -> None:
     assert machine.ran == [("a", "bench", 20.0), ("b", "decode", 40.0), ("c", "fp32", 60.0)]
     names = sorted(path.name for path in tmp_path.glob("*.*"))
     files = [f"2026-01-31-{name}.{suffix}" for name in "abc" for suffix in ("json", "txt")]
-    assert names == sorted([*files, "2026-01-31-a-ncu.csv"])
+    assert names == sorted([*files, "2026-01-31-a-ncu.csv", "2026-01-31-kernels.json"])
     texts = [(tmp_path / name).read_text() for name in names if name.endswith(".txt")]
     printed = "python -m profiling {}; commit abc, 2026-01-31\n\nprinted tables"
     assert texts == ["its own tables", printed.format("decode"), printed.format("fp32")]
@@ -97,11 +97,11 @@ def test_every_command_is_valid() -> None:
 
 
 def test_the_documents_show_only_these_runs() -> None:
-    """Files that no run of the list writes: counters of Nsight Compute and the support tables."""
+    """Files that no run of the list writes: counters of Nsight Compute, the support tables and digests of kernels."""
     sources = {path for paths in figures.FIGURES.values() for path in paths}
     sources |= {path for _, paths in doc_tables.BLOCKS.values() for path in paths}
     names = {Path(path).stem[len("2026-01-31-") :] for path in sources if path.startswith("results/h200/")}
-    others = {"bwd-by-instruction", "support", "support-sm90"}
+    others = {"bwd-by-instruction", "kernels", "support", "support-sm90"}
     assert names - others <= {step.name for step in every_run.STEPS}
 
 

@@ -1,0 +1,47 @@
+"""Kernels whose machine code changed since a measurement, by the digests of `tests/lock`.
+
+A file <date>-kernels.json has the digests at the commit of the runs of that day. `python -m profiling all` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from profiling.machine import ROOT
+
+LOCK = ROOT / "tests" / "lock" / "digests.json"
+# Names in a sentence; further names are counted.
+SHOWN = 5
+
+
+def snapshot(commit: str, lock: Path = LOCK) -> dict[str, Any]:
+    """The digests of all kernels of the lock: toolchain -> kernel -> digest."""
+    return {"git_commit": commit, "digests": json.loads(lock.read_text(encoding="utf-8"))}
+
+
+def changed(measured: dict[str, Any], prefixes: tuple[str, ...] = ("",), lock: Path = LOCK) -> tuple[int, list[str]]:
+    """The number of measured kernels whose names have one of the prefixes, and those that changed since.
+
+    A kernel that is no longer in the lock, or was recorded with another toolchain, counts as changed.
+    """
+    now = json.loads(lock.read_text(encoding="utf-8"))
+    chosen = {
+        (toolchain, name): digest
+        for toolchain, digests in measured["digests"].items()
+        for name, digest in digests.items()
+        if name.startswith(prefixes)
+    }
+    differ = [name for (toolchain, name), digest in chosen.items() if now.get(toolchain, {}).get(name) != digest]
+    return len(chosen), differ
+
+
+def sentence(measured: dict[str, Any], prefixes: tuple[str, ...] = ("",), lock: Path = LOCK) -> str:
+    num_kernels, differ = changed(measured, prefixes, lock)
+    commit = f"commit `{measured['git_commit'][:7]}`"
+    if not differ:
+        return f"{commit}; the machine code of all {num_kernels} kernels is unchanged since"
+    more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
+    names = ", ".join(f"`{name}`" for name in differ[:SHOWN])
+    return f"{commit}; the machine code of {len(differ)} of {num_kernels} kernels has changed since: {names}{more}"
