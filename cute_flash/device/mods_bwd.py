@@ -28,7 +28,7 @@ from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.mod_arithmetic import CuteArithmetic, indices_in_bounds
 from cute_flash.device.position import BwdBlockPosition
 from cute_flash.device.ptx import bits_and, select_if, store_if, tanh_derivative
-from cute_flash.device.score_bwd import BlockScores, store_pair
+from cute_flash.device.score_bwd import BlockScores, PlainScores, store_pair
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
 from cute_flash.score_mod.bound import Graphs
@@ -288,6 +288,8 @@ class ModScores:
                     pair.append(P)
                 if cutlass.const_expr(not self.masks_probs):
                     self.pack_pair(rP, pair, S_mn, r, c)
+        if cutlass.const_expr(isinstance(self.bias, BwdSmemBias) and not self.keeps_tanh):
+            self.bias.release()
 
     @cute.jit
     def pack_probs(self, acc_P: cute.Tensor, rP: cute.Tensor):
@@ -366,6 +368,15 @@ class ModScores:
             sums.finish_column()
         return sums
 
+    @cute.jit
+    def finish(self, sums: GradientSums, rdS: cute.Tensor | None):
+        """After the last use of the bias: release its stage, write its gradient dS there, and finish the sums."""
+        if cutlass.const_expr(isinstance(self.bias, BwdSmemBias)):
+            if cutlass.const_expr(self.keeps_tanh):
+                self.bias.release()
+            self.bias.write_gradient(rdS)
+        sums.finish()
+
     def add_capture_gradients(self, sums: GradientSums, outputs: tuple, is_zero, r: int, c: int) -> None:
         """Add the gradients of captured tensors, or store their terms, which torch then sums in a fixed order."""
         for i, load in enumerate(self.graphs.loads):
@@ -401,6 +412,9 @@ class ModScores:
             plain = replace(plain, first_distance=plain.first_distance + Float32(zero))
         bias = None if self.bias is None else self.bias.moved(position)
         return replace(self, position=position, plain=plain, bias=bias), Float32(zero)
+
+
+AnyScores = PlainScores | BlockScores | ModScores
 
 
 def bits_of(acc: cute.Tensor) -> cute.Tensor:

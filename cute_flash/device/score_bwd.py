@@ -1,4 +1,13 @@
-"""Softcap, ALiBi and dropout in the backward: the steps of a block from Q K^T to dS.
+"""The steps of a block from Q K^T to dS in the backward, with softcap, ALiBi and dropout.
+
+| class         | scores                                                           |
+|---------------|------------------------------------------------------------------|
+| `PlainScores` | no features: P = exp(scale q·k - LSE),  dS = P (dP - Δ)           |
+| `BlockScores` | softcap, ALiBi, dropout: below                                   |
+| `ModScores`   | a bias, user mods, a block mask: `device/mods_bwd.py`            |
+
+All have the same methods, and the three backward kernels call them in the same order: `compute_probs`, then
+`differentiate` and `finish`.
 
     t   = tanh(scale q·k / softcap)
     P   = exp(softcap t - slope |distance| - LSE)
@@ -26,7 +35,9 @@ from cute_flash.device.position import TilePosition
 from cute_flash.device.ptx import bits_and, pack, rederived, tanh_derivative
 from cute_flash.device.score import Score
 from cute_flash.device.seqlen import SeqlenInfo
+from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
+from cute_flash.device.wgmma import convert
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,100 @@ class BwdScoreParams:
         dalibi.fill(0.0)
 
 
+@cute.jit
+def compute_probs(
+    scores,
+    acc_S: cute.Tensor,
+    rP: cute.Tensor | None,
+    lse: cute.Tensor | Callable[[], cute.Tensor],
+    apply_mask: Callable[[], None],
+):
+    """Q K^T -> softcap -> ALiBi, bias, score_mod -> mask -> P = exp(S - LSE) -> dropout -> rP.
+
+    The registers of S keep the values for `differentiate`. `apply_mask` masks S, or P if one pass computes P from
+    Q K^T. `lse`: the LSE of this thread's queries, or a function that loads it when the exponentials need it.
+    """
+    scores.apply_softcap(acc_S)
+    if cutlass.const_expr(not scores.masks_probs):
+        apply_mask()
+    scores.exponentiate(acc_S, rP, lse() if callable(lse) else lse)
+    if cutlass.const_expr(scores.masks_probs):
+        apply_mask()
+        scores.pack_probs(acc_S, rP)
+
+
+@dataclass(frozen=True)
+class PlainScores:
+    """This thread's scores of one block, without score features."""
+
+    scale: Float32  # times LOG2_E, if `by_vectors`
+    is_transposed: cutlass.Constexpr  # rows are keys: LSE and Δ belong to columns
+    by_vectors: cutlass.Constexpr = False  # vector operations on rows, as mma.sync kernels have; needs `is_transposed`
+    masks_probs = keeps_score = False
+
+    def prefetch(self) -> None:
+        """Nothing: there is no bias."""
+
+    def apply_softcap(self, acc_S: cute.Tensor) -> None:
+        """Nothing: there is no softcap."""
+
+    def apply_band(self, acc_S: cute.Tensor, mask: Mask, first_col: Int32) -> None:
+        apply_band(acc_S, mask, first_col, self.is_transposed)
+
+    def apply_mask(self, acc_S: cute.Tensor, is_partial=None) -> None:
+        """Nothing: there is no mask_mod."""
+
+    @cute.jit
+    def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor | None, rLSE: cute.Tensor):
+        """S -> P = exp(scale S - LSE), in place, and in rP if it is not None."""
+        S_mn = as_mn(acc_S)
+        if cutlass.const_expr(self.by_vectors):
+            for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
+                S_mn[r, None].store(cute.math.exp2(S_mn[r, None].load() * self.scale - rLSE.load(), fastmath=True))
+            rP.store(acc_S.load().to(rP.element_type))
+        else:
+            scale_log2 = self.scale * LOG2_E
+            for r, c in self.elements(S_mn):
+                S_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - self.of_query(rLSE, r, c), fastmath=True)
+            if cutlass.const_expr(rP is not None):
+                convert(acc_S, rP)
+
+    @cute.jit
+    def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rDelta: cute.Tensor, dalibi):
+        """P -> dS = P (dP - Δ), in place."""
+        P_mn, dP_mn = as_mn(acc_S), as_mn(acc_dP)
+        if cutlass.const_expr(self.by_vectors):
+            for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
+                P_mn[r, None].store(P_mn[r, None].load() * (dP_mn[r, None].load() - rDelta.load()))
+        else:
+            for r, c in self.elements(P_mn):
+                P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - self.of_query(rDelta, r, c))
+
+    def finish(self, sums, rdS: cute.Tensor | None) -> None:
+        """Nothing: there is no bias and no captured tensor."""
+
+    def elements(self, S_mn: cute.Tensor) -> list[tuple[int, int]]:
+        """(row, column) of each element, query by query."""
+        rows, columns = (range(cute.size(S_mn, mode=[i])) for i in range(2))
+        by_column = self.is_transposed
+        return [(r, c) for c in columns for r in rows] if by_column else [(r, c) for r in rows for c in columns]
+
+    def of_query(self, rX: cute.Tensor, r: int, c: int) -> Float32:
+        """LSE or Δ of the query of an element."""
+        return rX[c if self.is_transposed else r]
+
+
+@cute.jit
+def apply_band(acc_S: cute.Tensor, mask: Mask, first_col: Int32, is_transposed: cutlass.Constexpr):
+    """Set scores to -inf outside the band and for keys past the end, which must not contribute to dQ.
+
+    Queries past the end need no mask: their LSE is +inf.
+    """
+    mask.apply(as_mn(acc_S), first_col)
+    if cutlass.const_expr(is_transposed):
+        mask.apply_to_tail_rows(as_mn(acc_S))
+
+
 def store_pair(rP: cute.Tensor, pair: list, index: int, mask: Callable[[], Int32] | None = None) -> None:
     """Store P of two neighbouring columns, which are neighbouring registers, in the type of rP.
 
@@ -98,6 +203,7 @@ class BlockScores:
     dropout_scale: Float32 | None  # 1 / (1 - dropout)
     is_transposed: cutlass.Constexpr  # rows are keys: LSE and Δ belong to columns
     row_step: cutlass.Constexpr
+    masks_probs = False
 
     @property
     def has_no_transform(self) -> bool:
@@ -109,6 +215,14 @@ class BlockScores:
         """Whether the registers of S hold t, not P, until dS is computed."""
         return self.score.rate is not None and self.score.slope_log2 is not None
 
+    @property
+    def keeps_score(self) -> bool:
+        """Whether `differentiate` computes P again, from the LSE."""
+        return self.keeps_tanh
+
+    def prefetch(self) -> None:
+        """Nothing: there is no bias."""
+
     @cute.jit
     def apply_softcap(self, acc_S: cute.Tensor):
         """Replace Q K^T by t. Called before the mask."""
@@ -116,6 +230,15 @@ class BlockScores:
             # With ALiBi or dropout there are not enough registers for both methods of tanh.
             looks_near = self.score.slope_log2 is None and self.dropout_bits is None
             self.score.apply_cap(acc_S, looks_near)
+
+    def apply_band(self, acc_S: cute.Tensor, mask: Mask, first_col: Int32) -> None:
+        apply_band(acc_S, mask, first_col, self.is_transposed)
+
+    def apply_mask(self, acc_S: cute.Tensor, is_partial=None) -> None:
+        """Nothing: there is no mask_mod."""
+
+    def finish(self, sums, rdS: cute.Tensor | None) -> None:
+        """Nothing: there is no bias and no captured tensor."""
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):

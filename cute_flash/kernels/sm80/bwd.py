@@ -21,6 +21,8 @@ keys, a warp's P^T and dS^T are operands of its dV and dK directly from register
 | sRows         | 2 x stages x tile_m, fp32    | LSE and Δ of one m_block                       |
 """
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
@@ -34,9 +36,9 @@ from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, r
 from cute_flash.device.epilogue import Epilogue, store_fp32
 from cute_flash.device.ldmatrix import MmaOperand
 from cute_flash.device.mask import Mask
-from cute_flash.device.mods_bwd import ModScores
+from cute_flash.device.mods_bwd import AnyScores
 from cute_flash.device.ptx import rederived
-from cute_flash.device.score_bwd import BlockScores
+from cute_flash.device.score_bwd import PlainScores, compute_probs
 from cute_flash.device.semaphore import DQSemaphore
 from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.softmax import LOG2_E
@@ -310,7 +312,7 @@ class BwdSm80(Kernel):
             is_partial: with a block mask, whether the block needs mask_mod.
         """
         m_block, head, _batch = coord
-        tile, stage, has_mods = self.tile, self.stage(left), self.static.has_mods
+        tile, stage = self.tile, self.stage(left)
         acc_S, acc_dP = (self.accumulator(p.mma_s, (tile.tile_n, tile.tile_m)) for _ in range(2))
 
         # Wait until this block has landed, and every warp is done with the other stage, and with P and dS of the
@@ -320,76 +322,40 @@ class BwdSm80(Kernel):
         if cutlass.const_expr(tile.stages == 2):
             self.load_following(p, state, following, left)
 
-        scores = self.scores(p, state, coord)
-        factors = Factors.read(p, state.seqlen, head) if cutlass.const_expr(self.static.is_fp32) else None
-        if cutlass.const_expr(has_mods):
-            scores.prefetch()
+        scores, factors = self.scores(p, state, coord), Factors.read(p, state.seqlen, head)
+        scores.prefetch()
         # S^T = K Q^T;  P^T = exp(scale S^T - LSE)
         k_steps, v_steps = self.static.k_steps
-        if cutlass.const_expr(self.static.is_fp32):
-            self.gemm_fp32(p.mma_s, acc_S, state.k, state.q, stage, factors.s)
-        else:
-            self.gemm(p.mma_s, acc_S, state.k, state.q, stage, k_steps)
-        if cutlass.const_expr(scores is not None):
-            scores.apply_softcap(acc_S)
-        masks_probs = has_mods and scores.masks_probs
-        if cutlass.const_expr(not masks_probs):
-            self.apply_mask(p, state, scores, acc_S, m_block, is_masked, is_partial)
-        lse, S_mn = self.column_statistic(p, state, stage), as_mn(acc_S)
+        self.score_gemm(p.mma_s, acc_S, (state.k, state.q), stage, factors.s, k_steps)
         rP = cute.make_fragment_like(acc_S, Float32 if self.static.is_fp32 else self.dtype)
-        if cutlass.const_expr(scores is not None):
-            scores.exponentiate(acc_S, rP, lse)
-            if cutlass.const_expr(masks_probs):
-                self.apply_mask(p, state, scores, acc_S, m_block, is_masked, is_partial)
-                scores.pack_probs(acc_S, rP)
-        else:
-            for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-                S_mn[r, None].store(cute.math.exp2(S_mn[r, None].load() * p.scale_log2 - lse.load(), fastmath=True))
-            rP.store(acc_S.load().to(rP.element_type))
+        apply_mask = partial(self.apply_mask, p, state, scores, acc_S, m_block, is_masked, is_partial)
+        compute_probs(scores, acc_S, rP, partial(self.column_statistic, p, state, stage), apply_mask)
         # dV += P^T dO, at once if P stays in registers
-        if cutlass.const_expr(self.static.is_fp32):
-            pieces = split_fp32.split(rP, Float32(split_fp32.PROB_SCALE))
-        else:
-            pieces = (rP,)
+        p_pieces = self.p_pieces(rP)
         if cutlass.const_expr(tile.p_in_registers):
-            self.add_gemm(p.mma_kv, state.acc_dV, pieces, state.do_t, stage, factors.dv if factors else None)
+            self.add_gemm(p.mma_kv, state.acc_dV, p_pieces, state.do_t, stage, factors.dv)
         else:
-            for i, piece in enumerate(pieces):
+            for i, piece in enumerate(p_pieces):
                 state.store_p.shifted(i).store(piece)
 
         # dP^T = V dO^T;  dS^T = P^T (dP^T - Δ)
-        if cutlass.const_expr(self.static.is_fp32):
-            self.gemm_fp32(p.mma_s, acc_dP, state.v, state.do, stage, factors.dp)
-        else:
-            self.gemm(p.mma_s, acc_dP, state.v, state.do, stage, v_steps)
-        d, dP_mn = self.column_statistic(p, state, stage + tile.stages), as_mn(acc_dP)
-        if cutlass.const_expr(scores is not None):
-            if cutlass.const_expr(scores.keeps_tanh or (has_mods and scores.keeps_score)):
-                lse = self.column_statistic(p, state, stage)
-            sums = scores.differentiate(acc_S, acc_dP, lse, d, state.dalibi)
-        else:
-            for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-                dP_mn[r, None].store(S_mn[r, None].load() * (dP_mn[r, None].load() - d.load()))
-        acc_dS = acc_dP if cutlass.const_expr(scores is None) else acc_S
-        if cutlass.const_expr(self.static.is_fp32):
-            ds_pieces = split_fp32.split(acc_dS, factors.ds)
-        else:
-            rdS = cute.make_fragment_like(acc_dP, self.dtype)
-            rdS.store(acc_dS.load().to(self.dtype))
-            ds_pieces = (rdS,)
+        self.score_gemm(p.mma_s, acc_dP, (state.v, state.do), stage, factors.dp, v_steps)
+        delta = self.column_statistic(p, state, stage + tile.stages)
+        lse = self.column_statistic(p, state, stage) if cutlass.const_expr(scores.keeps_score) else None
+        sums = scores.differentiate(acc_S, acc_dP, lse, delta, state.dalibi)
+        ds_pieces = self.ds_pieces(acc_S, factors.ds)
         for i, piece in enumerate(ds_pieces):
             state.store_ds.shifted(i).store(piece)
-        if cutlass.const_expr(has_mods):
-            sums.finish()
+        scores.finish(sums, None)
 
         # dK += dS^T Q
         if cutlass.const_expr(tile.p_in_registers):
-            self.add_gemm(p.mma_kv, state.acc_dK, ds_pieces, state.q_t, stage, factors.dk if factors else None)
+            self.add_gemm(p.mma_kv, state.acc_dK, ds_pieces, state.q_t, stage, factors.dk)
             cute.arch.sync_threads()
         else:
             cute.arch.sync_threads()
-            self.add_gemm(p.mma_kv, state.acc_dV, state.p, state.do_t, stage, factors.dv if factors else None)
-            self.add_gemm(p.mma_kv, state.acc_dK, state.ds, state.q_t, stage, factors.dk if factors else None)
+            self.add_gemm(p.mma_kv, state.acc_dV, state.p, state.do_t, stage, factors.dv)
+            self.add_gemm(p.mma_kv, state.acc_dK, state.ds, state.q_t, stage, factors.dk)
         if cutlass.const_expr(tile.stages == 1):
             if cutlass.const_expr(not tile.p_in_registers):
                 # Wait until every warp is done with Q and dO.
@@ -398,7 +364,25 @@ class BwdSm80(Kernel):
 
         # dQ += dS K
         acc_dQ = self.accumulator(p.mma_q, (tile.tile_m, tile.head_dim))
-        self.add_gemm(p.mma_q, acc_dQ, state.ds_t, state.k_t, 0, factors.dq if factors else None)
+        self.add_gemm(p.mma_q, acc_dQ, state.ds_t, state.k_t, 0, factors.dq)
+        self.add_dq(p, state, acc_dQ, m_block, head)
+
+    def p_pieces(self, rP: cute.Tensor) -> tuple:
+        """P as the operand of dV: one tensor, or the two fp16 pieces of fp32 calls."""
+        return split_fp32.split(rP, Float32(split_fp32.PROB_SCALE)) if self.static.is_fp32 else (rP,)
+
+    def ds_pieces(self, acc_dS: cute.Tensor, factor: Float32 | None) -> tuple:
+        """dS as the operand of dK and dQ: rounded to the dtype of q, or the two fp16 pieces of fp32 calls."""
+        if factor is not None:
+            return split_fp32.split(acc_dS, factor)
+        rdS = cute.make_fragment_like(acc_dS, self.dtype)
+        rdS.store(acc_dS.load().to(self.dtype))
+        return (rdS,)
+
+    @cute.jit
+    def add_dq(self, p: Params, state: MainloopState, acc_dQ: cute.Tensor, m_block: Int32, head: Int32):
+        """Add dQ of a block to the sums in global memory; in the order of the K/V tiles if `deterministic`."""
+        tile = self.tile
         if cutlass.const_expr(self.static.deterministic):
             self.wait_semaphore(p, state, m_block, head)
         gdQ = state.seqlen.slice_head(p.mdQ_accum, head)[state.seqlen.padded_q_block(m_block, tile.tile_m), None]
@@ -451,18 +435,13 @@ class BwdSm80(Kernel):
     ):
         """Mask scores outside the band, keys and queries past the end, and scores where mask_mod is false."""
         if is_masked:
-            mask, first = self.mask(p, state), m_block * self.tile.tile_m
-            if cutlass.const_expr(self.static.has_mods):
-                scores.apply_band(acc_S, mask, first)
-            else:
-                mask.apply(as_mn(acc_S), first)
-                mask.apply_to_tail_rows(as_mn(acc_S))
-        if cutlass.const_expr(self.static.has_mods):
-            scores.apply_mask(acc_S, is_partial)
+            scores.apply_band(acc_S, self.mask(p, state), m_block * self.tile.tile_m)
+        scores.apply_mask(acc_S, is_partial)
 
-    def scores(self, p: Params, state: MainloopState, coord: tuple) -> BlockScores | ModScores | None:
+    def scores(self, p: Params, state: MainloopState, coord: tuple) -> AnyScores:
+        """The scores of a block."""
         if p.score_params is None:
-            return None
+            return PlainScores(p.scale_log2, is_transposed=True, by_vectors=True)
         m_block, head, batch = coord
         first_query, row_step = m_block * self.tile.tile_m, 16 * self.tile.warps_s
         return p.score_params.block(self.mask(p, state), head, batch, first_query, True, row_step)
@@ -484,10 +463,13 @@ class BwdSm80(Kernel):
         cute.autovec_copy(cute.make_tensor(first, pairs), values)
         return cute.group_modes(values, 0, 2)
 
-    def gemm_fp32(self, mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand, b: MmaOperand, stage, factor: Float32):
-        """acc = factor A B, from the pieces of A and B. `acc` is 0 before the call."""
-        split_fp32.gemm_ss(mma, acc, a, b, stage, self.tile.head_dim // 16)
-        acc.store(acc.load() * factor)
+    def score_gemm(self, mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, stage, factor: Float32 | None, steps):
+        """acc = A B, or acc = factor A B from fp32 pieces. `acc` is 0 before the call."""
+        if factor is None:
+            self.gemm(mma, acc, *operands, stage, steps)
+        else:
+            split_fp32.gemm_ss(mma, acc, *operands, stage, self.tile.head_dim // 16)
+            acc.store(acc.load() * factor)
 
     def add_gemm(self, mma: cute.TiledMma, acc: cute.Tensor, a, b: MmaOperand, stage, factor: Float32 | None):
         """acc += A B, or acc += factor A B for fp32 pieces.

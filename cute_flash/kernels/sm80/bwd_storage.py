@@ -57,17 +57,22 @@ class Params:
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors that turn products of fp16 pieces into the true products, for one head. See `device.split_fp32`."""
+    """The factors that turn products of fp16 pieces into the true products, for one head. See `device.split_fp32`.
 
-    s: Float32  # of K Q^T
-    dp: Float32  # of V dO^T
-    ds: Float32  # multiplies dS before it is split
-    dv: Float32
-    dk: Float32
-    dq: Float32
+    In 16-bit calls there are no pieces, and all factors are None.
+    """
+
+    s: Float32 | None = None  # of K Q^T
+    dp: Float32 | None = None  # of V dO^T
+    ds: Float32 | None = None  # multiplies dS before it is split
+    dv: Float32 | None = None
+    dk: Float32 | None = None
+    dq: Float32 | None = None
 
     @staticmethod
     def read(p: Params, seqlen: SeqlenInfo, head: Int32) -> "Factors":
+        if p.norms is None:
+            return Factors()
         head_kv = head // (p.mQ.shape[1] // p.mK.shape[1])
         norms = [p.norms[i, seqlen.batch, head_kv if i in (1, 2) else head] for i in range(5)]
         q, k, v, do = (split_fp32.factor(norm) for norm in norms[:4])

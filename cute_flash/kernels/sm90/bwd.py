@@ -30,6 +30,7 @@ For each K/V tile, over the query heads that share it and their m_blocks i, in p
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -43,12 +44,12 @@ from cute_flash.device.block_sparse import BwdBlockIndex
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import Mask, column_offset
-from cute_flash.device.mods_bwd import ModScores
+from cute_flash.device.mods_bwd import AnyScores
 from cute_flash.device.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.ptx import rederived
+from cute_flash.device.score_bwd import PlainScores, compute_probs
 from cute_flash.device.semaphore import DQSemaphore
 from cute_flash.device.seqlen import SeqlenInfo
-from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
@@ -105,6 +106,8 @@ class BwdSm90(Kernel):
         # A bias and user mods leave no registers for the LSE, which is then read from shared memory. Unlike
         # `static.has_mods`, this is false for a block mask without them.
         self.has_mods_or_bias = any(name in MODS for name in static.features)
+        self.early_lse = tile.early_lse and not self.has_mods_or_bias
+        self.early_scores = self.has_score_params and tile.early_dropout
         # With a semaphore every tile has its own CTA, so that a tile that others wait for has started.
         tiles_differ = static.is_bounded or static.varlen or static.block_sparse
         self.is_dynamic = tiles_differ and not static.deterministic
@@ -300,102 +303,112 @@ class BwdSm90(Kernel):
 
         Args:
             operands: P^T and dS^T in registers: of the previous block on entry, of this block on return.
-            block: (iteration, position). Positions come from `next_position` or `next_sparse_position`.
+            block: (iteration, position). Positions come from `next_position`.
             blocks_before: the number of blocks of the tile before this one; 2 stands for 2 or more.
 
         Returns:
             The position of the next block.
         """
         iteration, position = block
-        storage, (rP, rdS) = state.storage, operands
-        stage = storage.q.stage(iteration)
-        has_mods, has_score_params = self.static.has_mods, self.has_score_params
+        storage, (rP, rdS), scores = state.storage, operands, None
+        stage, (k_steps, v_steps) = storage.q.stage(iteration), self.static.k_steps
         acc_S, acc_dP = (cute.make_fragment_like(rP, Float32) for _ in range(2))
         state.order.wait()
-        if cutlass.const_expr(blocks_before > 0):
-            self.start_dv_dk(p, state, operands, iteration - 1)
-        if cutlass.const_expr(blocks_before > 1):
-            acc_dQ = self.start_dq(p, state, iteration - 2)
-        if cutlass.const_expr(has_score_params and self.tile.early_dropout):
+        acc_dQ = self.start_earlier_products(p, state, operands, iteration, blocks_before)
+        if cutlass.const_expr(self.early_scores):
             # Dropout bits are computed while products run, and before S and dP take registers.
-            m_block, head = self.block_and_head(p, tile, position)
-            scores = p.score_params.block(mask, head, tile.batch, m_block * self.tile.tile_m, is_transposed=True)
-        if cutlass.const_expr(blocks_before > 0):
-            warpgroup.wait_group(blocks_before - 1)
-            storage.do.release_per_thread(iteration - 1)
-            storage.q.release_per_thread(iteration - 1)
-        # S^T = K Q^T, while dQ of an earlier block is moved to shared memory
+            scores = self.scores(p, tile, mask, position)
+        self.release_earlier(storage, iteration, blocks_before)
+        # S^T = K Q^T, while dQ and dS of earlier blocks are moved to shared memory
         storage.q.wait_full(iteration)
-        k_steps, v_steps = self.static.k_steps
         start_gemm(p.mma_s, acc_S, state.rK, state.rQ[None, None, None, stage], False, k_steps)
-        if cutlass.const_expr(blocks_before > 1):
-            warpgroup.wait_group(1)
-            storage.ds.release(iteration - 2)
-            self.stage_dq(state, acc_dQ, iteration - 2)
-        if cutlass.const_expr(blocks_before > 0):
-            self.stage_ds(p, state, rdS, iteration - 1)
+        self.stage_earlier(p, state, acc_dQ, rdS, iteration, blocks_before)
         # dP^T = V dO^T
         storage.do.wait_full(iteration)
         start_gemm(p.mma_s, acc_dP, state.rV, state.rdO[None, None, None, stage], False, v_steps)
         state.order.arrive()
-        if cutlass.const_expr(blocks_before > 0):
-            # The fence follows the products, so that they do not wait until the stores of dS are visible.
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.mbarrier_arrive(storage.ds.full_barrier(iteration - 1))
-            publish_gradient(storage.bias, state.wg, iteration - 1)
-        if cutlass.const_expr(blocks_before > 1):
-            self.publish_dq(state, iteration - 2)
+        self.publish_earlier(state, iteration, blocks_before)
         # P^T = exp(scale S^T - LSE)
-        if cutlass.const_expr(has_score_params and not self.tile.early_dropout):
-            m_block, head = self.block_and_head(p, tile, position)
-            scores = p.score_params.block(mask, head, tile.batch, m_block * self.tile.tile_m, is_transposed=True)
-            if cutlass.const_expr(storage.bias is not None):
-                scores = replace(scores, bias=storage.bias.block(scores.bias, state.wg, state.thread, iteration))
-                scores.bias.wait()
-            elif cutlass.const_expr(has_mods):
-                scores.prefetch()
-        if cutlass.const_expr(self.tile.early_lse and not self.has_mods_or_bias):
-            rLSE = self.load_column_statistic(state, storage.sLSE, stage)
+        if cutlass.const_expr(not self.early_scores):
+            scores = self.with_bias(state, self.scores(p, tile, mask, position), iteration)
+        rLSE = self.lse(state, stage) if cutlass.const_expr(self.early_lse) else None
         warpgroup.wait_group(1)
-        if cutlass.const_expr(self.has_mods_or_bias):
-            rLSE = self.column_statistic(state, storage.sLSE, stage)
-        elif cutlass.const_expr(not self.tile.early_lse):
-            rLSE = self.load_column_statistic(state, storage.sLSE, stage)
-        if cutlass.const_expr(has_score_params):
-            scores.apply_softcap(acc_S)
-        if cutlass.const_expr(not has_mods):
-            self.apply_band(p, tile, mask, acc_S, position[0])
-        elif cutlass.const_expr(not scores.masks_probs):
-            self.apply_mask(p, tile, mask, scores, acc_S, position)
-        if cutlass.const_expr(has_score_params):
-            scores.exponentiate(acc_S, rP, rLSE)
-            if cutlass.const_expr(storage.bias is not None and not scores.keeps_tanh):
-                scores.bias.release()
-            if cutlass.const_expr(has_mods and scores.masks_probs):
-                self.apply_mask(p, tile, mask, scores, acc_S, position)
-                scores.pack_probs(acc_S, rP)
-        else:
-            self.exponentiate(p, acc_S, rLSE)
-            convert(acc_S, rP)
+        if cutlass.const_expr(not self.early_lse):
+            rLSE = self.lse(state, stage)
+        compute_probs(scores, acc_S, rP, rLSE, partial(self.apply_mask, p, tile, mask, scores, acc_S, position))
         # dS^T = P^T (dP^T - Δ)
         warpgroup.wait_group(0)
-        if cutlass.const_expr(has_score_params):
-            sLSE, sDelta = (self.column_statistic(state, sX, stage) for sX in (storage.sLSE, storage.sDelta))
-            sums = scores.differentiate(acc_S, acc_dP, sLSE, sDelta, state.dalibi)
-        else:
-            self.differentiate(acc_S, acc_dP, self.load_column_statistic(state, storage.sDelta, stage))
+        sums = scores.differentiate(acc_S, acc_dP, *self.statistics(state, stage), state.dalibi)
         convert(acc_S, rdS)
-        if cutlass.const_expr(storage.bias is not None):
-            if cutlass.const_expr(scores.keeps_tanh):
-                scores.bias.release()
-            scores.bias.write_gradient(rdS)
-        if cutlass.const_expr(has_mods):
-            sums.finish()
-        if cutlass.const_expr(self.static.block_sparse):
-            position = self.next_sparse_position(p, state, tile, position)
+        scores.finish(sums, rdS)
+        return self.next_position(p, state, tile, position)
+
+    @cute.jit
+    def start_earlier_products(
+        self, p: Params, state: MmaState, operands: tuple, iteration: Int32, blocks_before: cutlass.Constexpr
+    ):
+        """Start dV and dK of the previous block, and dQ of the block before it; return the accumulator of dQ."""
+        acc_dQ = None
+        if cutlass.const_expr(blocks_before > 0):
+            self.start_dv_dk(p, state, operands, iteration - 1)
+        if cutlass.const_expr(blocks_before > 1):
+            acc_dQ = self.start_dq(p, state, iteration - 2)
+        return acc_dQ
+
+    @cute.jit
+    def release_earlier(self, storage: SharedStorage, iteration: Int32, blocks_before: cutlass.Constexpr):
+        """Wait for dV and dK of the previous block, and release its dO and Q."""
+        if cutlass.const_expr(blocks_before > 0):
+            warpgroup.wait_group(blocks_before - 1)
+            storage.do.release_per_thread(iteration - 1)
+            storage.q.release_per_thread(iteration - 1)
+
+    @cute.jit
+    def stage_earlier(
+        self,
+        p: Params,
+        state: MmaState,
+        acc_dQ: cute.Tensor | None,
+        rdS: cute.Tensor,
+        iteration: Int32,
+        blocks_before: cutlass.Constexpr,
+    ):
+        """Wait for dQ of the second to last block and write it to shared memory; also dS of the previous block."""
+        if cutlass.const_expr(blocks_before > 1):
+            warpgroup.wait_group(1)
+            state.storage.ds.release(iteration - 2)
+            self.stage_dq(state, acc_dQ, iteration - 2)
+        if cutlass.const_expr(blocks_before > 0):
+            self.stage_ds(p, state, rdS, iteration - 1)
+
+    @cute.jit
+    def publish_earlier(self, state: MmaState, iteration: Int32, blocks_before: cutlass.Constexpr):
+        """Signal that dQ and dS of `stage_earlier` are in shared memory.
+
+        The fence follows the products of the block, so that they do not wait until the stores of dS are visible.
+        """
+        if cutlass.const_expr(blocks_before > 0):
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.mbarrier_arrive(state.storage.ds.full_barrier(iteration - 1))
+            publish_gradient(state.storage.bias, state.wg, iteration - 1)
+        if cutlass.const_expr(blocks_before > 1):
+            self.publish_dq(state, iteration - 2)
+
+    def scores(self, p: Params, tile: KVTile, mask: Mask, position: tuple) -> AnyScores:
+        """The scores of the block at a position."""
+        if not self.has_score_params:
+            return PlainScores(p.scale, is_transposed=True)
+        m_block, head = self.block_and_head(p, tile, position)
+        return p.score_params.block(mask, head, tile.batch, m_block * self.tile.tile_m, is_transposed=True)
+
+    def with_bias(self, state: MmaState, scores: AnyScores, iteration: Int32) -> AnyScores:
+        """The same scores. Their bias has arrived in shared memory, or its loads have started."""
+        if state.storage.bias is not None:
+            scores = replace(scores, bias=state.storage.bias.block(scores.bias, state.wg, state.thread, iteration))
+            scores.bias.wait()
         else:
-            position = self.next_position(p, state, tile, position)
-        return position
+            scores.prefetch()
+        return scores
 
     def block_and_head(self, p: Params, tile: KVTile, position: tuple) -> tuple:
         """(m_block, head) at a position."""
@@ -403,6 +416,15 @@ class BwdSm90(Kernel):
             return tile.m_block(position[0]), position[1]
         index = BwdBlockIndex(position[1])
         return index.m_block, tile.head_kv * p.heads_per_kv + index.head
+
+    @cute.jit
+    def next_position(self, p: Params, state: MmaState, tile: KVTile, position: tuple):
+        """The position of the next block: `next_sparse_position` or `next_band_position`."""
+        if cutlass.const_expr(self.static.block_sparse):
+            position = self.next_sparse_position(p, state, tile, position)
+        else:
+            position = self.next_band_position(p, state, tile, position)
+        return position
 
     @cute.jit
     def next_sparse_position(self, p: Params, state: MmaState, tile: KVTile, position: tuple):
@@ -422,7 +444,7 @@ class BwdSm90(Kernel):
         p.score_params.store_dalibi(state.dalibi, head, seqlen, part)
 
     @cute.jit
-    def next_position(self, p: Params, state: MmaState, tile: KVTile, position: tuple):
+    def next_band_position(self, p: Params, state: MmaState, tile: KVTile, position: tuple):
         """(number of the next block within its head,) and, with score features, its head."""
         is_last = position[0] + 1 == tile.block_iter.num
         i = cutlass.select_(is_last, Int32(0), position[0] + 1)
@@ -478,39 +500,26 @@ class BwdSm90(Kernel):
             rX[c] = rows[column_offset(c)]
         return rX
 
-    @cute.jit
-    def exponentiate(self, p: Params, acc: cute.Tensor, rLSE: cute.Tensor):
-        """S^T -> exp(scale S^T - LSE), in place."""
-        S_mn, scale_log2 = as_mn(acc), p.scale * LOG2_E
-        for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
-            for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-                S_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - rLSE[c], fastmath=True)
+    def lse(self, state: MmaState, stage: Int32) -> cute.Tensor:
+        """The LSE of this thread's columns, in registers or, if there are none left, in shared memory."""
+        read = self.column_statistic if self.has_mods_or_bias else self.load_column_statistic
+        return read(state, state.storage.sLSE, stage)
+
+    def statistics(self, state: MmaState, stage: Int32) -> tuple:
+        """LSE and Δ of this thread's columns for `differentiate`. Without score features, it needs Δ only."""
+        storage = state.storage
+        if not self.has_score_params:
+            return None, self.load_column_statistic(state, storage.sDelta, stage)
+        return tuple(self.column_statistic(state, sX, stage) for sX in (storage.sLSE, storage.sDelta))
 
     @cute.jit
-    def differentiate(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, rDelta: cute.Tensor):
-        """P^T -> dS^T = P^T (dP^T - Δ), in place."""
-        P_mn, dP_mn = as_mn(acc_P), as_mn(acc_dP)
-        for c in cutlass.range_constexpr(cute.size(P_mn, mode=[1])):
-            for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
-                P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rDelta[c])
-
-    @cute.jit
-    def apply_band(self, p: Params, tile: KVTile, mask: Mask, acc_S: cute.Tensor, i: Int32):
-        """Set scores to -inf outside the band and for keys past the end, which must not contribute to dQ."""
-        m_block, blocks = tile.m_block(i), tile.blocks
+    def apply_mask(self, p: Params, tile: KVTile, mask: Mask, scores: AnyScores, acc_S: cute.Tensor, position: tuple):
+        """Mask scores outside the band, keys and queries past the end, and scores where mask_mod is false."""
+        is_sparse, blocks = self.static.block_sparse, tile.blocks
+        m_block = BwdBlockIndex(position[1]).m_block if cutlass.const_expr(is_sparse) else tile.m_block(position[0])
         is_tail = mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
-            mask.apply(as_mn(acc_S), m_block * self.tile.tile_m)
-            mask.apply_to_tail_rows(as_mn(acc_S))
-
-    @cute.jit
-    def apply_mask(self, p: Params, tile: KVTile, mask: Mask, scores: ModScores, acc_S: cute.Tensor, position: tuple):
-        """Mask scores outside the band, keys and queries past the end, and scores where mask_mod is false."""
-        m_block, _head = self.block_and_head(p, tile, position)
-        blocks, is_tail = tile.blocks, mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
-        if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
             scores.apply_band(acc_S, mask, m_block * self.tile.tile_m)
-        is_sparse = self.static.block_sparse
         scores.apply_mask(acc_S, BwdBlockIndex(position[1]).is_partial if cutlass.const_expr(is_sparse) else None)
 
     @cute.jit

@@ -44,6 +44,7 @@ all additions, and a semaphore can order them.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -54,12 +55,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cute_flash.device.band import Band
 from cute_flash.device.block_sparse import BwdBlockIndex
 from cute_flash.device.mask import Mask
-from cute_flash.device.mods_bwd import ModScores
+from cute_flash.device.mods_bwd import AnyScores, ModScores
 from cute_flash.device.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.ptx import rederived
-from cute_flash.device.score_bwd import BlockScores
+from cute_flash.device.score_bwd import PlainScores, compute_probs
 from cute_flash.device.semaphore import DQSemaphore
-from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.stmatrix import store_transposed
 from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
@@ -497,7 +497,8 @@ class BwdSm90Wide(Kernel):
         self.add_rest(p, state, rest, position, 0)
         self.publish_dq(state, iteration, 0)
         if cutlass.const_expr(p.score_params is None):
-            following, scores = self.next_position(p, tile, position), None
+            following = self.next_position(p, tile, position)
+            scores = self.block_scores(p, state, tile, following[1:])
         # wait for S; compute its exponentials while dK1 and dQ1 run
         rLSE = self.load_row_statistic(state, storage.sLSE[None, storage.q.stage(iteration + 1)])
         warpgroup.wait_group(2)
@@ -635,15 +636,14 @@ class BwdSm90Wide(Kernel):
         """Signal the adder warp that a half of dQ is in shared memory. Called after a fence."""
         cute.arch.mbarrier_arrive(state.storage.dq.full_barrier(self.dq_iteration(state, iteration, half)))
 
-    def block_scores(self, p: Params, state: MmaState, tile: KVTile, block: tuple) -> BlockScores | ModScores | None:
-        """The score features of a block; None: there are none. `block`: as in `first_block`."""
+    def block_scores(self, p: Params, state: MmaState, tile: KVTile, block: tuple) -> AnyScores:
+        """The scores of a block. `block`: as in `first_block`."""
         if p.score_params is None:
-            return None
+            return PlainScores(p.scale, is_transposed=False)
         m_block, head = self.block_and_head(p, tile, block)
         mask, first_key = self.mask(p, state, tile, m_block)
         scores = p.score_params.block(mask, head, tile.batch, first_key, is_transposed=False)
-        if self.static.has_mods:
-            scores.prefetch()
+        scores.prefetch()
         return scores
 
     def mask(self, p: Params, state: MmaState, tile: KVTile, m_block: Int32) -> tuple[Mask, Int32]:
@@ -655,52 +655,30 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def make_p(
-        self,
-        p: Params,
-        state: MmaState,
-        tile: KVTile,
-        scores: BlockScores | ModScores | None,
-        rLSE: cute.Tensor,
-        block: tuple,
+        self, p: Params, state: MmaState, tile: KVTile, scores: AnyScores, rLSE: cute.Tensor, block: tuple
     ) -> cute.Tensor:
         """S -> P = exp(scale S - LSE). `block`: as in `first_block`.
 
         P replaces S, and is returned. With score features, P in 16 bits is returned, and the registers of S keep the
         values for `make_ds`.
         """
-        probs, has_mods = state.acc_S, self.static.has_mods
-        if cutlass.const_expr(scores is not None):
-            scores.apply_softcap(state.acc_S)
-        if cutlass.const_expr(not has_mods):
-            self.apply_band(p, state, tile, block[0])
-        elif cutlass.const_expr(not scores.masks_probs):
-            self.apply_mask(p, state, tile, scores, block)
-        if cutlass.const_expr(scores is not None):
-            probs = cute.make_fragment_like(state.acc_S, self.dtype)
-            scores.exponentiate(state.acc_S, probs, rLSE)
-            if cutlass.const_expr(has_mods and scores.masks_probs):
-                self.apply_mask(p, state, tile, scores, block)
-                scores.pack_probs(state.acc_S, probs)
+        is_plain = p.score_params is None
+        rP = None if is_plain else cute.make_fragment_like(state.acc_S, self.dtype)
+        compute_probs(scores, state.acc_S, rP, rLSE, partial(self.apply_mask, p, state, tile, scores, block))
+        return state.acc_S if is_plain else rP
+
+    @cute.jit
+    def apply_mask(self, p: Params, state: MmaState, tile: KVTile, scores: AnyScores, block: tuple):
+        """Mask scores outside the band, keys past the end, and scores where mask_mod is false."""
+        if cutlass.const_expr(not self.static.has_mods):
+            if tile.block_iter.is_masked(block[0]):
+                mask, first_key = self.mask(p, state, tile, tile.block_iter.block(block[0]))
+                scores.apply_band(state.acc_S, mask, first_key)
         else:
-            S_mn, scale_log2 = as_mn(state.acc_S), p.scale * LOG2_E
-            for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-                for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
-                    S_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - rLSE[r], fastmath=True)
-        return probs
+            self.apply_band_and_mod(p, state, tile, scores, block)
 
     @cute.jit
-    def apply_band(self, p: Params, state: MmaState, tile: KVTile, i: Int32):
-        """Set scores of the i-th m_block of a head to -inf outside the band.
-
-        Queries past the end need no mask: their LSE is +inf.
-        """
-        if i < tile.block_iter.full_begin or i >= tile.block_iter.full_end:
-            mask, first_key = self.mask(p, state, tile, tile.block_iter.block(i))
-            mask.apply(as_mn(state.acc_S), first_key)
-
-    @cute.jit
-    def apply_mask(self, p: Params, state: MmaState, tile: KVTile, scores: ModScores, block: tuple):
-        """Mask scores outside the band, keys and queries past the end, and scores where mask_mod is false."""
+    def apply_band_and_mod(self, p: Params, state: MmaState, tile: KVTile, scores: ModScores, block: tuple):
         m_block, _head = self.block_and_head(p, tile, block)
         is_tail = (tile.n_block + 1) * self.tile.tile_n > tile.seqlen.k_len
         if m_block < tile.blocks.full_begin or m_block >= tile.blocks.full_end or is_tail:
@@ -720,26 +698,21 @@ class BwdSm90Wide(Kernel):
         p: Params,
         state: MmaState,
         tile: KVTile,
-        scores: BlockScores | ModScores | None,
+        scores: AnyScores,
         rDelta: cute.Tensor,
         iteration: Int32,
         block: tuple,
     ):
         """Compute dS = P (dP - Δ) and write it to shared memory. Both warpgroups wait until both have written."""
         storage = state.storage
-        if cutlass.const_expr(scores is not None):
+        sLSE = None
+        if cutlass.const_expr(p.score_params is not None):
             sLSE = self.row_statistic(state, storage.sLSE[None, storage.q.stage(iteration)])
-            sums = scores.differentiate(state.acc_S, state.acc_dP, sLSE, rDelta, state.dalibi)
-        else:
-            P_mn, dP_mn = as_mn(state.acc_S), as_mn(state.acc_dP)
-            for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
-                for c in cutlass.range_constexpr(cute.size(P_mn, mode=[1])):
-                    P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rDelta[r])
+        sums = scores.differentiate(state.acc_S, state.acc_dP, sLSE, rDelta, state.dalibi)
         self.stage_transposed(state, state.acc_S, storage.sdS)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=DS_STAGED, number_of_threads=MMA_THREADS)
-        if cutlass.const_expr(self.static.has_mods):
-            sums.finish()
+        scores.finish(sums, None)
         if cutlass.const_expr(state.dalibi is not None):
             if self.is_last_of_head(tile, block):
                 self.store_dalibi(p, state, tile, self.block_and_head(p, tile, block)[1])
