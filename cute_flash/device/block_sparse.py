@@ -11,6 +11,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from cute_flash.device.block_iterator import BlockIterator, OutwardBlockIterator
+from cute_flash.device.mask import Mask
+from cute_flash.device.views import as_mn
 from cute_flash.score_mod.block_sparse import HEAD_SHIFT, IS_LAST, IS_PARTIAL, M_BLOCK_SHIFT
 from cute_flash.spec.band import BlockRange
 
@@ -82,6 +84,13 @@ class BlockSparseIterator:
     def is_masked(self, i: Int32):
         """Whether the i-th block is partial."""
         return i >= self.full_end
+
+    @cute.jit
+    def apply_band(self, acc_S: cute.Tensor, mask: Mask, n_block: Int32, first_column: Int32):
+        """Apply the band to a block that the block mask lists as full."""
+        if cutlass.const_expr(self.blocks is not None):
+            if self.blocks.is_masked(n_block):
+                mask.apply(as_mn(acc_S), first_column)
 
     def starts_masked(self):
         return self.num_full == 0

@@ -7,14 +7,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_flash.device.bias import BlockBias
 from cute_flash.device.bias_bwd import BwdBiasParams
-from cute_flash.device.block_sparse import BlockIndices, BwdBlockIndices
+from cute_flash.device.block_sparse import AnyBlockIterator, BlockIndices, BlockSparseIterator, BwdBlockIndices
+from cute_flash.device.mask import Mask
 from cute_flash.device.mods import HeadMods, ModParams
 from cute_flash.device.mods_bwd import BwdGraphs, BwdModParams
 from cute_flash.device.philox import Dropout, DropoutOrigin
 from cute_flash.device.score import Score
 from cute_flash.device.score_bwd import BwdScoreParams
 from cute_flash.device.softmax import LOG2_E
+from cute_flash.device.views import as_mn
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.spec.problem import Static
@@ -91,6 +94,52 @@ class HeadScoreParams:
     sink: Float32 | None
     dropout_scale: Float32 | None
     mods: HeadMods | None = None
+
+    @cute.jit
+    def transform(
+        self, acc_S: cute.Tensor, mask: Mask, first_column: Int32, bias: BlockBias | None, looks_near: cutlass.Constexpr
+    ):
+        """Apply softcap, ALiBi, bias and score_mod to scores in place, before the mask.
+
+        `looks_near`: see `Score.apply`.
+        """
+        if cutlass.const_expr(self.score is not None):
+            self.score.apply(as_mn(acc_S), mask, first_column, looks_near)
+        if cutlass.const_expr(self.mods is not None):
+            self.mods.transform(as_mn(acc_S), mask, first_column, bias)
+
+    @cute.jit
+    def apply_mask(
+        self,
+        acc_S: cute.Tensor,
+        mask: Mask,
+        block_iter: AnyBlockIterator | None,
+        n_block: Int32,
+        first_column: Int32,
+        is_masked,
+    ):
+        """Set scores outside the band, and where mask_mod is false, to -inf.
+
+        `is_masked`: whether the block needs a mask: a Python bool, or a run-time condition. Full blocks of a block mask
+        need no mask_mod, but the band may mask them.
+        """
+        if cutlass.const_expr(not isinstance(is_masked, bool)):
+            if is_masked:
+                mask.apply(as_mn(acc_S), first_column)
+        elif cutlass.const_expr(is_masked):
+            mask.apply(as_mn(acc_S), first_column)
+        if cutlass.const_expr(isinstance(block_iter, BlockSparseIterator)):
+            if cutlass.const_expr(is_masked is True):
+                self.mods.apply_mask(as_mn(acc_S), mask, first_column)
+            elif cutlass.const_expr(is_masked is False):
+                block_iter.apply_band(acc_S, mask, n_block, first_column)
+            else:
+                if is_masked:
+                    self.mods.apply_mask(as_mn(acc_S), mask, first_column)
+                else:
+                    block_iter.apply_band(acc_S, mask, n_block, first_column)
+        elif cutlass.const_expr(self.mods is not None):
+            self.mods.apply_mask(as_mn(acc_S), mask, first_column)
 
 
 def bwd_score_params(static: Static, tile: BwdTileSm80 | BwdTileSm90, args: SimpleNamespace) -> BwdScoreParams | None:

@@ -47,6 +47,7 @@ from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm80.fwd_storage import MainloopState, Params, allocate, gemm, gemm_rs, operands
 from cute_flash.planning.varlen import TILE_LIST_HEADER
+from cute_flash.spec.band import BlockRange
 
 
 class FwdSm80(Kernel):
@@ -137,6 +138,7 @@ class FwdSm80(Kernel):
         load_q = RowTiles(p.copy_in, thread, tile.tile_m, tile.row_cols, head_dim)
         load_k = replace(load_q, tile_rows=tile.tile_n)
         operand_q, operand_k, operand_v = operands(tile, p.tiled_mma, thread, sQ, sK, sV)
+        blocks = p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k)
         state = MainloopState(
             load_k=load_k,
             load_v=replace(load_k, head_dim=width_v),
@@ -151,11 +153,11 @@ class FwdSm80(Kernel):
             acc_O=acc_O,
             softmax=softmax,
             mask=Mask(p.band, seqlen_q, seqlen_k, m_block * tile.tile_m, tScS),
-            blocks=p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k),
+            blocks=blocks,
             score_params=p.score_params.for_head(head, seqlen.batch),
             dropout=p.score_params.dropout(),
             batch_head=batch_head_index(p.score_params.dropout_origin, seqlen.batch, head, p.mQ.shape[1]),
-            block_iter=self.block_iterator(p, m_block, head, seqlen),
+            block_iter=self.block_iterator(p, m_block, head, seqlen, blocks),
             score_factor=self.score_factor(p, head, head_kv, seqlen),
         )
 
@@ -196,14 +198,17 @@ class FwdSm80(Kernel):
             return None
         return self.factor(p, 0, head, seqlen) * self.factor(p, 1, head_kv, seqlen)
 
-    def block_iterator(self, p: Params, m_block: Int32, head: Int32, seqlen: SeqlenInfo) -> BlockSparseIterator | None:
-        """The iterator of a block mask; None without one."""
+    def block_iterator(
+        self, p: Params, m_block: Int32, head: Int32, seqlen: SeqlenInfo, blocks: BlockRange
+    ) -> BlockSparseIterator | None:
+        """The iterator of a block mask; None without one. `blocks`: those of the band."""
         indices = p.score_params.block_indices
         if indices is None:
             return None
         rows, keys = self.static.mods.block_mask_tile
         coord = seqlen.batch, head, m_block // (rows // self.tile.tile_m)
-        return BlockSparseIterator(indices, coord, indices.counts(*coord), keys // self.tile.tile_n)
+        band_blocks = blocks if self.static.is_bounded else None
+        return BlockSparseIterator(indices, coord, indices.counts(*coord), keys // self.tile.tile_n, band_blocks)
 
     def has_blocks(self, state: MainloopState):
         return state.blocks.begin < state.blocks.end if state.block_iter is None else state.block_iter.num > 0
@@ -337,15 +342,12 @@ class FwdSm80(Kernel):
                 self.load_block(state, sparse[1], iteration + 1, True)
         cute.arch.cp_async_commit_group()
 
-        if cutlass.const_expr(state.score_params.score is not None):
-            # `looks_near` allows softcap's polynomial (`Score.apply`). A window with two bounds leaves no registers for
-            # it. `batch_invariant` excludes it, because its use depends on all rows of a warp.
-            is_window = self.static.has_left and self.static.has_right
-            looks_near = not (masked or is_window or self.static.batch_invariant)
-            state.score_params.score.apply(as_mn(acc_S), state.mask, n_block * tile.tile_n, looks_near)
-        if cutlass.const_expr(mods is not None):
-            mods.transform(as_mn(acc_S), state.mask, n_block * tile.tile_n, bias)
-        self.apply_mask(state, acc_S, n_block, masked)
+        # `looks_near` allows softcap's polynomial (`Score.apply`). A window with two bounds leaves no registers for it.
+        # `batch_invariant` excludes it, because its use depends on all rows of a warp.
+        is_window = self.static.has_left and self.static.has_right
+        looks_near, column = not (masked or is_window or self.static.batch_invariant), n_block * tile.tile_n
+        state.score_params.transform(acc_S, state.mask, column, bias, looks_near)
+        state.score_params.apply_mask(acc_S, state.mask, state.block_iter, n_block, column, masked)
         blocks_seen = state.blocks.end - 1 - n_block if sparse is None else iteration
         keys_seen = blocks_seen * tile.tile_n
         state.softmax.step(as_mn(acc_S), as_mn(state.acc_O), keys_seen)
@@ -372,18 +374,3 @@ class FwdSm80(Kernel):
         rP = cute.make_fragment_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
         return [rP]
-
-    @cute.jit
-    def apply_mask(self, state: MainloopState, acc_S: cute.Tensor, n_block: Int32, masked: cutlass.Constexpr):
-        """Set scores outside the band, and where mask_mod is false, to -inf.
-
-        The band may also mask blocks that a block mask lists as full.
-        """
-        first_column = n_block * self.tile.tile_n
-        if cutlass.const_expr(masked):
-            state.mask.apply(as_mn(acc_S), first_column)
-        elif cutlass.const_expr(state.block_iter is not None and self.static.is_bounded):
-            if state.blocks.is_masked(n_block):
-                state.mask.apply(as_mn(acc_S), first_column)
-        if cutlass.const_expr(state.score_params.mods is not None and (masked or state.block_iter is None)):
-            state.score_params.mods.apply_mask(as_mn(acc_S), state.mask, first_column)

@@ -43,6 +43,7 @@ from cute_flash.device.block_iterator import OutwardBlockIterator
 from cute_flash.device.copies import row_tile
 from cute_flash.device.dropout_mask import DropoutMaskPipeline, NoDropoutMasks
 from cute_flash.device.epilogue import store_floats, store_lse, store_rounded, update_max_logit
+from cute_flash.device.fused_exp2 import FusedExp2
 from cute_flash.device.mask import Mask
 from cute_flash.device.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.ptx import rederived
@@ -257,8 +258,9 @@ class FwdSm90(Kernel):
         """S of a tile's first block -> P, with the row max and the row sums. `block`: (n_block, bias)."""
         softmax, (n_block, bias) = state.softmax, block
         looks_near = not (self.static.has_mods or self.static.batch_invariant)
-        scores.transform(tile, acc_S, n_block * self.tile.tile_n, bias, looks_near)
-        scores.apply_mask(tile, acc_S, n_block, n_block * self.tile.tile_n, tile.block_iter.starts_masked())
+        score_params, column = tile.score_params, n_block * self.tile.tile_n
+        score_params.transform(acc_S, tile.mask, column, bias, looks_near)
+        score_params.apply_mask(acc_S, tile.mask, tile.block_iter, n_block, column, tile.block_iter.starts_masked())
         block_max = cute.make_fragment_like(softmax.row_max)
         softmax.block_max(as_mn(acc_S), block_max)
         softmax.raise_max(block_max)
@@ -321,19 +323,8 @@ class FwdSm90(Kernel):
         """
         storage, softmax = state.storage, state.softmax
         i = iteration - tile.iteration
-        n_block = bias = None
         # S = Q K^T, then O += P V of the previous block
-        storage.k.wait_full(iteration)
-        if cutlass.const_expr(tile.score_params.mods is not None):
-            n_block = storage.n_block(tile.block_iter, iteration, i)
-            bias = scores.load_bias(state, tile, iteration, n_block * self.tile.tile_n, masked is False)
-        state.order.wait()
-        acc_S = self.start_qk(state, tile.count, iteration)
-        storage.v.wait_full(iteration - 1)
-        self.start_pv(state, iteration - 1)
-        state.order.arrive()
-        if cutlass.const_expr(n_block is None):
-            n_block = tile.block_iter.block(i)
+        acc_S, n_block, bias = self.start_qk_and_pv(state, tile, iteration, masked)
         warpgroup.wait_group(1)
         storage.release_k(iteration)
         reference, column = scores.reference_of(tile, softmax), n_block * self.tile.tile_n
@@ -343,7 +334,7 @@ class FwdSm90(Kernel):
         # The fused pass of user mods applies mask_mod.
         if cutlass.const_expr(fused is None or tile.score_params.mods is None):
             is_masked = tile.block_iter.is_masked(i) if masked == MAYBE else masked
-            scores.apply_mask(tile, acc_S, n_block, column, is_masked)
+            tile.score_params.apply_mask(acc_S, tile.mask, tile.block_iter, n_block, column, is_masked)
 
         # m' = max(m, rowmax S), before the exponentials, or after them if m is speculative
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
@@ -371,18 +362,7 @@ class FwdSm90(Kernel):
         self.round(state, acc_P, late, iteration)
 
         if cutlass.const_expr(speculative_max):
-            # P was computed with the old m. It is computed again only if the row sums show that m may be too small,
-            # and the row max confirms it.
-            if softmax.may_have_outgrown(block_sum, is_relative):
-                scores.block_max(softmax, acc_S, block_max, fused, reference)
-                if softmax.must_redo(block_max, block_sum):
-                    softmax.raise_max(block_max, as_mn(state.acc_O))
-                    if cutlass.const_expr(is_relative):
-                        softmax.rebase(as_mn(acc_S), reference)
-                    block_sum.fill(0.0)
-                    all_steps = range(self.config.steps)
-                    scores.exponentiate(softmax, views, all_steps, fused, (True, is_relative))
-                    self.round(state, acc_P, all_steps, iteration)
+            self.redo_if_outgrown(state, (acc_S, acc_P), (block_max, block_sum), fused, reference, iteration)
         if cutlass.const_expr(fused is not None):
             fused.release()
         self.dropout_masks(state).release(state.warpgroup, iteration)
@@ -390,6 +370,51 @@ class FwdSm90(Kernel):
         softmax.add_sums(block_sum)
         if grew:
             softmax.scale_rows(as_mn(state.acc_O), softmax.alpha)
+
+    @cute.jit
+    def start_qk_and_pv(self, state: MmaState, tile: MmaTile, iteration: Int32, masked: cutlass.Constexpr):
+        """Start S = Q K^T of a block and O += P V of the previous one; return (accumulator of S, n_block, bias)."""
+        storage, i, n_block, bias = state.storage, iteration - tile.iteration, None, None
+        storage.k.wait_full(iteration)
+        if cutlass.const_expr(tile.score_params.mods is not None):
+            n_block = storage.n_block(tile.block_iter, iteration, i)
+            bias = scores.load_bias(state, tile, iteration, n_block * self.tile.tile_n, masked is False)
+        state.order.wait()
+        acc_S = self.start_qk(state, tile.count, iteration)
+        storage.v.wait_full(iteration - 1)
+        self.start_pv(state, iteration - 1)
+        state.order.arrive()
+        if cutlass.const_expr(n_block is None):
+            n_block = tile.block_iter.block(i)
+        return acc_S, n_block, bias
+
+    @cute.jit
+    def redo_if_outgrown(
+        self,
+        state: MmaState,
+        accumulators: tuple,
+        row_statistics: tuple,
+        fused: FusedExp2 | None,
+        reference: tuple | None,
+        iteration: Int32,
+    ):
+        """Compute P again with a larger m, if a speculative m was too small.
+
+        The row sums show whether m may be too small; the row max confirms it. `accumulators`: of S and P.
+        `row_statistics`: (result of the row max, sums of P), which are updated.
+        """
+        softmax, (acc_S, acc_P), (block_max, block_sum) = state.softmax, accumulators, row_statistics
+        is_relative = reference is not None and fused is None
+        if softmax.may_have_outgrown(block_sum, is_relative):
+            scores.block_max(softmax, acc_S, block_max, fused, reference)
+            if softmax.must_redo(block_max, block_sum):
+                softmax.raise_max(block_max, as_mn(state.acc_O))
+                if cutlass.const_expr(is_relative):
+                    softmax.rebase(as_mn(acc_S), reference)
+                block_sum.fill(0.0)
+                views, all_steps = (as_operand_a(acc_S), as_operand_a(acc_P), block_sum), range(self.config.steps)
+                scores.exponentiate(softmax, views, all_steps, fused, (True, is_relative))
+                self.round(state, acc_P, all_steps, iteration)
 
     def keys_seen(self, blocks_seen: Int32) -> Int32:
         """The `keys_seen` of `Softmax.is_outgrown` for a block after the first.

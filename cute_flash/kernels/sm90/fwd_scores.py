@@ -75,17 +75,6 @@ def load_bias(state: MmaState, tile: MmaTile, iteration: Int32, first_column: In
     return tile.score_params.mods.load_bias(tile.mask, first_column, is_full, by_warp=True)
 
 
-@cute.jit
-def transform(
-    tile: MmaTile, acc_S: cute.Tensor, first_column: Int32, bias: BlockBias | None, looks_near: cutlass.Constexpr
-):
-    """Apply softcap, ALiBi, bias and score_mod to scores in place, before the mask. `looks_near`: see `Score.apply`."""
-    if cutlass.const_expr(tile.score_params.score is not None):
-        tile.score_params.score.apply(as_mn(acc_S), tile.mask, first_column, looks_near)
-    if cutlass.const_expr(tile.score_params.mods is not None):
-        tile.score_params.mods.transform(as_mn(acc_S), tile.mask, first_column, bias)
-
-
 def reference_of(tile: MmaTile, softmax: Softmax) -> tuple | None:
     """The row max that the transform subtracts from the scores of a further block; None: scores are not relative."""
     is_relative = tile.score_params.score is not None and tile.score_params.mods is None
@@ -110,7 +99,7 @@ def transform_further(
         is_full = is_masked is False and not (is_sparse and tile.block_iter.blocks is not None)
         if cutlass.const_expr(fuses and is_full):
             return _fused_mods(softmax, tile, first_column, bias)
-        transform(tile, acc_S, first_column, bias, looks_near)
+        tile.score_params.transform(acc_S, tile.mask, first_column, bias, looks_near)
         return None
     if cutlass.const_expr(reference is None):
         return None
@@ -128,40 +117,6 @@ def _fused_mods(softmax: Softmax, tile: MmaTile, first_column: Int32, bias: Bloc
     factors = None if score is None else score.scale_log2, softmax.scale_log2
     applies_mask = not isinstance(tile.block_iter, BlockSparseIterator)
     return mods.fused_exp2(tile.mask, first_column, factors, bias, applies_mask)
-
-
-@cute.jit
-def apply_mask(tile: MmaTile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32, is_masked):
-    """Apply the band, then mask_mod. `is_masked`: a Python bool, or a run-time condition.
-
-    Full blocks of a block mask need no mask_mod, but the band may mask them.
-    """
-    if cutlass.const_expr(not isinstance(is_masked, bool)):
-        if is_masked:
-            tile.mask.apply(as_mn(acc_S), first_column)
-    elif cutlass.const_expr(is_masked):
-        tile.mask.apply(as_mn(acc_S), first_column)
-    mods = tile.score_params.mods
-    if cutlass.const_expr(isinstance(tile.block_iter, BlockSparseIterator)):
-        if cutlass.const_expr(is_masked is True):
-            mods.apply_mask(as_mn(acc_S), tile.mask, first_column)
-        elif cutlass.const_expr(is_masked is False):
-            apply_band_to_full_block(tile, acc_S, n_block, first_column)
-        else:
-            if is_masked:
-                mods.apply_mask(as_mn(acc_S), tile.mask, first_column)
-            else:
-                apply_band_to_full_block(tile, acc_S, n_block, first_column)
-    elif cutlass.const_expr(mods is not None):
-        mods.apply_mask(as_mn(acc_S), tile.mask, first_column)
-
-
-@cute.jit
-def apply_band_to_full_block(tile: MmaTile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32):
-    """Apply the band to a block that a block mask lists as full."""
-    if cutlass.const_expr(tile.block_iter.blocks is not None):
-        if tile.block_iter.blocks.is_masked(n_block):
-            tile.mask.apply(as_mn(acc_S), first_column)
 
 
 @cute.jit
