@@ -56,7 +56,7 @@ SUPPORT = {"sm90": "results/h200/2026-11-17-support-sm90.json", "sm80": "results
 # Digests of the kernels at the commit of the runs, and at that of the counters.
 KERNELS, KERNELS_OF_COUNTERS = newest("kernels"), "results/h200/2026-11-16-kernels.json"
 COUNTED = tuple(
-    f"{kernel}/sm_90/d{head_dim}/bf16/full/plain/"
+    f"{kernel}/sm_90/d{head_dim}/bf16/full/plain/main"
     for kernel, head_dim in (
         ("fwd/sm80", 128),
         ("fwd/sm90", 128),
@@ -313,7 +313,7 @@ def kernels() -> str:
     counted = kernel_changes.sentence(counters, COUNTED)
     return (
         f"- Runs: {kernel_changes.sentence(runs)}.\n"
-        f"- Counters of Nsight Compute, and wavefronts by instruction: {counted}."
+        f"- Counters of Nsight Compute, and wavefronts by instruction (main kernels, default layouts): {counted}."
     )
 
 

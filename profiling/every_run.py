@@ -1,10 +1,9 @@
 """`python -m profiling all`: the runs behind every measured number of the README and the docs, one after another.
 
 A run is a command of `python -m profiling` in its own process. Its result is results/<gpu>/<date>-<name>.json, which
-the tables and figures of the documents read (`figures.newest`), and <date>-kernels.json has the digests of the
-kernels. A run writes to the folder UNFINISHED, and its files
-move up when it has ended. A run that has ended at the present commit is not repeated, so an interrupted series can be
-resumed.
+the tables and figures of the documents read (`figures.newest`). <date>-kernels.json has the digests of the kernels. A
+run writes to the folder UNFINISHED, and its files move up when it has ended. A run that has ended on the same day at
+the present commit is not repeated, so an interrupted series can be resumed.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ def run_process(arguments: Sequence[str], limit_s: float) -> tuple[int, str]:
     command = [sys.executable, "-m", "profiling", *arguments]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired:
-        return 124, ""
+    except subprocess.TimeoutExpired as error:
+        return 124, (error.stdout or b"").decode(errors="replace")
     print(done.stdout, flush=True)
     return done.returncode, done.stdout
 
@@ -148,7 +147,8 @@ def run_all(
             finish(unfinished, path)
         outcome = DONE if status == 0 else f"exit status {status}" + ", measured" * (status in ENDED)
         outcomes.append(Outcome(step, outcome, clock() - before))
-    if kernel_changes.LOCK.exists():  # an image may lack the tests
+    has_run = any(one.seconds is not None for one in outcomes)
+    if has_run and kernel_changes.LOCK.exists():  # an image may lack the tests
         write_json(kernel_changes.snapshot(facts["git_commit"]), folder / f"{facts['date']}-kernels.json")
     return outcomes
 

@@ -1,4 +1,4 @@
-"""The documents' table of the cost of features, from runs of `python -m profiling features`."""
+"""The documents' tables of the cost of features, from runs of `python -m profiling features`."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ _BY_HEAD_DIM = {
 
 
 def by_head_dim(data: Path) -> Table:
+    """The cost of features by head dim, over plain causal attention."""
     cells = [cell for cell in _cells(data / FEATURES) if cell["kind"] == "head-dim"]
     rows = [(label, *(_ratio(cell, side) for cell in cells)) for side, label in _BY_HEAD_DIM.items()]
     columns = (cell["name"].partition(" S=")[0].replace("=", " = ").replace(" Dv", ", Dv") for cell in cells)

@@ -38,10 +38,12 @@ def changed(measured: dict[str, Any], prefixes: tuple[str, ...] = ("",), lock: P
 
 
 def sentence(measured: dict[str, Any], prefixes: tuple[str, ...] = ("",), lock: Path = LOCK) -> str:
+    """The commit of a measurement, and which kernels changed since, as a part of a sentence."""
     num_kernels, differ = changed(measured, prefixes, lock)
     commit = f"commit `{measured['git_commit'][:7]}`"
     if not differ:
-        return f"{commit}; the machine code of all {num_kernels} kernels is unchanged since"
+        return f"{commit}; the machine code of all {num_kernels} kernels of the lock is unchanged since"
     more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
     names = ", ".join(f"`{name}`" for name in differ[:SHOWN])
-    return f"{commit}; the machine code of {len(differ)} of {num_kernels} kernels has changed since: {names}{more}"
+    counts = f"{len(differ)} of {num_kernels} kernels of the lock"
+    return f"{commit}; the machine code of {counts} has changed since: {names}{more}"

@@ -86,7 +86,7 @@ class BlockSparseIterator:
         return i >= self.full_end
 
     @cute.jit
-    def apply_band(self, acc_S: cute.Tensor, mask: Mask, n_block: Int32, first_column: Int32):
+    def apply_band_to_full_block(self, acc_S: cute.Tensor, mask: Mask, n_block: Int32, first_column: Int32):
         """Apply the band to a block that the block mask lists as full."""
         if cutlass.const_expr(self.blocks is not None):
             if self.blocks.is_masked(n_block):

@@ -237,7 +237,7 @@ class ModScores:
 
     @cute.jit
     def apply_band(self, acc_S: cute.Tensor, mask: Mask, first_col: Int32):
-        """Mask scores outside the band, and keys past the end."""
+        """Mask scores outside the band, and keys and queries past the end."""
         S_mn, masked = self.masked_value(acc_S)
         mask.apply(S_mn, first_col, masked)
         mask.apply_to_tail_rows(S_mn, masked)
@@ -269,7 +269,8 @@ class ModScores:
     def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):
         """Compute P, and pack it after dropout into rP, unless masks apply to P later (`pack_probs`).
 
-        The registers of S keep the values for `differentiate`.
+        The registers of S keep the values for `differentiate`. The stage of a bias in shared memory is released, unless
+        `differentiate` reads it again.
         """
         S_mn, bits = as_mn(acc_S), bits_of(acc_S)
         score_mod, bias = self.mod("score"), None if self.params.prefetches_bias else self.bias
@@ -334,7 +335,7 @@ class ModScores:
     def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rDelta: cute.Tensor, dalibi):
         """Replace the values that `exponentiate` kept by dS, and sum the gradients of slope, bias and captured tensors.
 
-        The caller must call `finish` of the sums that are returned.
+        Returns the sums, which the caller passes to `finish`.
         """
         S_mn, dP_mn, bits = as_mn(acc_S), as_mn(acc_dP), bits_of(acc_S)
         opaque, zero = self.opaque(dP_mn)
@@ -370,7 +371,11 @@ class ModScores:
 
     @cute.jit
     def finish(self, sums: GradientSums, rdS: cute.Tensor | None):
-        """After the last use of the bias: release its stage, write its gradient dS there, and finish the sums."""
+        """Finish a block after dS.
+
+        A bias in shared memory: release its stage if `differentiate` has read it, or write dS there if TMA stores the
+        gradient. Then finish the sums. `rdS`: dS in 16 bits; None if no bias is in shared memory.
+        """
         if cutlass.const_expr(isinstance(self.bias, BwdSmemBias)):
             if cutlass.const_expr(self.keeps_tanh):
                 self.bias.release()

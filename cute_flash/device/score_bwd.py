@@ -6,8 +6,10 @@
 | `BlockScores` | softcap, ALiBi, dropout: below                                   |
 | `ModScores`   | a bias, user mods, a block mask: `device/mods_bwd.py`            |
 
-All have the same methods, and the three backward kernels call them in the same order: `compute_probs`, then
-`differentiate` and `finish`.
+The three backward kernels run the same steps for each block: `prefetch`, the function `compute_probs`, `differentiate`,
+`finish`. All classes have the methods that they need; `pack_probs` is called only if `masks_probs`.
+
+The formulas of `BlockScores`:
 
     t   = tanh(scale q·k / softcap)
     P   = exp(softcap t - slope |distance| - LSE)
@@ -88,16 +90,20 @@ class BwdScoreParams:
 
 @cute.jit
 def compute_probs(
-    scores,
+    scores: Any,  # `AnyScores` of `device.mods_bwd`
     acc_S: cute.Tensor,
     rP: cute.Tensor | None,
     lse: cute.Tensor | Callable[[], cute.Tensor],
     apply_mask: Callable[[], None],
 ):
-    """Q K^T -> softcap -> ALiBi, bias, score_mod -> mask -> P = exp(S - LSE) -> dropout -> rP.
+    """P = exp(S - LSE) of a block from Q K^T, with score features and masks; after dropout, in rP.
 
-    The registers of S keep the values for `differentiate`. `apply_mask` masks S, or P if one pass computes P from
-    Q K^T. `lse`: the LSE of this thread's queries, or a function that loads it when the exponentials need it.
+    The registers of S keep the values for `differentiate`.
+
+    Args:
+        rP: None if plain scores need P in these registers only.
+        lse: The LSE of this thread's queries, or a function that loads it when the exponentials need it.
+        apply_mask: Masks S, or P if one pass computes P from Q K^T.
     """
     scores.apply_softcap(acc_S)
     if cutlass.const_expr(not scores.masks_probs):
@@ -112,9 +118,9 @@ def compute_probs(
 class PlainScores:
     """This thread's scores of one block, without score features."""
 
-    scale: Float32  # times LOG2_E, if `by_vectors`
+    scale: Float32  # the softmax scale; if `by_vectors`, times LOG2_E
     is_transposed: cutlass.Constexpr  # rows are keys: LSE and Δ belong to columns
-    by_vectors: cutlass.Constexpr = False  # vector operations on rows, as mma.sync kernels have; needs `is_transposed`
+    by_vectors: cutlass.Constexpr = False  # operate on whole rows, in mma.sync kernels; requires `is_transposed` and rP
     masks_probs = keeps_score = False
 
     def prefetch(self) -> None:
@@ -131,7 +137,7 @@ class PlainScores:
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor | None, rLSE: cute.Tensor):
-        """S -> P = exp(scale S - LSE), in place, and in rP if it is not None."""
+        """S -> P = exp(scale S - LSE), in place, and in rP, which may be None unless `by_vectors`."""
         S_mn = as_mn(acc_S)
         if cutlass.const_expr(self.by_vectors):
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
@@ -173,7 +179,8 @@ class PlainScores:
 def apply_band(acc_S: cute.Tensor, mask: Mask, first_col: Int32, is_transposed: cutlass.Constexpr):
     """Set scores to -inf outside the band and for keys past the end, which must not contribute to dQ.
 
-    Queries past the end need no mask: their LSE is +inf.
+    `Mask.apply` masks columns past the end. If rows are keys (`is_transposed`), `apply_to_tail_rows` masks keys past
+    the end. Queries past the end need no mask: their LSE is +inf.
     """
     mask.apply(as_mn(acc_S), first_col)
     if cutlass.const_expr(is_transposed):

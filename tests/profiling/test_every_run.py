@@ -120,6 +120,8 @@ def test_the_runs_of_the_documents_have_one_commit() -> None:
     paths = [figures.DATA / figures.newest(step.name) for step in every_run.STEPS]
     facts = [json.loads(path.read_text("utf-8"))["machine"] for path in paths]
     assert len({(one["git_commit"], one["source_digest"]) for one in facts}) == 1
+    kernels = json.loads((figures.DATA / figures.newest("kernels")).read_text("utf-8"))
+    assert kernels["git_commit"] == facts[0]["git_commit"]
 
 
 def test_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:

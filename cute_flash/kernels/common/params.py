@@ -1,4 +1,4 @@
-"""The parameters of the score features (softcap, ALiBi, sinks, ...), built from the operands of a launch."""
+"""The score features (softcap, ALiBi, sinks, ...) of a launch, from its operands. `HeadScoreParams` applies them."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -116,12 +116,13 @@ class HeadScoreParams:
         block_iter: AnyBlockIterator | None,
         n_block: Int32,
         first_column: Int32,
-        is_masked,
+        is_masked: bool | cutlass.Boolean,
     ):
         """Set scores outside the band, and where mask_mod is false, to -inf.
 
-        `is_masked`: whether the block needs a mask: a Python bool, or a run-time condition. Full blocks of a block mask
-        need no mask_mod, but the band may mask them.
+        `is_masked`: whether the band masks the block or, with a block mask, whether the block is partial. Without a
+        block mask, mask_mod applies to every block. With one, it applies to partial blocks, and the band may mask full
+        blocks too. `block_iter`: may be None without a block mask.
         """
         if cutlass.const_expr(not isinstance(is_masked, bool)):
             if is_masked:
@@ -132,12 +133,12 @@ class HeadScoreParams:
             if cutlass.const_expr(is_masked is True):
                 self.mods.apply_mask(as_mn(acc_S), mask, first_column)
             elif cutlass.const_expr(is_masked is False):
-                block_iter.apply_band(acc_S, mask, n_block, first_column)
+                block_iter.apply_band_to_full_block(acc_S, mask, n_block, first_column)
             else:
                 if is_masked:
                     self.mods.apply_mask(as_mn(acc_S), mask, first_column)
                 else:
-                    block_iter.apply_band(acc_S, mask, n_block, first_column)
+                    block_iter.apply_band_to_full_block(acc_S, mask, n_block, first_column)
         elif cutlass.const_expr(self.mods is not None):
             self.mods.apply_mask(as_mn(acc_S), mask, first_column)
 

@@ -431,7 +431,14 @@ class BwdSm80(Kernel):
 
     @cute.jit
     def apply_mask(
-        self, p: Params, state: MainloopState, scores, acc_S: cute.Tensor, m_block: Int32, is_masked, is_partial
+        self,
+        p: Params,
+        state: MainloopState,
+        scores: AnyScores,
+        acc_S: cute.Tensor,
+        m_block: Int32,
+        is_masked,
+        is_partial,
     ):
         """Mask scores outside the band, keys and queries past the end, and scores where mask_mod is false."""
         if is_masked:
@@ -464,7 +471,10 @@ class BwdSm80(Kernel):
         return cute.group_modes(values, 0, 2)
 
     def score_gemm(self, mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, stage, factor: Float32 | None, steps):
-        """acc = A B, or acc = factor A B from fp32 pieces. `acc` is 0 before the call."""
+        """S^T or dP^T: acc = A B, with `operands` (A, B); in fp32 calls acc = factor A B, from fp16 pieces.
+
+        `acc` is 0 before the call.
+        """
         if factor is None:
             self.gemm(mma, acc, *operands, stage, steps)
         else:

@@ -335,7 +335,7 @@ class BwdSm90(Kernel):
         warpgroup.wait_group(1)
         if cutlass.const_expr(not self.early_lse):
             rLSE = self.lse(state, stage)
-        compute_probs(scores, acc_S, rP, rLSE, partial(self.apply_mask, p, tile, mask, scores, acc_S, position))
+        compute_probs(scores, acc_S, rP, rLSE, partial(self.apply_mask, tile, mask, scores, acc_S, position))
         # dS^T = P^T (dP^T - Δ)
         warpgroup.wait_group(0)
         sums = scores.differentiate(acc_S, acc_dP, *self.statistics(state, stage), state.dalibi)
@@ -347,7 +347,7 @@ class BwdSm90(Kernel):
     def start_earlier_products(
         self, p: Params, state: MmaState, operands: tuple, iteration: Int32, blocks_before: cutlass.Constexpr
     ):
-        """Start dV and dK of the previous block, and dQ of the block before it; return the accumulator of dQ."""
+        """Start dV and dK of the previous block, and dQ of the block before it; return dQ's accumulator, or None."""
         acc_dQ = None
         if cutlass.const_expr(blocks_before > 0):
             self.start_dv_dk(p, state, operands, iteration - 1)
@@ -373,7 +373,7 @@ class BwdSm90(Kernel):
         iteration: Int32,
         blocks_before: cutlass.Constexpr,
     ):
-        """Wait for dQ of the second to last block and write it to shared memory; also dS of the previous block."""
+        """Write dS of the previous block, and dQ of the block before it when complete, to shared memory."""
         if cutlass.const_expr(blocks_before > 1):
             warpgroup.wait_group(1)
             state.storage.ds.release(iteration - 2)
@@ -419,7 +419,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def next_position(self, p: Params, state: MmaState, tile: KVTile, position: tuple):
-        """The position of the next block: `next_sparse_position` or `next_band_position`."""
+        """The position of the next block. After the last block of a head, store the gradient of its ALiBi slope."""
         if cutlass.const_expr(self.static.block_sparse):
             position = self.next_sparse_position(p, state, tile, position)
         else:
@@ -501,7 +501,7 @@ class BwdSm90(Kernel):
         return rX
 
     def lse(self, state: MmaState, stage: Int32) -> cute.Tensor:
-        """The LSE of this thread's columns, in registers or, if there are none left, in shared memory."""
+        """The LSE of this thread's columns: in registers, or in shared memory if a bias or mods leave no registers."""
         read = self.column_statistic if self.has_mods_or_bias else self.load_column_statistic
         return read(state, state.storage.sLSE, stage)
 
@@ -513,7 +513,7 @@ class BwdSm90(Kernel):
         return tuple(self.column_statistic(state, sX, stage) for sX in (storage.sLSE, storage.sDelta))
 
     @cute.jit
-    def apply_mask(self, p: Params, tile: KVTile, mask: Mask, scores: AnyScores, acc_S: cute.Tensor, position: tuple):
+    def apply_mask(self, tile: KVTile, mask: Mask, scores: AnyScores, acc_S: cute.Tensor, position: tuple):
         """Mask scores outside the band, keys and queries past the end, and scores where mask_mod is false."""
         is_sparse, blocks = self.static.block_sparse, tile.blocks
         m_block = BwdBlockIndex(position[1]).m_block if cutlass.const_expr(is_sparse) else tile.m_block(position[0])

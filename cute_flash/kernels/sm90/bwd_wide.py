@@ -669,7 +669,10 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def apply_mask(self, p: Params, state: MmaState, tile: KVTile, scores: AnyScores, block: tuple):
-        """Mask scores outside the band, keys past the end, and scores where mask_mod is false."""
+        """Mask scores outside the band, keys past the end, and scores where mask_mod is false.
+
+        With mods, queries past the end are masked too.
+        """
         if cutlass.const_expr(not self.static.has_mods):
             if tile.block_iter.is_masked(block[0]):
                 mask, first_key = self.mask(p, state, tile, tile.block_iter.block(block[0]))
@@ -679,6 +682,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def apply_band_and_mod(self, p: Params, state: MmaState, tile: KVTile, scores: ModScores, block: tuple):
+        """`apply_mask` with a bias, user mods or a block mask: apply the band, then mask_mod."""
         m_block, _head = self.block_and_head(p, tile, block)
         is_tail = (tile.n_block + 1) * self.tile.tile_n > tile.seqlen.k_len
         if m_block < tile.blocks.full_begin or m_block >= tile.blocks.full_end or is_tail:

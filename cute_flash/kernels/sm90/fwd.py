@@ -401,7 +401,7 @@ class FwdSm90(Kernel):
         """Compute P again with a larger m, if a speculative m was too small.
 
         The row sums show whether m may be too small; the row max confirms it. `accumulators`: of S and P.
-        `row_statistics`: (result of the row max, sums of P), which are updated.
+        `row_statistics`: (`block_max`, which receives the row max of the block; `block_sum`, the row sums of P).
         """
         softmax, (acc_S, acc_P), (block_max, block_sum) = state.softmax, accumulators, row_statistics
         is_relative = reference is not None and fused is None

@@ -1,4 +1,4 @@
-"""The scores of a block in the Hopper forward: score transform, masks and exponentials.
+"""The scores of a block in the Hopper forward: transform and exponentials. `HeadScoreParams` has the masks.
 
 *Further* blocks are those after the first block of a tile. The first block is transformed in place. With a speculative
 row max, S of a further block is kept until the row sums are checked, and a fused pass can compute P from Q K^T
