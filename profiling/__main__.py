@@ -275,7 +275,7 @@ def _add_sanitize(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tool", dest="tools", action="append", choices=sanitize.TOOLS, help="default: all; may be repeated")
     add("--minutes", type=float, default=20.0, metavar="N", help="stop after N minutes (default: %(default)s)")
-    add("--only", default="*", metavar="PATTERN", help="launches whose name matches, such as 'sm90-*-dropout'")
+    add("--only", default="*", metavar="PATTERN", help="names with * such as 'sm90-*-dropout', or a part of names")
     add("--list", action="store_true", help="print the launches and the expected time; needs no GPU")
     add("--processes", type=at_least_one, default=4, metavar="N", help="sanitizers at once (default: %(default)s)")
     add("--out", type=Path, metavar="FILE", help="default: profiling/results/<gpu>/<date>-sanitize.txt")

@@ -110,7 +110,8 @@ def launches(families: Iterable[str] = FAMILIES, only: str = "*") -> list[Launch
         is_wide = head_dim == DECODE_DIM or feature in DECODE_WIDE
         if is_wide and (feature not in SPLIT_CALLS or family == FAMILIES[-1]):
             found.append(Launch(family, head_dim, feature, is_decode=True))
-    return [launch for launch in found if fnmatch(launch.name, only)]
+    pattern = only if "*" in only else f"*{only}*"
+    return [launch for launch in found if fnmatch(launch.name, pattern)]
 
 
 def _normal(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:

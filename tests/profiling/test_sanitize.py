@@ -149,5 +149,6 @@ def test_list_needs_no_gpu(capsys) -> None:
     assert cli.main(("sanitize", "--list", "--only", "*varlen-dropout")) == cli.OK
     said = capsys.readouterr().out
     assert "sm90-d128-varlen-dropout" in said and "6 launches" in said and " s on an H200" in said
+    assert launches(only="varlen-dropout") == launches(only="*varlen-dropout*")
     assert cli.main(("sanitize", "--list", "--only", "nothing")) == cli.NOT_MEASURED
     assert "no launch has such a name" in capsys.readouterr().err
