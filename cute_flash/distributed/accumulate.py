@@ -150,9 +150,9 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
     """Merge `more_out` and `more_lse`, results over other keys, into `out` and `lse`, in place.
 
     The weight of `more_out` is w = exp(more_lse) / (exp(lse) + exp(more_lse)), and that of `out` is 1 - w. Rows that
-    see no key keep the output 0.
+    see no key keep the output 0. If an LSE is NaN, output and LSE become NaN.
     """
-    weight = torch.sub(more_lse, lse).sigmoid_().nan_to_num_(nan=0.0)
+    weight = torch.sub(more_lse, lse).sigmoid_().masked_fill_(more_lse == -torch.inf, 0.0)
     out.lerp_(more_out, weight[..., None])
     torch.logaddexp(lse, more_lse, out=lse)
 
