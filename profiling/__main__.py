@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import time
@@ -607,7 +606,7 @@ def _sanitize(args: argparse.Namespace) -> int:
     sanitize.check()
     deadline = time.monotonic() + 60 * args.minutes
     facts = machine.facts()
-    out = args.out or machine.RESULTS / gpu_folder(facts["gpu"]) / f"{datetime.date.today()}-sanitize.txt"
+    out = args.out or studies.default_path("sanitize", facts).with_suffix(".txt")
     precompile_keys(sanitize_case.needed_kernels(chosen), args.jobs)
     version = machine.run_command((sanitize.PROGRAM, "--version"))
     outcomes = []
@@ -617,11 +616,6 @@ def _sanitize(args: argparse.Namespace) -> int:
         out.write_text(sanitize.log(outcomes, facts, version), encoding="utf-8")
     print(out.read_text(encoding="utf-8"))
     return OK if all(outcome.is_clean for outcome in outcomes) else FAILED
-
-
-def gpu_folder(gpu: str) -> str:
-    """The folder of a GPU's results: "NVIDIA H200" -> "h200"."""
-    return gpu.removeprefix("NVIDIA ").partition(" ")[0].lower()
 
 
 def _plots(args: argparse.Namespace) -> int:

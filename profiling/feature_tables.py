@@ -48,10 +48,7 @@ def features(data: Path) -> Table:
 
 
 _BY_HEAD_DIM = {
-    "softcap": "softcap 30",
-    "dropout": "dropout 0.1",
-    "alibi": "ALiBi",
-    "sinks": "sinks",
+    **_NAMES,
     "score_mod": "score_mod",
     "bias": "bias (1, H, S, S)",
     "varlen": "varlen, 4 x 4096",

@@ -156,20 +156,24 @@ def random_qkv(settings: Settings, device: torch.device, *shape: int) -> tuple[T
     return tuple(torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(3))
 
 
+def _features(heads: int, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Name of a feature -> keyword arguments of `attn`."""
+    return {
+        "plain": {},
+        "dropout": {"dropout": 0.1},
+        "softcap": {"softcap": 30.0},
+        "alibi": {"alibi": torch.linspace(0.5, 0.01, heads, device=device)},
+        "sinks": {"sinks": torch.zeros(heads, device=device)},
+    }
+
+
 def feature_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
     from cute_flash import attn
 
     for head_dim in settings.head_dims:
         heads = settings.hidden // head_dim
         inputs = random_qkv(settings, device, settings.batch, heads, settings.seqlen, head_dim)
-        slopes = torch.linspace(0.5, 0.01, heads, device=device)
-        kinds: dict[str, dict[str, Any]] = {
-            "plain": {},
-            "dropout": {"dropout": 0.1},
-            "softcap": {"softcap": 30.0},
-            "alibi": {"alibi": slopes},
-            "sinks": {"sinks": torch.zeros(heads, device=device)},
-        }
+        kinds = _features(heads, device)
         for causal in (False, True):
             sides = {name: Side(partial(attn, causal=causal, **kind), inputs) for name, kind in kinds.items()}
             mask = "causal" if causal else "full"
@@ -271,12 +275,8 @@ def head_dim_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
         flat = tuple(x.flatten(0, 1) for x in dense)
         generator = torch.Generator(device).manual_seed(settings.seed)
         bias = torch.randn(1, heads, seqlen, seqlen, generator=generator, device=device, dtype=torch.bfloat16)
-        kinds: dict[str, dict[str, Any]] = {
-            "plain": {},
-            "softcap": {"softcap": 30.0},
-            "dropout": {"dropout": 0.1},
-            "alibi": {"alibi": torch.linspace(0.5, 0.01, heads, device=device)},
-            "sinks": {"sinks": torch.zeros(heads, device=device)},
+        kinds = {
+            **_features(heads, device),
             "score_mod": {"score_mod": _later_keys},
             "bias": {"bias": bias},
             "deterministic": {"deterministic": True},

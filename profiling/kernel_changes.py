@@ -22,7 +22,7 @@ def snapshot(commit: str, lock: Path = LOCK) -> dict[str, Any]:
 
 
 def changed(measured: dict[str, Any], prefixes: tuple[str, ...] = ("",), lock: Path = LOCK) -> tuple[int, list[str]]:
-    """The number of measured kernels whose names have one of the prefixes, and those that changed since.
+    """Count the measured kernels whose name starts with a prefix, and list those that have different code now.
 
     A kernel that is no longer in the lock, or was recorded with another toolchain, counts as changed.
     """

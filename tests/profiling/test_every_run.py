@@ -149,3 +149,7 @@ def test_commands_need_no_results() -> None:
     )
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True, cwd=figures.ROOT)
     assert done.stdout.strip() == ""
+
+
+def test_a_run_that_exceeds_its_limit_is_stopped() -> None:
+    assert every_run.run_process(["all", "--list"], 0.01) == (124, "")
