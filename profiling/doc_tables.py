@@ -52,7 +52,7 @@ RUNS = {
 SHORT = 1024
 PEERS = {"sdpa-flash": "FA2", "sdpa-cudnn": "cuDNN", "sdpa-efficient": "memory-efficient", "fa3": "FA3", "fa4": "FA4"}
 # Family -> the record of its random calls.
-SUPPORT = {"sm90": "results/h200/2026-11-17-support-sm90.json", "sm80": "results/h200/2026-11-16-support.json"}
+SUPPORT = "results/h200/2026-11-17-support.json"
 # Digests of the kernels at the commit of the runs, and at that of the counters.
 KERNELS, KERNELS_OF_COUNTERS = newest("kernels"), "results/h200/2026-11-16-kernels.json"
 COUNTED = tuple(
@@ -402,10 +402,10 @@ PLACES = [(f, d) for f in ("sm90", "sm80") for d in ("forward", "backward")]
 
 def support() -> Table:
     """The number of random calls that matched the reference, bf16 + fp16; "-": unsupported, or none was made."""
-    right = {family: json.loads((DATA / path).read_text(encoding="utf-8"))["right"] for family, path in SUPPORT.items()}
+    right = json.loads((DATA / SUPPORT).read_text(encoding="utf-8"))["right"]
 
     def cell(row: str, family: str, direction: str) -> str:
-        found = right[family].get(row, {})
+        found = right.get(row, {})
         counts = [found.get(f"{family} {direction} {dtype}", 0) for dtype in ("bf16", "fp16")]
         return " + ".join(map(str, counts)) if any(counts) else "-"
 
@@ -445,7 +445,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "example": (example, (FORWARD, BACKWARD)),
     "features": (lambda: _markdown(features(DATA)), (FEATURES,)),
     "features_by_head_dim": (lambda: _markdown(by_head_dim(DATA)), (FEATURES,)),
-    "support": (lambda: _markdown(support()), tuple(SUPPORT.values())),
+    "support": (lambda: _markdown(support()), (SUPPORT,)),
     "bwd_layouts": (lambda: _markdown(bwd_layouts()), (COUNTERS,)),
     "by_instruction": (lambda: _markdown(by_instruction()), (BY_INSTRUCTION,)),
     "hbm_bytes": (lambda: _markdown(hbm_bytes()), (COUNTERS,)),

@@ -101,7 +101,7 @@ def test_the_documents_show_only_these_runs() -> None:
     sources = {path for paths in figures.FIGURES.values() for path in paths}
     sources |= {path for _, paths in doc_tables.BLOCKS.values() for path in paths}
     names = {Path(path).stem[len("2026-01-31-") :] for path in sources if path.startswith("results/h200/")}
-    others = {"bwd-by-instruction", "kernels", "support", "support-sm90"}
+    others = {"bwd-by-instruction", "kernels", "support"}
     assert names - others <= {step.name for step in every_run.STEPS}
 
 
