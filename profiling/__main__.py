@@ -46,7 +46,7 @@ from profiling import (
     tune,
 )
 from profiling.arguments import at_least_one, int_list, name_list, num_cores
-from profiling.bench import Settings, Tools, run_bench
+from profiling.bench import Settings, Tools, needed_kernels, run_bench
 from profiling.directions import DIRECTIONS
 from profiling.expect import expected
 from profiling.gpu_lock import GpuLock
@@ -197,6 +197,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, metavar="N", help="default: tokens of the suite / length")
     add("--heads", type=int, metavar="N", help="query heads (default: hidden size of the suite / head dim)")
     _add_rounds(parser, rounds=6, ms=25.0)
+    _add_jobs(parser)
     add("--graph", action="store_true", help="time replays of CUDA graphs, without host time")
     add("--outliers", action="store_true", help="check the accuracy on inputs with outliers too")
     add("--layout", choices=LAYOUTS, default="bhsd", help="order of the inputs in memory (default: %(default)s)")
@@ -355,16 +356,18 @@ def _bench(args: argparse.Namespace) -> int:
         print("Nothing was measured. `cute-flash explain` predicts the time of a call without a GPU.", file=sys.stderr)
         return NOT_MEASURED
     save_run: Callable[[Run], None] = partial(save, path=args.out) if args.out else lambda run: None
+    device, settings = torch.device("cuda"), _settings(args)
+    precompile_keys(needed_kernels(shapes, available, settings, device), args.jobs)
     with steps(f"timing {args.direction}, suite {args.suite}", len(shapes)) as done:
         tools = Tools(
             timer=GraphTimer() if args.graph else EventTimer(),
-            device=torch.device("cuda"),
+            device=device,
             facts=machine.facts,
             card_state=machine.card_state,
             progress=done,
             save=save_run,
         )
-        run = run_bench(shapes, available, unavailable, _settings(args), tools)
+        run = run_bench(shapes, available, unavailable, settings, tools)
     _show_run(run)
     is_worse = base is not None and _compare(run, base, args.threshold)
     return FAILED if is_worse or report.failures(run) else OK

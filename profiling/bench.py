@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_flash.errors import UnsupportedError
+from cute_flash.planning.plan import CompileKey
 from profiling.accuracy import DISTRIBUTIONS, Accuracy, Oracle, poison
 from profiling.directions import DIRECTIONS, Direction, Inputs
+from profiling.host import recorded_launches
 from profiling.providers import Provider, in_layout
 from profiling.record import Ceiling, Cell, Result, Run
 from profiling.suites import DTYPES, Shape
@@ -189,6 +193,24 @@ def run_cell(cell: Cell, providers: Sequence[Provider], settings: Settings, tool
     if isinstance(filled, Failure):
         return replace(cell, results={provider.name: Result(error=filled.message) for provider in providers})
     return filled
+
+
+@torch.no_grad()
+def needed_kernels(
+    shapes: Sequence[Shape], providers: Sequence[Provider], settings: Settings, device: torch.device
+) -> list[CompileKey]:
+    """The kernels of all calls of cute_flash in a run; nothing is compiled or launched."""
+    direction, keys = DIRECTIONS[settings.direction], dict[CompileKey, None]()
+    ours = [provider for provider in providers if provider.is_ours]
+    for shape in shapes:
+        made = direction.inputs(shape, DTYPES[settings.dtype], device, settings.seed, DISTRIBUTIONS[0])
+        inputs = tuple(in_layout(x, settings.layout) for x in made)
+        for provider in ours:
+            # The run records the error of a call that is refused.
+            with provider.context(), recorded_launches(is_dry=True) as launches, suppress(UnsupportedError):
+                direction.prepare(provider, inputs, shape.causal)()
+            keys |= dict.fromkeys(one.key for one in launches)
+    return list(keys)
 
 
 def measure_ceiling(settings: Settings, tools: Tools, earlier: Ceiling | None = None) -> Ceiling:

@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from cute_flash.runtime.gpu import use_gpu
+from cute_flash.spec.arch import ARCHS
 from profiling import report
-from profiling.bench import run_bench
+from profiling.bench import needed_kernels, run_bench
 from profiling.providers import CuteFlash, Sdpa
 from profiling.record import Run
 from profiling.suites import Shape
-from tests.profiling.fakes import SETTINGS, SMALL, FakeProvider, FakeTimer, tools
+from tests.fakes.cuda import claiming_cuda, own_workspaces
+from tests.profiling.fakes import SETTINGS, SMALL, CpuGpu, FakeProvider, FakeTimer, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
@@ -187,3 +190,33 @@ def test_no_backward_kernel_is_the_error_of_the_cell():
     run = bench(timer, [ours, FakeProvider("sdpa-flash", timer)])
     assert run.cells[0].tflops("sdpa-flash") and run.cells[0].tflops("cute_flash") is None
     assert "there is no backward kernel yet" in report.failures(run)[0]
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("kernels", ["auto", "sm80"])
+def test_kernels_of_a_run_are_all_compiled_before_it(direction, kernels):
+    """A run launches no kernel that `needed_kernels` did not name."""
+    launched = []
+
+    def launch(key, operands):
+        launched.append(key)
+        for name in ("out", "lse", "dq", "dk", "dv"):
+            if isinstance(operands.get(name), torch.Tensor):
+                operands[name].zero_()
+
+    shapes = [SMALL, GROUPED, replace(GROUPED, causal=True)]
+    settings, ours = replace(SETTINGS, direction=direction, kernels=kernels), [CuteFlash(kernels=kernels)]
+    with use_gpu(CpuGpu(ARCHS["sm_90"], launch)), claiming_cuda(), own_workspaces():
+        keys = needed_kernels(shapes, [*ours, FakeProvider("fa3", FakeTimer(), 1.0)], settings, torch.device("cpu"))
+        assert not launched
+        run_bench(shapes, ours, {}, settings, tools(FakeTimer()))
+    assert set(launched) == set(keys) and len(keys) == len(set(keys))
+    mains = {key.kernel for key in keys} & {"fwd_sm80", "fwd_sm90", "bwd_sm80", "bwd_sm90"}
+    family = "sm90" if kernels == "auto" else kernels
+    assert mains == {f"fwd_{family}", *[f"bwd_{family}"] * (direction == "bwd")}
+
+
+def test_a_refused_call_does_not_stop_the_run():
+    wide = replace(GROUPED, head_dim=512)
+    with use_gpu(CpuGpu(ARCHS["sm_90"], lambda key, operands: None)), claiming_cuda():
+        assert needed_kernels([wide], [CuteFlash()], SETTINGS, torch.device("cpu")) == []
