@@ -24,6 +24,7 @@ from profiling import (
     compare,
     decode,
     every_run,
+    fa4_cache,
     features,
     fp32,
     host,
@@ -358,6 +359,9 @@ def _bench(args: argparse.Namespace) -> int:
     save_run: Callable[[Run], None] = partial(save, path=args.out) if args.out else lambda run: None
     device, settings = torch.device("cuda"), _settings(args)
     precompile_keys(needed_kernels(shapes, available, settings, device), args.jobs)
+    if any(provider.name == fa4_cache.NAME for provider in available):
+        with steps("compiling FlashAttention-4", len(list(fa4_cache.representatives(shapes)))) as done:
+            fa4_cache.fill(shapes, args.direction, args.dtype, args.jobs, done)
     with steps(f"timing {args.direction}, suite {args.suite}", len(shapes)) as done:
         tools = Tools(
             timer=GraphTimer() if args.graph else EventTimer(),

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from profiling import fa4_cache
+
 Call = Callable[[], Tensor]
 Gradients = tuple[Tensor, ...]  # dq, dk, dv
 BackwardCall = Callable[[], Gradients]
@@ -236,7 +238,7 @@ def _fa3_backward() -> BshdPrepareBackward:
 
 
 def _fa4_forward() -> BshdForward:
-    func = importlib.import_module("flash_attn.cute").flash_attn_func
+    func = fa4_cache.imported("flash_attn.cute").flash_attn_func
     return lambda q, k, v, causal: func(q, k, v, causal=causal)[0]
 
 
@@ -287,7 +289,7 @@ def registry(kernels: str = "auto") -> dict[str, Provider]:
         # By name only: it compiles for every cell.
         Flex(),
         FlashAttention("fa3", _fa3_forward, _fa3_backward),
-        FlashAttention("fa4", _fa4_forward),
+        FlashAttention(fa4_cache.NAME, _fa4_forward),
         FlashAttention("flash_attn", _fa2_forward),
     ]
     return {provider.name: provider for provider in providers}
