@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -32,6 +33,7 @@ from profiling import (
     host_report,
     machine,
     mods,
+    mods_processes,
     mods_summary,
     ncu,
     ncu_case,
@@ -235,6 +237,7 @@ def _add_mods(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--functions", type=name_list, default=(), metavar="LIST", help=f"default: {','.join(mods.FUNCTIONS)}")
     add("--peers", type=name_list, default=(), metavar="LIST", help=f"default: {','.join(mods.PEERS)}")
+    add("--parallel", action="store_true", help="compile in a process for each function and head dim")
 
 
 def _add_fp32(parser: argparse.ArgumentParser) -> None:
@@ -406,6 +409,8 @@ def _features(args: argparse.Namespace) -> int:
         return _merge_features(args)
     if not arch.has_gpu():
         raise ValueError("no CUDA device: nothing can be measured")
+    if getattr(args, "parallel", False):
+        return _mods_in_processes(args)
     names = {f.name for f in fields(features.Settings)} & set(vars(args))
     settings = features.Settings(**{name: getattr(args, name) for name in names})
     context, is_mods = CuteFlash(kernels=args.kernels).context(), args.command == "mods"
@@ -474,6 +479,21 @@ def _decode(args: argparse.Namespace) -> int:
     show(decode.tables(record))
     print_lines("Failures", decode.failures(record))
     return FAILED if decode.has_failed(record) else OK
+
+
+def _mods_in_processes(args: argparse.Namespace) -> int:
+    chosen = list(mods_processes.choices(args.kinds, args.head_dims, args.functions or mods.FUNCTIONS))
+    names = ("kernels", "rounds", "ms", "seed", *["peers"] * bool(args.peers))
+    values = {name: getattr(args, name) for name in names}
+    common = [f"--{name}={','.join(x) if isinstance(x, tuple) else x}" for name, x in values.items()]
+
+    def run_process(arguments: Sequence[str]) -> tuple[int, str]:
+        return ncu.run_command([sys.executable, "-m", "profiling", *arguments], mods_processes.LIMIT_S)
+
+    with tempfile.TemporaryDirectory() as folder:
+        with steps("measuring mods", len(chosen)) as done:
+            args.parts = mods_processes.run(common, chosen, Path(folder), run_process, done)
+        return _merge_features(args)
 
 
 def _merge_features(args: argparse.Namespace) -> int:

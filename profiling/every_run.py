@@ -52,7 +52,7 @@ STEPS = (
     Step("fp32", "fp32", 80),
     Step("decode", "decode", 45),
     Step("features", "features", 100),
-    Step("mods", "mods", 500),
+    Step("mods", "mods --parallel", 200),
     Step("training", "training", 130),
     Step("context-parallel", "context-parallel", 40),
     Step("standard", "standard", 90, then="standard --bytes"),

@@ -256,6 +256,34 @@ def test_parts_make_a_whole(tmp_path, capsys):
     assert cli.main(("mods", "--parts", parts[0], str(tmp_path / "other.json"))) == cli.NOT_MEASURED
 
 
+def test_processes_measure_different_cells_and_are_merged(tmp_path, monkeypatch, capsys):
+    """Every process has its own function and head dim; a lost process is an error."""
+    monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
+    commands, lost = [], []
+
+    def run_command(command, limit_s):
+        args = cli._parser().parse_args(command[3:])
+        commands.append(args)
+        name = f"D={args.head_dims[0]} {' '.join(args.functions)}".strip()
+        settings = replace(SMALL, head_dims=args.head_dims, functions=args.functions)
+        one = next(replace(one, name=name) for one in RUN if one.kind == args.kinds[0])
+        write_json(features.to_dict([one], settings, {"gpu": "none"}), args.out)
+        return (137 if lost and lost[0] in args.functions else 0), "killed"
+
+    monkeypatch.setattr(cli.ncu, "run_command", run_command)
+    out = tmp_path / "whole.json"
+    assert cli.main(("mods", "--parallel", "--ms", "3", "--peers", "flex", "--out", str(out))) == cli.OK
+    cells = [(cell["kind"], cell["name"]) for cell in json.loads(out.read_text())["cells"]]
+    functions = [("function", f"D={d} {name}") for d in (64, 128) for name in mods.FUNCTIONS]
+    assert sorted(cells) == sorted([*functions, *((k, f"D={d}") for k in ("documents", "bias") for d in (64, 128))])
+    assert len({args.lock for args in commands}) == 1 and len({args.out for args in commands}) == len(cells)
+    assert all((args.ms, args.jobs, args.peers) == (3.0, 1, ("flex",)) for args in commands)
+    lost.append("prefix")
+    assert cli.main(("mods", "--parallel", "--head-dims", "64", "--kinds", "function")) == cli.NOT_MEASURED
+    error = capsys.readouterr().err
+    assert "--functions prefix: exit status 137: killed" in error and "1 of 6 processes did not end" in error
+
+
 def test_measuring_waits_until_no_process_compiles(tmp_path):
     mine, other = GpuLock(tmp_path / "lock"), (tmp_path / "lock").open()
     # Both compile at once, and neither measures.
