@@ -1,10 +1,12 @@
 """Context parallelism on 2, 4 and 8 gloo processes: results and gradients are those of the call on one process.
 
-All cases of a world size run in the same processes.
+All cases of a world size run in the same processes, once for all workers of pytest-xdist.
 """
 
 from __future__ import annotations
 
+import fcntl
+import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -60,16 +62,22 @@ def tasks(size: int) -> dict[str, Callable[[], Any]]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """The outcome of each case, by world size; the processes of a size run once."""
-    done: dict[int, dict[str, Any]] = {}
+def outcomes(
+    tmp_path_factory: pytest.TempPathFactory, worker_id: str
+) -> Callable[[int], dict[str, dict[int, tuple[str | None, Any]]]]:
+    """The outcome of each case, by world size."""
+    folder = tmp_path_factory.getbasetemp()
+    # The folder of a worker lies in that of the session.
+    shared = folder if worker_id == "master" else folder.parent
 
     def of(size: int) -> dict[str, Any]:
-        if size not in done:
-            named = tasks(size)
-            results = processes.run(size, list(named.values()), tmp_path_factory.mktemp("store"), seconds=120)
-            done[size] = dict(zip(named, results))
-        return done[size]
+        path, named = shared / f"world-{size}.pickle", tasks(size)
+        with (shared / f"world-{size}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                results = processes.run(size, list(named.values()), tmp_path_factory.mktemp("store"), seconds=120)
+                path.write_bytes(pickle.dumps(dict(zip(named, results, strict=True))))
+        return pickle.loads(path.read_bytes())
 
     return of
 
