@@ -17,11 +17,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
+from cute_flash.device.bias_stages import BiasStages
 from cute_flash.device.ldmatrix import STEP, swizzled
 from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.ptx import rederived
-from cute_flash.device.smem import allocate_stages
-from cute_flash.device.tma import TmaTiles
 from cute_flash.planning.tiles.common import WARP_ROWS
 from cute_flash.smem.tile import SmemTile
 
@@ -120,60 +119,34 @@ class WarpBias(BlockBias):
 
 @dataclass(frozen=True)
 class BiasPipeline:
-    """Bias tiles in shared memory, loaded by TMA.
+    """Bias tiles in shared memory: 64 queries of each consumer warpgroup. Iterations count K/V blocks."""
 
-    Each consumer warpgroup has its own pipeline, so none waits for another to release a stage. Iterations count K/V
-    blocks, as in the K and V pipelines.
-    """
-
-    sBias: cute.Tensor  # (64, tile_n, (warpgroup, stage))
-    barriers: Pipeline  # of all warpgroups; `pipeline` selects those of one
-    tile: cutlass.Constexpr  # SmemTile of a warpgroup's 64 rows
-    num_warpgroups: cutlass.Constexpr
-    stages: cutlass.Constexpr
+    stages: BiasStages
 
     @staticmethod
     def allocate(smem, dtype, tile: SmemTile, num_warpgroups: int, stages: int) -> "BiasPipeline":
-        sBias = allocate_stages(smem, dtype, tile, num_warpgroups * stages)
-        sBias = cute.logical_divide(sBias, (None, None, num_warpgroups))
-        barriers = Pipeline.allocate(smem, num_warpgroups * stages)
-        return BiasPipeline(sBias, barriers, tile, num_warpgroups, stages)
+        return BiasPipeline(BiasStages.allocate(smem, dtype, tile, num_warpgroups, stages, splits_rows=True))
 
     def init_barriers(self):
         """Called by one thread, before a fence and a CTA barrier."""
-        self.barriers.init(1, WARPGROUP_THREADS // 32)
-
-    def pipeline(self, warpgroup: Int32 | int) -> Pipeline:
-        return self.barriers.part(warpgroup, self.stages)
-
-    @cute.jit
-    def load(self, tma: TmaTiles, iteration: Int32, block: tuple, head_batch: tuple):
-        """Start to load the block (m_block, n_block) for all warpgroups. Called by one warp."""
-        m_block, n_block = block
-        for w in cutlass.range_constexpr(self.num_warpgroups):
-            pipeline = self.pipeline(w)
-            pipeline.wait_empty(iteration)
-            pipeline.expect_bytes(iteration, self.tile.bytes)
-            sX = self.sBias[None, None, (w, pipeline.stage(iteration))]
-            tma.load(sX, m_block * self.num_warpgroups + w, *head_batch, pipeline.full_barrier(iteration), n_block)
+        self.stages.barriers.init(1, WARPGROUP_THREADS // 32)
 
     def block(self, warpgroup: Int32, thread: Int32, iteration: Int32) -> "SmemBias":
         """The bias of one iteration for a thread. Its address is recomputed, which saves a register over the loop."""
-        thread = rederived(thread)
+        thread, tile = rederived(thread), self.stages.tile
         # Bit operations, because divisions of signed integers take more instructions.
         row, chunk = (thread >> 5) * WARP_ROWS + (thread & (WARP_ROWS - 1)), (thread >> 4) & 1
-        offset = (row * self.tile.row_stride + chunk * self.tile.chunk_cols) * self.tile.element_bytes
-        first = Int32(self.sBias.iterator.toint())
-        pipeline = self.pipeline(warpgroup)
-        stage = (pipeline.stage(iteration) * self.num_warpgroups + warpgroup) * self.tile.bytes
-        return SmemBias(self, pipeline, swizzled(first + offset, self.tile) + stage, iteration)
+        offset = (row * tile.row_stride + chunk * tile.chunk_cols) * tile.element_bytes
+        first = Int32(self.stages.sBias.iterator.toint())
+        pipeline, stage = self.stages.pipeline(warpgroup), self.stages.offset(warpgroup, iteration)
+        return SmemBias(self.stages, pipeline, swizzled(first + offset, tile) + stage, iteration)
 
 
 @dataclass(frozen=True)
 class SmemBias(BlockBias):
     """Bias in a pipeline stage of shared memory, read by ldmatrix."""
 
-    owner: BiasPipeline
+    stages: BiasStages
     pipeline: Pipeline
     address: Int32  # of this thread's 16 bytes of the first k-step
     iteration: Int32
@@ -188,7 +161,7 @@ class SmemBias(BlockBias):
         self.pipeline.release(self.iteration)
 
     def step(self, k: int) -> list:
-        tile, dtype = self.owner.tile, self.owner.sBias.element_type
+        tile, dtype = self.stages.tile, self.stages.sBias.element_type
         values = cute.make_rmem_tensor(STEP_VALUES, dtype)
         flipped, added = tile.column(STEP * k)
         address = self.address ^ (flipped * tile.element_bytes)

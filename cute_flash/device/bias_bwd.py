@@ -17,11 +17,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from cute_flash.device.bias_stages import BiasStages
 from cute_flash.device.gradient_sums import GradientSums
 from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.position import BwdBlockPosition
 from cute_flash.device.ptx import add_if, rederived, store_if
-from cute_flash.device.smem import allocate_stages
 from cute_flash.device.stmatrix import lane_offset, load_two_tiles, store_transposed
 from cute_flash.device.tma import TmaTiles
 from cute_flash.score_mod.graph import COLUMN, ROW
@@ -117,72 +117,52 @@ class BwdBlockBias:
 
 @dataclass(frozen=True)
 class BwdBiasPipeline:
-    """Bias tiles in shared memory, which TMA loads. Rows are queries and columns are keys.
+    """Bias tiles in shared memory: 64 keys of each warpgroup. Iterations count m_blocks of all tiles of the CTA.
 
-    Each warpgroup has its own pipeline, for its 64 keys. If TMA also stores the gradient, the warpgroup overwrites the
-    bias in its stage with the gradient and signals this (`gradient_ready`). A producer warp then stores the stage and
-    releases it. The iteration of a block is the number of m_blocks before it, in all tiles of the CTA.
+    If TMA also stores the gradient, the warpgroup overwrites the bias in its stage with the gradient and signals this
+    (`gradient_ready`). A producer warp then stores the stage and releases it.
     """
 
-    sBias: cute.Tensor  # (tile_m, 64, (warpgroup, stage))
-    barriers: Pipeline  # of all warpgroups; `pipeline` selects those of one
+    stages: BiasStages
     gradient_ready: Pipeline | None  # `full`: the gradient is in the stage; None: TMA does not store it
-    tile: cutlass.Constexpr  # SmemTile
-    num_warpgroups: cutlass.Constexpr
-    stages: cutlass.Constexpr
 
     @staticmethod
     def allocate(
         smem, dtype, tile: SmemTile, num_warpgroups: int, stages: int, stores_gradient: bool
     ) -> "BwdBiasPipeline":
-        sBias = allocate_stages(smem, dtype, tile, num_warpgroups * stages)
-        sBias = cute.logical_divide(sBias, (None, None, num_warpgroups))
-        barriers = Pipeline.allocate(smem, num_warpgroups * stages)
+        found = BiasStages.allocate(smem, dtype, tile, num_warpgroups, stages, splits_rows=False)
         gradient_ready = Pipeline.allocate(smem, num_warpgroups * stages) if stores_gradient else None
-        return BwdBiasPipeline(sBias, barriers, gradient_ready, tile, num_warpgroups, stages)
+        return BwdBiasPipeline(found, gradient_ready)
 
     @cute.jit
     def init_barriers(self):
         """Called by one thread, before a fence and a CTA barrier."""
         if cutlass.const_expr(self.gradient_ready is None):
-            self.barriers.init(1, WARPGROUP_THREADS)
+            self.stages.barriers.init(1, WARPGROUP_THREADS)
         else:
-            self.barriers.init(1, 1)
+            self.stages.barriers.init(1, 1)
             self.gradient_ready.init(WARPGROUP_THREADS, 1)
 
-    def pipeline(self, warpgroup: Int32 | int) -> Pipeline:
-        return self.barriers.part(warpgroup, self.stages)
-
-    @cute.jit
-    def load(self, tma: TmaTiles, iteration: Int32, block: tuple, head_batch: tuple):
-        """Start to load the block (m_block, n_block) for all warpgroups. Called by one warp."""
-        m_block, n_block = block
-        for w in cutlass.range_constexpr(self.num_warpgroups):
-            pipeline = self.pipeline(w)
-            pipeline.wait_empty(iteration)
-            pipeline.expect_bytes(iteration, self.tile.bytes)
-            sX = self.sBias[None, None, (w, pipeline.stage(iteration))]
-            tma.load(sX, m_block, *head_batch, pipeline.full_barrier(iteration), n_block * self.num_warpgroups + w)
+    def ready(self, warpgroup: Int32 | int) -> Pipeline:
+        """The part of `gradient_ready` of one warpgroup."""
+        return self.gradient_ready.part(warpgroup, self.stages.num)
 
     @cute.jit
     def store_gradient(self, tma: TmaTiles, iteration: Int32, block: tuple, head_batch: tuple):
         """Store the gradient of the block (m_block, n_block), then release its stages. Called by one warp."""
-        m_block, n_block = block
-        for w in cutlass.range_constexpr(self.num_warpgroups):
-            pipeline = self.pipeline(w)
-            self.gradient_ready.part(w, self.stages).wait_full(iteration)
-            sX = self.sBias[None, None, (w, pipeline.stage(iteration))]
+        for w in cutlass.range_constexpr(self.stages.num_warpgroups):
+            self.ready(w).wait_full(iteration)
+            sX, (row, column) = self.stages.stage(w, iteration), self.stages.coord(block, w)
             with cute.arch.elect_one():
-                tma.store(sX, m_block, *head_batch, n_block * self.num_warpgroups + w)
+                tma.store(sX, row, *head_batch, column)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-            pipeline.release(iteration)
+            self.stages.pipeline(w).release(iteration)
 
     def block(self, plain: BwdBlockBias, warpgroup: Int32, thread: Int32, iteration: Int32) -> "BwdSmemBias":
         """A thread's bias of one iteration. Each load computes its address, which saves a register over the loop."""
-        pipeline = self.pipeline(warpgroup)
-        stage = (pipeline.stage(iteration) * self.num_warpgroups + warpgroup) * self.tile.bytes
-        words = cute.make_rmem_tensor(self.tile.rows // 4, Int32)
+        stage = self.stages.offset(warpgroup, iteration)
+        words = cute.make_rmem_tensor(self.stages.tile.rows // 4, Int32)
         return BwdSmemBias(self, plain, warpgroup, iteration, stage, thread, words)
 
 
@@ -199,7 +179,7 @@ class BwdSmemBias:
     words: cute.Tensor  # 16-bit pairs of two queries: two words, one per row (key), for each n8 tile
 
     def wait(self) -> None:
-        self.owner.pipeline(self.warpgroup).wait_full(self.iteration)
+        self.owner.stages.pipeline(self.warpgroup).wait_full(self.iteration)
 
     def moved(self, position: BwdBlockPosition) -> "BwdSmemBias":
         words = cute.make_fragment_like(self.words)
@@ -208,13 +188,13 @@ class BwdSmemBias:
     def load_column(self, c: int) -> None:
         """Load columns c to c + 3 if c is a multiple of 4; otherwise do nothing."""
         if c % 4 == 0:
-            first = Int32(self.owner.sBias.iterator.toint()) + self.stage
+            first = Int32(self.owner.stages.sBias.iterator.toint()) + self.stage
             found = load_two_tiles(first + lane_offset(self.thread), c // 2)
             for i in range(4):
                 self.words[c + i] = found[i]
 
     def at(self, r: int, c: int) -> Float32:
-        index, dtype = c // 2 * 2 + r, self.owner.sBias.element_type
+        index, dtype = c // 2 * 2 + r, self.owner.stages.sBias.element_type
         if dtype is cutlass.BFloat16:
             # A bf16 is the upper half of an fp32, so one integer instruction converts it.
             bits = cute.make_rmem_tensor(1, Int32)
@@ -230,14 +210,13 @@ class BwdSmemBias:
     def release(self):
         """Release the stage after the last read. If TMA stores the gradient, the warp that stores it does this."""
         if cutlass.const_expr(self.owner.gradient_ready is None):
-            self.owner.pipeline(self.warpgroup).release_per_thread(self.iteration)
+            self.owner.stages.pipeline(self.warpgroup).release_per_thread(self.iteration)
 
     @cute.jit
     def write_gradient(self, rdS: cute.Tensor):
         """Write the gradient to the stage, if TMA stores it. `publish_gradient` follows after a fence."""
         if cutlass.const_expr(self.owner.gradient_ready is not None):
-            stage = self.owner.pipeline(self.warpgroup).stage(self.iteration)
-            sX = self.owner.sBias[None, None, (self.warpgroup, stage)]
+            sX = self.owner.stages.stage(self.warpgroup, self.iteration)
             store_transposed(rdS, sX.iterator, rederived(self.thread))
 
 
@@ -246,4 +225,4 @@ def publish_gradient(bias: BwdBiasPipeline | None, warpgroup: Int32, iteration: 
     """Signal that the gradient of an iteration is in its stage. Called after a fence."""
     if cutlass.const_expr(bias is not None):
         if cutlass.const_expr(bias.gradient_ready is not None):
-            cute.arch.mbarrier_arrive(bias.gradient_ready.part(warpgroup, bias.stages).full_barrier(iteration))
+            cute.arch.mbarrier_arrive(bias.ready(warpgroup).full_barrier(iteration))

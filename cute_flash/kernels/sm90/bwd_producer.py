@@ -188,7 +188,7 @@ def load_bias(p: Params, storage: SharedStorage):
     """Load the bias of every block."""
 
     def load(tile: KVTile, head: Int32, m_block: Int32, iteration: Int32):
-        storage.bias.load(p.bias, iteration, (m_block, tile.n_block), (head, tile.batch))
+        storage.bias.stages.load(p.bias, iteration, (m_block, tile.n_block), (head, tile.batch))
 
     for_each_block(p, storage, load)
 

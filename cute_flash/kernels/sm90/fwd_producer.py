@@ -94,7 +94,7 @@ def load_bias(p: Params, storage: SharedStorage):
 
     def load(iteration: Int32, tile: PublishedTile, i: Int32):
         block = tile.m_block, tile.block_iter.block(i)
-        storage.bias.load(p.bias, iteration, block, (tile.head, tile.seqlen.batch))
+        storage.bias.stages.load(p.bias, iteration, block, (tile.head, tile.seqlen.batch))
 
     for_each_block(p, storage, load)
 
