@@ -363,8 +363,9 @@ def _bench(args: argparse.Namespace) -> int:
     device, settings = torch.device("cuda"), _settings(args)
     precompile_keys(needed_kernels(shapes, available, settings, device), args.jobs)
     if any(provider.name == fa4_cache.NAME for provider in available):
-        with steps("compiling FlashAttention-4", len(list(fa4_cache.representatives(shapes)))) as done:
-            fa4_cache.fill(shapes, args.direction, args.dtype, args.jobs, done)
+        groups = fa4_cache.representatives(shapes)
+        with steps("compiling FlashAttention-4", len(groups)) as done:
+            fa4_cache.fill(groups, args.direction, args.dtype, args.jobs, done)
     with steps(f"timing {args.direction}, suite {args.suite}", len(shapes)) as done:
         tools = Tools(
             timer=GraphTimer() if args.graph else EventTimer(),

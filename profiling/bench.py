@@ -20,7 +20,7 @@ from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import CompileKey
 from profiling.accuracy import DISTRIBUTIONS, Accuracy, Oracle, poison
 from profiling.directions import DIRECTIONS, Direction, Inputs
-from profiling.host import recorded_launches
+from profiling.host import recorded_kernels
 from profiling.providers import Provider, in_layout
 from profiling.record import Ceiling, Cell, Result, Run
 from profiling.suites import DTYPES, Shape
@@ -207,9 +207,8 @@ def needed_kernels(
         inputs = tuple(in_layout(x, settings.layout) for x in made)
         for provider in ours:
             # The run records the error of a call that is refused.
-            with provider.context(), recorded_launches(is_dry=True) as launches, suppress(UnsupportedError):
+            with provider.context(), recorded_kernels(keys), suppress(UnsupportedError):
                 direction.prepare(provider, inputs, shape.causal)()
-            keys |= dict.fromkeys(one.key for one in launches)
     return list(keys)
 
 

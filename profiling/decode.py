@@ -30,7 +30,7 @@ from cute_flash.planning.plan import CompileKey
 from profiling import decode_cases
 from profiling.accuracy import nan_in_new_memory
 from profiling.decode_cases import OURS, PEERS, PLAIN, VARIANTS, Inputs, Shape, Side, Sizes
-from profiling.host import host_times, recorded_launches
+from profiling.host import host_times, recorded_kernels
 from profiling.report import geometric_mean
 from profiling.terminal import Table
 from profiling.timing import Contender, EventTimer, Failure, Samples, Timer, attempt, measure
@@ -98,9 +98,8 @@ def needed_kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
     for cell in dict.fromkeys((settings.cells[0], *settings.variant_cells)):
         inputs = tools.inputs(cell, settings)
         for side in (tools.sides(inputs)[OURS], *tools.variants(inputs, settings.seed).values()):
-            with side.context(), recorded_launches(is_dry=True) as launches:
+            with side.context(), recorded_kernels(keys):
                 side.call()
-            keys |= dict.fromkeys(one.key for one in launches)
     return list(keys)
 
 

@@ -51,7 +51,7 @@ RUNS = {
 }
 SHORT = 1024
 PEERS = {"sdpa-flash": "FA2", "sdpa-cudnn": "cuDNN", "sdpa-efficient": "memory-efficient", "fa3": "FA3", "fa4": "FA4"}
-# Family -> the record of its random calls.
+# The record of the random calls.
 SUPPORT = "results/h200/2026-11-17-support.json"
 # Digests of the kernels at the commit of the runs, and at that of the counters.
 KERNELS, KERNELS_OF_COUNTERS = newest("kernels"), "results/h200/2026-11-16-kernels.json"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -30,15 +30,17 @@ def imported(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def representatives(shapes: Sequence[Shape]) -> Iterator[tuple[Shape, ...]]:
+def representatives(shapes: Sequence[Shape]) -> list[tuple[Shape, ...]]:
     """For each head dim, mask and number of heads, the shortest and the longest sequence, in a batch of 1."""
 
     def kernel(shape: Shape) -> tuple[int, bool, int, int]:
         return shape.head_dim, shape.causal, shape.heads, shape.heads_kv
 
+    groups = []
     for _, group in groupby(sorted(shapes, key=lambda shape: (kernel(shape), shape.seqlen)), key=kernel):
         found = [replace(shape, batch=1) for shape in group]
-        yield tuple(dict.fromkeys((found[0], found[-1])))
+        groups.append(tuple(dict.fromkeys((found[0], found[-1]))))
+    return groups
 
 
 def first_calls(shapes: Sequence[Shape], direction: str, dtype: str) -> None:
@@ -56,15 +58,17 @@ def first_calls(shapes: Sequence[Shape], direction: str, dtype: str) -> None:
 
 
 def fill(
-    shapes: Sequence[Shape],
+    groups: Sequence[Sequence[Shape]],
     direction: str,
     dtype: str,
     jobs: int,
     progress: Callable[[str], None] = lambda line: None,
     make_pool: Callable[..., Pool] = Pool,
 ) -> None:
-    """Compile in `jobs` processes. A kernel that fails here is compiled by the run, which records its error."""
-    groups = list(representatives(shapes))
+    """Compile the kernels of each group of shapes, in `jobs` processes.
+
+    A kernel that fails here is compiled by the run, which records its error.
+    """
     tasks = [Task(first_calls, (group, direction, dtype)) for group in groups]
     with make_pool(jobs, {ENABLED: "1"}, LIMIT_S) as pool:
         for outcome in pool.run(tasks):

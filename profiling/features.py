@@ -26,7 +26,7 @@ from torch import Tensor
 
 from cute_flash.planning.plan import CompileKey
 from profiling.gpu_lock import GpuLock
-from profiling.host import recorded_launches
+from profiling.host import recorded_kernels
 from profiling.providers import Call, fa3_ops
 from profiling.terminal import Table
 from profiling.timing import Contender, Failure, Samples, Timer, attempt, measure
@@ -313,9 +313,8 @@ def needed_kernels(cells: Iterable[Cell]) -> list[CompileKey]:
     for cell in cells:
         ours = [side for side in cell.sides.values() if isinstance(side, Side) and side.is_ours]
         for side, direction in product(ours, DIRECTIONS):
-            with recorded_launches(is_dry=True) as launches:
+            with recorded_kernels(keys):
                 side.prepare(direction).call()
-            keys |= dict.fromkeys(one.key for one in launches)
     return list(keys)
 
 

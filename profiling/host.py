@@ -79,6 +79,14 @@ def recorded_launches(is_dry: bool = False) -> Iterator[list[Launch]]:
         yield launches
 
 
+@contextmanager
+def recorded_kernels(keys: dict[CompileKey, None]) -> Iterator[None]:
+    """Add the kernels that the calls inside the block need to `keys`; nothing is compiled or launched."""
+    with recorded_launches(is_dry=True) as launches:
+        yield
+    keys.update(dict.fromkeys(one.key for one in launches))
+
+
 def floor_of(ours: Contender, made_by_torch: Callable[[], Tensor] | None = None) -> Contender | None:
     """The allocations and the launches of a call, without anything else; None if it launches no kernel.
 
@@ -135,9 +143,8 @@ def needed_kernels(settings: Settings) -> list[CompileKey]:
     timer, keys = EventTimer(), dict[CompileKey, None]()
     for case in settings.chosen():
         note(case.name)
-        with recorded_launches(is_dry=True) as launches:
+        with recorded_kernels(keys):
             attempt(partial(_call_once, case, settings), timer)
-        keys.update(dict.fromkeys(one.key for one in launches))
     return list(keys)
 
 

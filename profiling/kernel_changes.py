@@ -22,9 +22,10 @@ def snapshot(commit: str, lock: Path = LOCK) -> dict[str, Any]:
 
 
 def changed(measured: dict[str, Any], prefixes: tuple[str, ...] = ("",), lock: Path = LOCK) -> tuple[int, list[str]]:
-    """Count the measured kernels whose name starts with a prefix, and list those that have different code now.
+    """(number of measured kernels, names of those whose machine code has changed since).
 
-    A kernel that is no longer in the lock, or was recorded with another toolchain, counts as changed.
+    Only kernels whose names start with one of the prefixes count. A kernel that is no longer in the lock, or was
+    recorded with another toolchain, counts as changed.
     """
     now = json.loads(lock.read_text(encoding="utf-8"))
     chosen = {

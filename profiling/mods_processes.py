@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Exit statuses of a run that measured everything: success, and a failed peer.
-ENDED = (0, 1)
+from profiling.every_run import ENDED
+
 LIMIT_S = 600.0
 # Arguments of `python -m profiling` -> exit status and output.
 Runner = Callable[[Sequence[str]], tuple[int, str]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import product
@@ -269,17 +270,13 @@ def run(chosen: Iterable[Launch], device: str = "cuda") -> None:
 
 def needed_kernels(chosen: Iterable[Launch], device: str = "cuda") -> list[CompileKey]:
     """The kernels of the launches, which are not run."""
-    from profiling.host import recorded_launches
+    from profiling.host import recorded_kernels
 
     keys: dict[CompileKey, None] = {}
     for launch in chosen:
-        with recorded_launches(is_dry=True) as recorded:
-            # Nothing is computed, so results may fail the check for finite values.
-            try:
-                call(launch, device)
-            except SystemExit:
-                pass
-        keys.update(dict.fromkeys(one.key for one in recorded))
+        # Nothing is computed, so results may fail the check for finite values.
+        with recorded_kernels(keys), suppress(SystemExit):
+            call(launch, device)
     return list(keys)
 
 

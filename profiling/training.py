@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from cute_flash.planning.plan import CompileKey
-from profiling.host import recorded_launches
+from profiling.host import recorded_kernels
 from profiling.terminal import Table
 from profiling.timing import Contender, Failure, Samples, Timer, attempt, measure
 from profiling.training_sides import CPU_SIDES, OURS, SIDES, Attention, Side
@@ -165,9 +165,8 @@ def needed_kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
         stack = Stack(one_layer, seqlen, tools.device)
         for side in tools.sides:
             if side.is_ours and tools.unavailable(side) is None:
-                with side.context(), recorded_launches(is_dry=True) as launches:
+                with side.context(), recorded_kernels(keys):
                     attempt(partial(stack.step, side.make()), tools.timer)
-                keys |= dict.fromkeys(one.key for one in launches)
     return list(keys)
 
 

@@ -39,9 +39,9 @@ class FakePool:
 def test_each_kernel_has_a_shortest_and_a_longest_sequence():
     lengths = [replace(SHAPE, seqlen=n) for n in (256, 64, 128)]
     other = replace(SHAPE, causal=False)
-    found = list(fa4_cache.representatives([*lengths, other]))
+    found = fa4_cache.representatives([*lengths, other])
     assert found == [(replace(other, batch=1),), tuple(replace(SHAPE, batch=1, seqlen=n) for n in (64, 256))]
-    paper = list(fa4_cache.representatives(SUITES["paper"].shapes()))
+    paper = fa4_cache.representatives(SUITES["paper"].shapes())
     assert len(paper) == 6 and all([shape.seqlen for shape in shapes] == [512, 16384] for shapes in paper)
 
 
@@ -60,7 +60,8 @@ def test_calls_of_all_kernels_and_a_failure(direction, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.delenv(fa4_cache.ENABLED, raising=False)
     shapes, lines = [replace(SHAPE, head_dim=d) for d in (16, 32, 8)], []
-    fa4_cache.fill(shapes, direction, "bf16", 7, lines.append, lambda *args: FakePool(*args, fails=(1,)))
+    groups = fa4_cache.representatives(shapes)
+    fa4_cache.fill(groups, direction, "bf16", 7, lines.append, lambda *args: FakePool(*args, fails=(1,)))
     assert [q[1:] for q, _, _ in called] == [(64, 4, 8), (64, 4, 32)]
     assert all(q[0] == 1 and k[2] == 2 and causal for q, k, causal in called)
     assert lines == ["D=8 causal: compiled", "D=16 causal: RuntimeError: no kernel", "D=32 causal: compiled"]
