@@ -68,6 +68,7 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: str = "float32"
     init: str = "empty"
+    heads_first: bool = False  # (B, H, ...) with the entries of one head next to each other in memory
 
 
 @dataclass(frozen=True)
@@ -347,8 +348,8 @@ def _plan_backward(
     if static.is_fp32:
         queries, keys = (problem.heads, problem.seqlen_q), (problem.heads_kv, problem.seqlen_k)
         workspace += _pieces(problem, tile, ("q", *queries), ("k", *keys), ("v", *keys), ("dout_cast", *queries))
-    if deterministic:
-        workspace.append(Buffer("dq_semaphore", (batch, problem.heads, num_m_blocks), "int32"))
+    if deterministic or tile.needs_wgmma:
+        workspace.append(Buffer("dq_progress", (batch, problem.heads, num_m_blocks), "int32"))
     sizes = {
         "heads_per_l2_group": _kv_heads_in_l2(problem, arch, l2_bytes),
         "num_tiles": num_tiles,

@@ -58,7 +58,8 @@ DLSE = Operand("dlse", "statistics f32", ("B", "H", "Sq"))
 LSE_LOG2 = Operand("lse_log2", "compact f32", ("B", "H", "padded Sq"))
 DELTA = Operand("delta", "compact f32", ("B", "H", "padded Sq"))
 DQ_ACCUM = Operand("dq_accum", "dq_accum", ("B", "H", "m_blocks"))
-DQ_SEMAPHORE = Operand("dq_semaphore", "compact i32", ("B", "H", "m_blocks"))
+# Which K/V tiles have added to an m_block of dq_accum: a semaphore if deterministic, else claims (`device.dq_claims`).
+DQ_PROGRESS = Operand("dq_progress", "compact i32", ("B", "H", "m_blocks"))
 DQ = _rows("dq", "B", "H", "Sq", "D")
 DK, DV = _rows("dk", "B", "Hkv", "Sk", "D"), _rows("dv", "B", "Hkv", "Sk", "Dv")
 DQ_SCALE = Operand("dq_scale", "f32")
@@ -81,10 +82,10 @@ def _of_features(direction: str) -> tuple[Operand, ...]:
 _FWD = (Q, K, V, OUT, LSE, SCALE, *WINDOW, L2_GROUP)
 _PIECES = (Q_PIECES, K_PIECES, V_PIECES, NORMS)
 _FWD_OPTIONAL = (*_of_features("fwd"), *DROPOUT_ORIGIN, FWD_BLOCKS, Q_TILES)
-_BWD = (Q, K, V, DOUT_CAST, LSE_LOG2, DELTA, DQ_ACCUM, DQ_SEMAPHORE, DK, DV, SCALE, *WINDOW, L2_GROUP)
+_BWD = (Q, K, V, DOUT_CAST, LSE_LOG2, DELTA, DQ_ACCUM, DQ_PROGRESS, DK, DV, SCALE, *WINDOW, L2_GROUP)
 _BWD_PIECES = (Q_PIECES, K_PIECES, V_PIECES, DOUT_PIECES, NORMS)
 _BWD_OPTIONAL = (*_of_features("bwd"), *DROPOUT_ORIGIN, BWD_BLOCKS, KV_TILES)
-_PREPROCESS = (OUT, DOUT, LSE, LSE_LOG2, DELTA, DQ_ACCUM, DQ_SEMAPHORE, DLSE, Q_TILES)
+_PREPROCESS = (OUT, DOUT, LSE, LSE_LOG2, DELTA, DQ_ACCUM, DQ_PROGRESS, DLSE, Q_TILES)
 _POSTPROCESS = (DQ_ACCUM, DQ, DQ_SCALE, Q_TILES)
 _OFFSETS = (
     Operand("cu_seqlens_q", "compact i32", ("B + 1",)),
@@ -145,7 +146,7 @@ KERNELS = {
     "bwd_preprocess": KernelSpec("common.preprocess:BwdPreprocess", _PREPROCESS),
     "bwd_preprocess_fp32": KernelSpec("common.preprocess:BwdPreprocess", (*_PREPROCESS, NORMS)),
     "bwd_postprocess_sm80": KernelSpec("sm80.postprocess:BwdPostprocessSm80", _POSTPROCESS),
-    "bwd_postprocess_sm90": KernelSpec("sm90.postprocess:BwdPostprocessSm90", _POSTPROCESS),
+    "bwd_postprocess_sm90": KernelSpec("sm90.postprocess:BwdPostprocessSm90", (*_POSTPROCESS, DQ_PROGRESS)),
     "split_fp32_fwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, *_PIECES, *_OFFSETS)),
     "split_fp32_bwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, DOUT_CAST, *_BWD_PIECES, *_OFFSETS)),
     "decode": KernelSpec("common.decode:Decode", _DECODE),

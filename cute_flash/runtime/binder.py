@@ -100,15 +100,18 @@ class FunctionSource:
         self.locals.add(name)
 
     def allocate(self, buffer: Buffer) -> None:
-        name, dtype = buffer.name, f"{buffer.name}_dtype"
+        name, dtype, shape = buffer.name, f"{buffer.name}_dtype", buffer.shape
         self.values[dtype] = getattr(torch, buffer.dtype)
+        if buffer.heads_first:
+            shape = (shape[1], shape[0], *shape[2:])
         if buffer.init == "empty":
-            self.values |= {f"{name}_shape": buffer.shape, f"{name}_stride": compact_strides(buffer.shape)}
+            self.values |= {f"{name}_shape": shape, f"{name}_stride": compact_strides(shape)}
             call = f"empty_strided({name}_shape, {name}_stride"
         else:
-            self.values[f"{name}_shape"] = buffer.shape
+            self.values[f"{name}_shape"] = shape
             call = f"zeros({name}_shape" if buffer.init == "zeros" else f"full({name}_shape, {buffer.init}"
-        self.assign(name, f"{call}, dtype={dtype}, device=device)")
+        view = ".transpose(0, 1)" if buffer.heads_first else ""
+        self.assign(name, f"{call}, dtype={dtype}, device=device){view}")
 
     def call(self, function: Callable[..., Any], **renamed: str) -> str:
         """The source of a call of `function` with local variables that have the names of its parameters.

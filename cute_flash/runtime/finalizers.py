@@ -136,8 +136,9 @@ def bias_gradient(args: AttentionArgs, dbias: Tensor) -> Tensor:
 def _sum_by_parts(terms: Tensor, dims: list[int]) -> Tensor:
     """The sum over `dims`, which stay as dimensions of size 1.
 
-    torch takes about 2.5 times as long per byte for tensors of more than 2^31 bytes. Such a tensor is therefore cut
-    into parts, along a dimension that is not summed.
+    torch takes about 2.5 times as long per byte if the elements span more than 2^31 bytes. Such a tensor is therefore
+    cut into parts, along a dimension that is not summed. The entries of one head must be next to each other in memory,
+    because a part of a (B, H, ...) tensor in its usual order spans as many bytes as the whole.
     """
     kept = [i for i in range(terms.dim()) if i not in dims and terms.shape[i] > 1]
     num_parts = -(-terms.numel() * terms.element_size() // MAX_SUM_BYTES)

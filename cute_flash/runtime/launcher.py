@@ -166,12 +166,15 @@ def _with_dbias(
     is_ds = mods.bias_dtype == problem.dtype and "softcap" not in problem.features and not deterministic
     tma = allows_tma and is_ds and mods.bias_tma and problem.seqlen_k % 8 == 0
     tma = tma and math.prod(full_shape) <= MAX_TERMS * bias.numel()
-    # Zeros if the kernel skips blocks, because it does not write skipped blocks.
-    visits_all = not problem.static.is_bounded and not problem.block_sparse
+    # Zeros if the kernel skips blocks, because it does not write skipped blocks. If TMA stores the gradient, a producer
+    # warp stores zeros in the blocks that a band excludes.
+    writes_all = not problem.block_sparse and (tma or not problem.static.is_bounded)
     if is_full or tma:
         dtype = str(bias.dtype) if str(bias.dtype) in BIAS_DTYPES else "float32"
-        init = "empty" if visits_all else "zeros"
-        buffer = Buffer("dbias", full_shape, dtype.removeprefix("torch."), init)
+        init = "empty" if writes_all else "zeros"
+        # If torch sums over the batch, it does so for some heads at a time (`finalizers.bias_gradient`).
+        heads_first = bias.shape[0] == 1 and not is_full
+        buffer = Buffer("dbias", full_shape, dtype.removeprefix("torch."), init, heads_first)
     else:
         buffer = Buffer("dbias", full_shape if deterministic else tuple(bias.shape), init="zeros")
     accumulates = not (is_full or tma or deterministic)

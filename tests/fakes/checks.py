@@ -14,6 +14,7 @@ from torch import Tensor
 from cute_flash.planning.plan import DALIBI_WARPS_SM90, MAX_SEQLEN, CompileKey
 from cute_flash.planning.registry import KERNELS
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
+from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.planning.varlen import TILE_LIST_WIDTH
 from cute_flash.score_mod.graph import COLUMN, ROW
 from cute_flash.spec.dropout import threshold
@@ -26,7 +27,6 @@ ELEMENTS = {"f32": torch.float32, "i32": torch.int32, "i64": torch.int64}
 RANGES = {"i32": 1 << 31, "i64": 1 << 63}
 # Operands whose presence a field of `Static` decides.
 BY_STATIC = {
-    "dq_semaphore": "deterministic",
     "dlse": "has_dlse",
     "cu_seqlens_q": "varlen",
     "cu_seqlens_k": "varlen",
@@ -47,7 +47,7 @@ def check(key: CompileKey, arguments: dict[str, Any]) -> None:
     checker = Checker(key)
     for operand in KERNELS[key.kernel].operands:
         value = arguments[operand.name]
-        if is_present(operand, key.static):
+        if is_present(operand, key):
             assert value is not None, f"{key.kernel}: {operand.name} is missing"
             checker.check(operand, value)
         else:
@@ -55,9 +55,11 @@ def check(key: CompileKey, arguments: dict[str, Any]) -> None:
     _check_values(key, arguments)
 
 
-def is_present(operand: Operand, static: Static) -> bool:
+def is_present(operand: Operand, key: CompileKey) -> bool:
     """Whether a kernel takes an operand."""
-    name = operand.name
+    name, static = operand.name, key.static
+    if name == "dq_progress":
+        return static.deterministic or isinstance(key.tile, (BwdTileSm90, BwdTileSm90Wide))
     if name in BY_STATIC:
         return getattr(static, BY_STATIC[name])
     of_features = {x.name: f.name for f in FEATURES for x in (*f.fwd, *f.bwd)}

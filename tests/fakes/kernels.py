@@ -166,30 +166,40 @@ def _write_tile_list(a: Arguments, of_keys: bool, numbers_rest: bool = False) ->
 # ---- backward
 
 
-def _q_tiles(key: CompileKey, a: Arguments) -> Iterator[tuple[slice, slice]]:
-    """For each tile of a varlen batch, its rows among the tokens and its rows in the workspace."""
+def _q_tiles(key: CompileKey, a: Arguments) -> Iterator[tuple[VarlenTile, slice, slice]]:
+    """Each tile of a varlen batch, its rows among the tokens and its rows in the workspace."""
     tile_m = key.tile.tile_m
     for tile in varlen_model.read(a["q_tile_list"]):
         first = (padded_block(tile.q_begin, tile.sequence, tile_m) + tile.block) * tile_m
-        yield _rows_of(tile, tile_m), slice(first, first + tile_m)
+        yield tile, _rows_of(tile, tile_m), slice(first, first + tile_m)
+
+
+def _has_claims(key: CompileKey, num_queries: int) -> bool:
+    """Whether the first K/V tile that is ready stores dQ of an m_block, instead of adding to zeros."""
+    return key.tile.needs_wgmma and not key.static.deterministic and num_queries <= key.tile.max_queries_stored
+
+
+def _first_dq(key: CompileKey, num_queries: int) -> float:
+    """The accumulators of dQ after the preprocess kernel: zeros, or whatever the memory held."""
+    return torch.nan if _has_claims(key, num_queries) else 0.0
 
 
 def _preprocess(key: CompileKey, a: Arguments) -> None:
     out, dout, lse, dlse = a["out"], a["dout"], a["lse"], a["dlse"]
     if not key.static.varlen:
         _preprocess_rows(a, slice(None), out, dout, lse, dlse)
-        a["dq_accum"].zero_()
-        if a["dq_semaphore"] is not None:
-            a["dq_semaphore"].zero_()
+        a["dq_accum"].fill_(_first_dq(key, out.shape[2]))
+        if a["dq_progress"] is not None:
+            a["dq_progress"].zero_()
         return
-    for rows, block in _q_tiles(key, a):
+    for tile, rows, block in _q_tiles(key, a):
         parts = (x[rows].transpose(0, 1)[None] for x in (out, dout))
         statistics = (None if x is None else x[None, :, rows] for x in (lse, dlse))
         _preprocess_rows(a, block, *parts, *statistics)
         index = block.start // key.tile.tile_m
-        a["dq_accum"][0, :, index] = 0
-        if a["dq_semaphore"] is not None:
-            a["dq_semaphore"][0, :, index] = 0
+        a["dq_accum"][0, :, index] = _first_dq(key, tile.q_len)
+        if a["dq_progress"] is not None:
+            a["dq_progress"][0, :, index] = 0
 
 
 def _preprocess_rows(a: Arguments, block: slice, out, dout, lse, dlse) -> None:
@@ -204,20 +214,20 @@ def _preprocess_rows(a: Arguments, block: slice, out, dout, lse, dlse) -> None:
 
 
 def _backward(key: CompileKey, a: Arguments) -> None:
-    if a["dq_semaphore"] is not None:
+    if a["dq_progress"] is not None:
         # In a varlen batch, blocks without queries are neither zeroed nor read.
-        assert key.static.varlen or not a["dq_semaphore"].any()
+        assert key.static.varlen or not a["dq_progress"].any()
     if key.static.varlen:
         _varlen_backward(key, a)
     else:
         _dense_backward(key, a)
-    if a["dq_semaphore"] is not None:
-        a["dq_semaphore"].fill_(7)  # the preprocess kernel of the next call must reset it
+    if key.static.deterministic:
+        a["dq_progress"].fill_(7)  # the preprocess kernel of the next call must reset it
 
 
 def _dense_backward(key: CompileKey, a: Arguments) -> None:
     q, k = a["q"], a["k"]
-    (batch, heads, sq, width), sk = q.shape, k.shape[2]
+    (batch, heads, sq, _), sk = q.shape, k.shape[2]
     block_mask = None
     if a["block_indices"] is not None:
         block_mask = _bwd_block_mask(key, *a["block_indices"], torch.Size((batch, heads, sq, sk)))
@@ -232,7 +242,7 @@ def _dense_backward(key: CompileKey, a: Arguments) -> None:
             args, grads, range(batch), (q, k, a["v"], a["dout_cast"]), a["lse_log2"][:, :, :sq], a["delta"][:, :, :sq],
             range(sk), sk,
         )  # fmt: skip
-    _accumulated_rows(key, a)[:, :, :sq, :width] += dq
+    _add_dq(key, a, 0, dq)
     a["dk"].copy_(dk)
     a["dv"].copy_(dv)
     if a["dalibi_partial"] is not None:
@@ -266,7 +276,7 @@ def _stored_terms(dcapture_terms: list[Tensor] | None) -> Iterator[None]:
 
 def _varlen_backward(key: CompileKey, a: Arguments) -> None:
     args, tile_m, tile_n = args_of(key, a), key.tile.tile_m, key.tile.tile_n
-    dq_rows, dalibi = _accumulated_rows(key, a), a["dalibi_partial"]
+    dalibi = a["dalibi_partial"]
     for tile in varlen_model.read(a["kv_tile_list"]):
         first = tile.block * tile_n
         span = range(first, min(first + tile_n, tile.k_len))
@@ -287,7 +297,7 @@ def _varlen_backward(key: CompileKey, a: Arguments) -> None:
         a["dk"][keys] = dk[0].transpose(0, 1).to(a["dk"].dtype)
         a["dv"][keys] = dv[0].transpose(0, 1).to(a["dv"].dtype)
         if tile.q_len:
-            dq_rows[:, :, padded, : dq.shape[3]] += dq
+            _add_dq(key, a, begin, dq)
         for into, grad in zip(a["dcaptures"] or (), grads.captures.values(), strict=True):
             into += grad.view_as(into)
         if dalibi is not None and tile.q_len:
@@ -325,6 +335,26 @@ def _accumulated_rows(key: CompileKey, a: Arguments) -> Tensor:
     return a["dq_accum"].view(*a["dq_accum"].shape[:2], -1, key.tile.head_dim)
 
 
+def _add_dq(key: CompileKey, a: Arguments, begin: int, dq: Tensor) -> None:
+    """Add dq (B, H, rows, columns) to the accumulators from row `begin` on.
+
+    With claims, an m_block is stored if it is the first addition to it, and blocks without a gradient are not visited.
+    """
+    rows, tile_m, (num, width) = _accumulated_rows(key, a), key.tile.tile_m, dq.shape[2:]
+    if not _has_claims(key, num):
+        rows[:, :, begin : begin + num, :width] += dq
+        return
+    for first in range(0, num, tile_m):
+        one, block = dq[:, :, first : first + tile_m], (begin + first) // tile_m
+        for b, h in torch.cartesian_prod(*map(torch.arange, dq.shape[:2])).tolist():
+            if one[b, h].any():
+                target = rows[b, h, block * tile_m : (block + 1) * tile_m]
+                if not a["dq_progress"][b, h, block]:
+                    target.zero_()
+                target[: one.shape[2], :width] += one[b, h]
+                a["dq_progress"][b, h, block] = 1
+
+
 def _store_dbias(dbias: Tensor, grad: Tensor, accumulates: bool) -> None:
     """Store the gradient of the bias, summed over the dimensions in which `dbias` has a stride of 0."""
     shared = [i for i in range(4) if dbias.stride(i) == 0 or dbias.shape[i] == 1]
@@ -358,14 +388,26 @@ def _bwd_block_mask(key: CompileKey, num: Tensor, indices: Tensor, *ranks_and_sh
 
 
 def _postprocess(key: CompileKey, a: Arguments) -> None:
-    rows, dq = _accumulated_rows(key, a), a["dq"]
-    if not key.static.varlen:
-        dq.copy_(rows[:, :, : dq.shape[2], : dq.shape[3]] * a["dq_scale"])
-        return
-    for tokens, block in _q_tiles(key, a):
-        num = tokens.stop - tokens.start
-        values = rows[0, :, block.start : block.start + num, : dq.shape[2]] * a["dq_scale"]
-        dq[tokens] = values.transpose(0, 1).to(dq.dtype)
+    dq, tile_m = a["dq"], key.tile.tile_m
+
+    def rows(first: int, num: int) -> Tensor:
+        """dQ of a sequence whose first row in the workspace is `first`."""
+        found = _accumulated_rows(key, a)[:, :, first : first + num, : dq.shape[-1]].clone()
+        if _has_claims(key, num):
+            for block in range(-(-num // tile_m)):
+                unwritten = a["dq_progress"][:, :, first // tile_m + block] == 0
+                found[:, :, block * tile_m : (block + 1) * tile_m][unwritten] = 0
+        return found * a["dq_scale"]
+
+    if key.static.varlen:
+        for tile, tokens, block in _q_tiles(key, a):
+            values = rows(block.start - tile.block * tile_m, tile.q_len)
+            own = slice(tile.block * tile_m, tile.block * tile_m + tokens.stop - tokens.start)
+            dq[tokens] = values[0, :, own].transpose(0, 1).to(dq.dtype)
+    else:
+        dq.copy_(rows(0, dq.shape[2]))
+    if a.get("dq_progress") is not None:
+        a["dq_progress"].fill_(7)  # the preprocess kernel of the next call must reset it
 
 
 # ---- fp32

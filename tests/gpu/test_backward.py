@@ -51,6 +51,24 @@ def test_memory_as_bshd():
     check(case, torch.bfloat16, turn=lambda x: x.transpose(1, 2).contiguous().transpose(1, 2))
 
 
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_many_tiles_that_add_to_the_same_rows(head_dim, causal, family):
+    """CTAs claim blocks of dQ in any order; every order gives the gradients of `deterministic=True`."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    shape = 8, 16, 1000, head_dim
+    *qkv, dout = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    for x in qkv:
+        x.requires_grad_()
+    expected = torch.autograd.grad(cute_flash.attn(*qkv, causal=causal, deterministic=True), qkv, dout)
+    out = cute_flash.attn(*qkv, causal=causal)
+    for _ in range(10):
+        found = torch.autograd.grad(out, qkv, dout, retain_graph=True)
+        for x, y in zip(found, expected, strict=True):
+            # One rounding to bf16 may differ.
+            assert (x - y).abs().max() <= 2**-7 * y.abs().max()
+
+
 @pytest.mark.parametrize("scale", (-0.3, 0.05))
 def test_scale(scale):
     check(cases.Case(1, 2, 1, 150, 200, 64, Band()), torch.bfloat16, scale=scale)

@@ -20,6 +20,12 @@ from cute_flash.spec.features import FEATURES
 from cute_flash.spec.problem import Problem, Static
 
 
+def tile_of(kernel: str) -> Any:
+    """The tile of an attention kernel."""
+    plan = plan_backward if kernel.startswith("bwd") or kernel.endswith("bwd") else plan_forward
+    return plan(Problem(2, 4, 2, 100, 200, 64), ARCHS["sm_80" if "sm80" in kernel else "sm_90"]).main.tile
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_an_entry_is_compiled_for_the_operands_of_its_row_by_name_and_in_order(kernel: str) -> None:
     module, name = KERNELS[kernel].path.split(":")
@@ -33,9 +39,7 @@ def test_an_entry_is_compiled_for_the_operands_of_its_row_by_name_and_in_order(k
     elif kernel == "merge_partials":
         static, tile = MergeStatic("bfloat16", 64, 3), MergeTile()
     else:
-        plan = plan_backward if kernel.startswith("bwd") or kernel.endswith("bwd") else plan_forward
-        problem = Problem(2, 4, 2, 100, 200, 64)
-        tile = plan(problem, ARCHS["sm_80" if "sm80" in kernel else "sm_90"]).main.tile
+        tile = tile_of(kernel)
     fakes = fake_arguments(KERNELS[kernel].operands, static, tile)
     assert list(fakes) == ["stream", *KERNELS[kernel].names]
 
@@ -44,7 +48,7 @@ def test_an_entry_is_compiled_for_the_operands_of_its_row_by_name_and_in_order(k
 def test_a_plain_kernel_takes_no_operand_of_a_feature(kernel: str) -> None:
     static = Static("bfloat16", 64)
     features = {operand.name for feature in FEATURES for operand in (*feature.fwd, *feature.bwd)}
-    absent = {operand.name for operand in KERNELS[kernel].operands if not is_present(operand, static)}
+    absent = {x.name for x in KERNELS[kernel].operands if not is_present(x, static, tile_of(kernel))}
     assert absent >= features & set(KERNELS[kernel].names)
 
 
@@ -54,7 +58,8 @@ def test_a_plain_kernel_takes_no_operand_of_a_feature(kernel: str) -> None:
         ("fwd_sm90", Static("bfloat16", 64, features=("softcap",)), {"softcap"}),
         ("fwd_sm80", Static("bfloat16", 64, features=("score_mod",)), {"captures", "scalars"}),
         ("bwd_sm80", Static("bfloat16", 64, features=("alibi",)), {"alibi_slopes", "dalibi_partial"}),
-        ("bwd_sm90", Static("bfloat16", 64, deterministic=True), {"dq_semaphore"}),
+        ("bwd_sm80", Static("bfloat16", 64, deterministic=True), {"dq_progress"}),
+        ("bwd_sm90", Static("bfloat16", 64, deterministic=True), set()),
         ("bwd_sm90", Static("bfloat16", 64, varlen=True), {"kv_tile_list"}),
         ("fwd_sm90", Static("bfloat16", 64, block_sparse=True), {"block_indices"}),
         ("bwd_preprocess", Static("bfloat16", 64, has_dlse=True), {"dlse"}),
@@ -62,5 +67,6 @@ def test_a_plain_kernel_takes_no_operand_of_a_feature(kernel: str) -> None:
 )
 def test_features_geometry_and_policy_add_their_operands(kernel: str, static: Static, names: set[str]) -> None:
     plain = Static("bfloat16", 64)
-    added = [x.name for x in KERNELS[kernel].operands if is_present(x, static) and not is_present(x, plain)]
+    tile = tile_of(kernel)
+    added = [x.name for x in KERNELS[kernel].operands if is_present(x, static, tile) and not is_present(x, plain, tile)]
     assert set(added) == names

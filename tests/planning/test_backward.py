@@ -197,7 +197,7 @@ def test_deterministic_gradients() -> None:
         kernel = "bwd_sm90_wide" if found_arch is sm_90 else "bwd_sm80"
         assert found.main.kernel == kernel and found.main.static.deterministic
         assert found.launch("bwd_preprocess").static.deterministic
-        assert len(shape_of(found, "dq_semaphore")) == 3
+        assert len(shape_of(found, "dq_progress")) == 3
         assert found.launches[-1] == plan_backward(problem, found_arch).launches[-1] or found_arch is sm_90
 
 

@@ -60,7 +60,7 @@ def test_kernels_and_arguments_are_those_of_the_plan(
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_workspaces_do_not_overlap(gpu: FakeGpu, deterministic: bool) -> None:
     run_backward(inputs(), plain(deterministic=deterministic))
-    names = ["lse_log2", "delta", "dq_accum", *["dq_semaphore"] * deterministic]
+    names = ["lse_log2", "delta", "dq_accum", *["dq_progress"] * (deterministic or gpu.family == "sm90")]
     workspace = [gpu.main[name] for name in names]
     ends = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()) for x in workspace)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))
@@ -190,7 +190,7 @@ def deterministic_mode() -> Iterator[Callable[..., None]]:
 
 
 def is_deterministic(launch: Launch) -> bool:
-    return launch.key.static.deterministic and launch["dq_semaphore"] is not None
+    return launch.key.static.deterministic and launch["dq_progress"] is not None
 
 
 def test_torch_may_ask_for_deterministic_gradients_at_any_time(

@@ -248,7 +248,7 @@ def test_deterministic(gpu: FakeGpu) -> None:
         "bias of keys", "bias of heads", "full bias", "documents", "documents, block mask", "heads, block mask",
     ):  # fmt: skip
         run_gradients(CASES[name], deterministic=True)
-        assert gpu.main.kernel == f"bwd_{gpu.family}" and gpu.main["dq_semaphore"] is not None
+        assert gpu.main.kernel == f"bwd_{gpu.family}" and gpu.main["dq_progress"] is not None
         assert not gpu.main.key.static.mods.dbias_accumulates
 
 
@@ -277,6 +277,8 @@ def test_tma_moves_a_bias_and_its_gradient(sm_90: FakeGpu) -> None:
 
     for bias, fields, expected in calls.values():
         check(bias, fields | {"needs_grad": (True,)}, expected)
+        dbias, is_summed = sm_90.main["dbias"], bias.shape[0] == 1 and not expected[2]
+        assert dbias.transpose(0, 1).is_contiguous() == is_summed, "torch sums over the batch, some heads at a time"
     check(whole, {}, (True, False, False))
     check(whole, {"needs_grad": (True,)}, (False, False, False), width=192)
     # Without TMA, the kernel adds to the gradient of a shared bias.

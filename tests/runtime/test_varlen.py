@@ -167,7 +167,7 @@ def test_gradients_of_random_batches(gpu: FakeGpu, seed: int, window: tuple[int 
 
 def test_deterministic_gradients(gpu: FakeGpu) -> None:
     run_backward(tensors(SMALL), varlen(SMALL, deterministic=True))
-    assert gpu.main.kernel == f"bwd_{gpu.family}" and gpu.main["dq_semaphore"] is not None
+    assert gpu.main.kernel == f"bwd_{gpu.family}" and gpu.main["dq_progress"] is not None
     # The last K/V tile of a sequence comes first: others wait for it.
     assert gpu.last("varlen_scheduler")["tile_order"] == DESCENDING
 

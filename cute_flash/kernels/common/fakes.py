@@ -39,7 +39,6 @@ ELEMENTS = {"f32": "float32", "i32": "int32", "i64": "int64"}
 _BATCH, _DENSE_BATCH = ("dalibi batch",), ("sequences",)
 # Operands whose presence is a field of `Static`.
 _IF_STATIC = {
-    "dq_semaphore": "deterministic",
     "dlse": "has_dlse",
     "cu_seqlens_q": "varlen",
     "cu_seqlens_k": "varlen",
@@ -58,15 +57,17 @@ _OF_FEATURES = {operand.name for feature in FEATURES for operand in (*feature.fw
 def fake_arguments(operands: tuple[Operand, ...], static: Static | DecodeStatic, tile: Any) -> dict[str, Any]:
     """The fakes of a launch by name: torch's current stream, then the operands in order."""
     fakes = Fakes(static, tile)
-    arguments = {x.name: fakes.make(x) if is_present(x, static) else None for x in operands}
+    arguments = {x.name: fakes.make(x) if is_present(x, static, tile) else None for x in operands}
     return {"stream": make_fake_stream(use_tvm_ffi_env_stream=True), **arguments}
 
 
-def is_present(operand: Operand, static: Static | DecodeStatic) -> bool:
-    """Whether a kernel with this `Static` takes the operand."""
+def is_present(operand: Operand, static: Static | DecodeStatic, tile: Any) -> bool:
+    """Whether a kernel with this `Static` and tile takes the operand."""
     name = operand.name
     if isinstance(static, DecodeStatic):
         return static.takes(name)
+    if name == "dq_progress":
+        return static.deterministic or tile.needs_wgmma
     if name in _IF_STATIC:
         return getattr(static, _IF_STATIC[name])
     if name not in _OF_FEATURES:

@@ -1,4 +1,4 @@
-"""The preprocess kernel of the backward: row statistics, and zeros in the accumulators of dQ."""
+"""The preprocess kernel of the backward: row statistics, and the initial state of dQ."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from cute_flash.kernels.common.fakes import CUTE_DTYPES, out_dtype
 from cute_flash.kernels.common.kernel import MBlockKernel
 from cute_flash.planning.tiles import AnyBwdTile
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
+from cute_flash.planning.tiles.bwd_sm90 import PIECES, BwdTileSm90Wide
 from cute_flash.spec.problem import Static
 
 VECTOR = 8  # contiguous elements that a thread loads: 16 bytes, or 32 if fp32
@@ -29,7 +30,7 @@ class Params:
     lse_log2: cute.Tensor  # (B, H, Sq padded)
     delta: cute.Tensor  # Δ, (B, H, Sq padded)
     dq_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32
-    dq_semaphore: cute.Tensor | None  # (B, H, m_blocks)
+    dq_progress: cute.Tensor | None  # (B, H, m_blocks): claims, or semaphores
     dlse: cute.Tensor | None
     q_tile_list: cute.Tensor | None  # of a varlen batch
     norms: cute.Tensor | None = None  # (5, sequences, H) of an fp32 call; norms[4] is the largest |Δ|
@@ -39,7 +40,7 @@ class BwdPreprocess(MBlockKernel):
     """Computes Δ = rowsum(dO O) - dLSE (the operand `delta`), and the LSE in units of log2.
 
     The LSE of rows without keys, and of rows past the end, becomes +inf, so that P is 0. The kernel also sets the
-    accumulators of dQ and their semaphores to 0.
+    progress of dQ to 0 and, unless the main kernel stores the first terms (`device.dq_claims`), the accumulators too.
     """
 
     rows, num_threads = "out", THREADS
@@ -49,6 +50,7 @@ class BwdPreprocess(MBlockKernel):
         self.dtype = CUTE_DTYPES[out_dtype(static)]  # of O and dO
         # The main Hopper kernel starts before this kernel ends, and waits (programmatic dependent launch).
         self.overlaps_next = not isinstance(tile, BwdTileSm80)
+        self.tile, self.has_claims = tile, tile.needs_wgmma and not static.deterministic
         vectors = -(-static.width_v // VECTOR)
         # A power of two, large enough that the threads of a CTA cover at most `tile_m` rows at once.
         self.threads_per_row = max(1 << (vectors - 1).bit_length(), THREADS // self.tile_m)
@@ -71,10 +73,16 @@ class BwdPreprocess(MBlockKernel):
     @cute.jit
     def process_block(self, p: Params, m_block: Int32, head: Int32, seqlen: SeqlenInfo, thread: Int32):
         block = seqlen.padded_q_block(m_block, self.tile_m)
-        if cutlass.const_expr(self.static.deterministic):
+        if cutlass.const_expr(p.dq_progress is not None):
             if thread == 0:
-                seqlen.slice_head(p.dq_semaphore, head)[block] = Int32(0)
-        self.zero_dq(seqlen.slice_head(p.dq_accum, head)[block, None], thread)
+                seqlen.slice_head(p.dq_progress, head)[block] = Int32(0)
+        gdQ = seqlen.slice_head(p.dq_accum, head)[block, None]
+        if cutlass.const_expr(not self.has_claims):
+            self.zero_dq(gdQ, thread)
+        elif seqlen.q_len > self.tile.max_queries_stored:
+            self.zero_dq(gdQ, thread)
+        elif cutlass.const_expr(isinstance(self.tile, BwdTileSm90Wide)):
+            self.zero_rest(gdQ, thread)
         rows_at_once = THREADS // self.threads_per_row
         for i in cutlass.range_constexpr(self.tile_m // rows_at_once):
             row = m_block * self.tile_m + i * rows_at_once + thread // self.threads_per_row
@@ -87,6 +95,17 @@ class BwdPreprocess(MBlockKernel):
         for i in cutlass.range(self.tile_m * self.tile_d // (4 * THREADS), unroll=4):
             target = (gdQ.iterator + 4 * (i * THREADS + thread)).align(16)
             cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
+
+    @cute.jit
+    def zero_rest(self, gdQ: cute.Tensor, thread: Int32):
+        """Zero the pieces of dQ that all K/V tiles add from registers."""
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        pieces = self.tile_m * self.tile_d // (4 * THREADS)
+        for i in cutlass.range_constexpr(pieces):
+            if cutlass.const_expr(i % PIECES >= self.tile.dq_pieces):
+                target = (gdQ.iterator + 4 * (i * THREADS + thread)).align(16)
+                cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
 
     @cute.jit
     def process_row(self, p: Params, sequence: tuple, row: Int32, column: Int32):

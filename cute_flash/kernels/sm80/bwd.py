@@ -96,7 +96,7 @@ class BwdSm80(Kernel):
             # more register than a thread has.
             band = Band(band.left, Int32(FAR) if band.right is None else band.right)
             lengths = args.q.shape[2], seqlen_k
-            semaphore = DQSemaphore(args.dq_semaphore, band, *lengths, tile.tile_m, tile.tile_n, by_tma=False)
+            semaphore = DQSemaphore(args.dq_progress, band, *lengths, tile.tile_m, tile.tile_n, by_tma=False)
         row_elements = self.k_tile.copy_cols
         params = Params(
             mQ=args.q,

@@ -13,7 +13,8 @@ For each K/V tile, over the query heads that share it and their m_blocks i, in p
 | warpgroup | warps | role                                                     |
 |-----------|-------|----------------------------------------------------------|
 | 0         | 0     | load K, V, Q, dO, LSE and Δ by TMA                       |
-| 0         | 1     | add dQ to global memory by bulk reductions               |
+| 0         | 1     | add dQ to global memory by bulk reductions; the first    |
+|           |       | CTA of an m_block stores it (`device/dq_claims.py`)      |
 | 0         | 2     | if deterministic: the same, alternating with warp 1;     |
 |           |       | or store the gradient of a bias by TMA                   |
 | 0         | 3     | load a bias by TMA                                       |
@@ -124,7 +125,7 @@ class BwdSm90(Kernel):
         descends = static.has_left or static.deterministic
         band, semaphore, tile_list = self.band(args), None, None
         if cutlass.const_expr(static.deterministic):
-            semaphore = DQSemaphore(args.dq_semaphore, band, seqlen_q, seqlen_k, tile.tile_m, tile.tile_n)
+            semaphore = DQSemaphore(args.dq_progress, band, seqlen_q, seqlen_k, tile.tile_m, tile.tile_n)
         if cutlass.const_expr(static.varlen):
             tile_list = VarlenTileList(args.kv_tile_list, heads_kv, args.heads_per_l2_group)
         MN, K = OperandMajorMode.MN, OperandMajorMode.K
@@ -138,6 +139,7 @@ class BwdSm90(Kernel):
             mDelta=args.delta,
             mdQ_accum=args.dq_accum,
             dq_semaphore=semaphore,
+            mClaims=None if static.deterministic else args.dq_progress,
             mdK=args.dk,
             mdV=args.dv,
             seqlen_q=seqlen_q,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from cute_flash.device.block_sparse import BwdBlockIndex
@@ -16,8 +16,10 @@ from cute_flash.device.ptx import rederived
 from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.kernels.sm90.bwd_storage import NUM_WARPGROUPS, KVTile, Params, SharedStorage
-from cute_flash.kernels.sm90.dq import bulk_add
+from cute_flash.kernels.sm90.dq import DQPart, bulk_add
 from cute_flash.kernels.sm90.published_tiles import NO_TILE
+
+VECTOR = 8  # 16-bit elements that a thread stores at once
 
 
 @cute.jit
@@ -143,7 +145,7 @@ def add_dq(p: Params, storage: SharedStorage, adder: Int32):
                 head = tile.head_kv * p.heads_per_kv + g
                 for i in cutlass.range(tile.block_iter.num, unroll=1):
                     if cutlass.const_expr(p.num_adders == 1):
-                        add_parts(p, storage, accumulators(p, tile.seqlen, head, tile.m_block(i)), iteration)
+                        add_block(p, storage, tile, head, tile.m_block(i), iteration)
                     elif iteration % p.num_adders == adder:
                         add_in_order(p, storage, tile, head, tile.m_block(i), iteration)
                     iteration += 1
@@ -152,7 +154,7 @@ def add_dq(p: Params, storage: SharedStorage, adder: Int32):
                 if cutlass.const_expr(p.num_adders == 1):
                     index = p.block_index(tile, i)
                     head = tile.head_kv * p.heads_per_kv + index.head
-                    add_parts(p, storage, accumulators(p, tile.seqlen, head, index.m_block), iteration)
+                    add_block(p, storage, tile, head, index.m_block, iteration)
                 elif iteration % p.num_adders == adder:
                     add_sparse_in_order(p, storage, tile, i, iteration)
                 iteration += 1
@@ -163,14 +165,20 @@ def add_dq(p: Params, storage: SharedStorage, adder: Int32):
 
 
 @cute.jit
-def for_each_block(p: Params, storage: SharedStorage, visit: cutlass.Constexpr):
-    """Call visit(tile, head, m_block, iteration) for every block, in a warp that reads published tiles."""
+def for_each_block(p: Params, storage: SharedStorage, visit: cutlass.Constexpr, visit_empty: cutlass.Constexpr = None):
+    """Call visit(tile, head, m_block, iteration) for every block, in a warp that reads published tiles.
+
+    If a tile has no blocks, call visit_empty(tile, head) for every head.
+    """
     count, iteration = Int32(0), Int32(0)  # tiles and m_blocks so far
     coord = read_tile(storage, count)
     while coord[0] != NO_TILE:
         tile = p.tile(count, iteration, coord)
         if cutlass.const_expr(p.block_indices is None):
             for g in cutlass.range(p.heads_per_kv, unroll=1):
+                if cutlass.const_expr(visit_empty is not None):
+                    if tile.block_iter.num == 0:
+                        visit_empty(tile, tile.head_kv * p.heads_per_kv + g)
                 for i in cutlass.range(tile.block_iter.num, unroll=1):
                     visit(tile, tile.head_kv * p.heads_per_kv + g, tile.m_block(i), iteration)
                     iteration += 1
@@ -195,12 +203,47 @@ def load_bias(p: Params, storage: SharedStorage):
 
 @cute.jit
 def store_dbias(p: Params, storage: SharedStorage):
-    """Store the gradient of the bias of every block."""
+    """Store the gradient of the bias of every block, and zeros in blocks that a band excludes."""
 
     def store(tile: KVTile, head: Int32, m_block: Int32, iteration: Int32):
         storage.bias.store_gradient(p.dbias, iteration, (m_block, tile.n_block), (head, tile.batch))
+        if p.config.static.is_bounded and p.block_indices is None:
+            # Each visit stores its share of the zeros, so that the gradient of the next block does not wait for long.
+            visit = (iteration - tile.iteration) % tile.block_iter.num
+            store_excluded_blocks(p, tile, head, visit, tile.block_iter.num)
 
-    for_each_block(p, storage, store)
+    def store_all(tile: KVTile, head: Int32):
+        if p.config.static.is_bounded and p.block_indices is None:
+            store_excluded_blocks(p, tile, head, Int32(0), Int32(1))
+
+    for_each_block(p, storage, store, store_all)
+
+
+@cute.jit
+def store_excluded_blocks(p: Params, tile: KVTile, head: Int32, share: Int32, shares: Int32):
+    """Store one of `shares` equal shares of the zeros of the m_blocks that a K/V tile does not visit."""
+    tile_m, blocks = p.config.tile.tile_m, tile.block_iter
+    excluded = (p.seqlen_q + (tile_m - 1)) // tile_m - blocks.num
+    for i in cutlass.range(share * excluded // shares, (share + 1) * excluded // shares, unroll=1):
+        m_block = cutlass.select_(i < blocks.first, i, i + blocks.num)
+        store_zeros(p, (m_block, tile.n_block), (head, tile.batch))
+
+
+@cute.jit
+def store_zeros(p: Params, block: tuple, head_batch: tuple):
+    """Store zeros in the gradient of the bias of the block (m_block, n_block). Called by one warp."""
+    (m_block, n_block), (head, batch) = block, head_batch
+    tile_m, tile_n, lane = p.config.tile.tile_m, p.config.tile.tile_n, cute.arch.lane_idx()
+    lanes_per_row = tile_n // VECTOR
+    gdBias = p.score_params.mods.bias.mdBias[batch, head, None, None]
+    key = n_block * tile_n + lane % lanes_per_row * VECTOR
+    zeros = cute.make_rmem_tensor(VECTOR, gdBias.element_type)
+    zeros.fill(0.0)
+    for i in cutlass.range(tile_m * lanes_per_row // 32, unroll=4):
+        row = m_block * tile_m + i * (32 // lanes_per_row) + lane // lanes_per_row
+        if row < p.seqlen_q and key < p.seqlen_k:
+            target = (gdBias.iterator + (Int64(row) * gdBias.stride[0] + key)).align(16)
+            cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(VECTOR)))
 
 
 def accumulators(p: Params, seqlen: SeqlenInfo, head: Int32, m_block: Int32) -> cute.Tensor:
@@ -259,6 +302,18 @@ def sparse_rank(p: Params, tile: KVTile, i: Int32) -> tuple:
     index = BwdBlockIndex(p.block_indices.mIndices[batch, tile.head_kv, tile.n_block, i])
     head = tile.head_kv * p.heads_per_kv + index.head
     return (head, batch, index.m_block), p.block_indices.rank(batch, head, index.m_block, tile.n_block)
+
+
+@cute.jit
+def add_block(p: Params, storage: SharedStorage, tile: KVTile, head: Int32, m_block: Int32, iteration: Int32):
+    """Add a block of both warpgroups. K/V tiles add in any order; the first stores (`DQPart`)."""
+    seqlen, (_, heads, blocks, elements) = tile.seqlen, p.mdQ_accum.shape
+    row = head if seqlen.is_varlen else seqlen.batch * heads + head
+    block = row * blocks + seqlen.padded_q_block(m_block, p.config.tile.tile_m)
+    part = DQPart(p.mdQ_accum, p.mClaims, block, 0, 1, seqlen.q_len <= p.config.tile.max_queries_stored)
+    first = iteration * NUM_WARPGROUPS
+    pieces = tuple((storage.sdQ[None, None, None, w].iterator, first + w) for w in range(NUM_WARPGROUPS))
+    part.add(pieces, 4 * elements // NUM_WARPGROUPS, storage.dq)
 
 
 @cute.jit

@@ -122,6 +122,7 @@ class Params:
     mDelta: cute.Tensor  # (B, H, Sq padded)
     mdQ_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32, in register order
     dq_semaphore: DQSemaphore | None  # for deterministic gradients
+    mClaims: cute.Tensor | None  # (B, H, m_blocks), of parts of mdQ_accum; None if deterministic
     mdK: cute.Tensor  # (B, Hkv, Sk, D), or (1, Hkv, T, D) in a varlen batch
     mdV: cute.Tensor
     seqlen_q: Int32

@@ -22,7 +22,7 @@ the other warpgroup. dQ0 and dQ1 complete at equal intervals, so that the additi
 |-----------|-------|----------------------------------------------------------------|
 | 0         | 0     | load K, V, Q, dO, LSE and Δ by TMA                             |
 | 0         | 1, 2  | adder warps: each adds one warpgroup's dQ to global memory by  |
-|           |       | bulk reductions                                                |
+|           |       | bulk reductions, or stores it (`device/dq_claims.py`)          |
 | 0         | 1 - 3 | if deterministic: adder warps, which take the halves of dQ in  |
 |           |       | turn, each half in the order of a semaphore                    |
 | 1, 2      | all   | MMA: half of the keys, half of the columns of the gradients    |
@@ -60,6 +60,7 @@ from cute_flash.device.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.ptx import rederived
 from cute_flash.device.score_bwd import PlainScores, compute_probs
 from cute_flash.device.semaphore import DQSemaphore
+from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.stmatrix import store_transposed
 from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
@@ -70,15 +71,14 @@ from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm90.bwd_producer import load_first_block, load_kv, load_other_blocks, sparse_rank
 from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile
 from cute_flash.kernels.sm90.bwd_wide_storage import DETERMINISTIC_ADDERS, HALVES, Params, SharedStorage
-from cute_flash.kernels.sm90.dq import add_four, bulk_add
-from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
+from cute_flash.kernels.sm90.dq import DQPart, add_four, bulk_add
+from cute_flash.planning.tiles.bwd_sm90 import PIECES, BwdTileSm90Wide
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.band import FAR, ceil_div
 from cute_flash.spec.problem import Static
 
 # Named barriers; 0 is the CTA barrier. A name with FIRST_ is the first of two, one per warpgroup.
 FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED = 1, 3, 4, 6
-ALL_PIECES = 8  # pieces of half of a warpgroup's dQ; a piece is four registers of each thread
 # The least number of k-steps of S and dP; with fewer, ptxas would serialise the products.
 MIN_STEPS = 8
 
@@ -116,7 +116,7 @@ class BwdSm90Wide(Kernel):
     def __init__(self, static: Static, tile: BwdTileSm90Wide):
         super().__init__(static, tile)
         # Additions from registers (`add_rest`) have no fixed order.
-        assert not static.deterministic or tile.dq_pieces == ALL_PIECES
+        assert not static.deterministic or tile.dq_pieces == PIECES
         self.config = Config(static, tile)
         self.keys = tile.tile_n // NUM_WARPGROUPS  # of a warpgroup
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
@@ -142,7 +142,7 @@ class BwdSm90Wide(Kernel):
         descends, semaphore = static.has_left or static.deterministic, None
         if cutlass.const_expr(static.deterministic):
             lengths = args.q.shape[2], seqlen_k
-            semaphore = DQSemaphore(args.dq_semaphore, band, *lengths, tile.tile_m, tile.tile_n)
+            semaphore = DQSemaphore(args.dq_progress, band, *lengths, tile.tile_m, tile.tile_n)
         MN, K = OperandMajorMode.MN, OperandMajorMode.K
         params = Params(
             config=config,
@@ -156,6 +156,7 @@ class BwdSm90Wide(Kernel):
             mDelta=args.delta,
             mdQ_accum=args.dq_accum,
             dq_semaphore=semaphore,
+            mClaims=None if static.deterministic else args.dq_progress,
             seqlen_q=args.q.shape[2],
             seqlen_k=seqlen_k,
             heads_per_kv=args.q.shape[1] // heads_kv,
@@ -245,7 +246,7 @@ class BwdSm90Wide(Kernel):
         if cutlass.const_expr(p.dq_semaphore is None):
             if cutlass.const_expr(p.block_indices is not None):
                 accum_block = p.sparse_accum_block(tile, p.block_index(tile, block[1]))
-            self.add_halves(p, storage, (adder, accum_block, iteration))
+            self.add_halves(p, storage, tile.seqlen, (adder, accum_block, iteration))
         else:
             for half in cutlass.range(HALVES, unroll=1):
                 staged = HALVES * iteration + half
@@ -253,20 +254,14 @@ class BwdSm90Wide(Kernel):
                     self.add_in_order(p, storage, tile, (half, accum_block, staged), block)
 
     @cute.jit
-    def add_halves(self, p: Params, storage: SharedStorage, part: tuple):
+    def add_halves(self, p: Params, storage: SharedStorage, seqlen: SeqlenInfo, part: tuple):
         """Add both halves of a warpgroup's dQ of an m_block. `part`: as in `add_block`; the adder is the warpgroup."""
         wg, accum_block, iteration = part
-        elements, source = self.tile.tile_m * self.tile.head_dim, storage.sdQ[None, None, None, wg].iterator
-        first = p.mdQ_accum.iterator + Int64(accum_block) * elements
-        for half in cutlass.range_constexpr(HALVES):
-            staged = (HALVES * iteration + half) * NUM_WARPGROUPS + wg
-            storage.dq.wait_full(staged)
-            with cute.arch.elect_one():
-                target = first + (HALVES * wg + half) * (elements // (HALVES * NUM_WARPGROUPS))
-                bulk_add(target, source, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces)
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            storage.dq.release(staged)
+        is_claimed = seqlen.q_len <= self.tile.max_queries_stored
+        dq = DQPart(p.mdQ_accum, p.mClaims, accum_block, wg, NUM_WARPGROUPS, is_claimed)
+        source, first = storage.sdQ[None, None, None, wg].iterator, HALVES * iteration
+        halves = tuple((source, (first + half) * NUM_WARPGROUPS + wg) for half in range(HALVES))
+        dq.add(halves, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces, storage.dq)
 
     @cute.jit
     def add_in_order(self, p: Params, storage: SharedStorage, tile: KVTile, part: tuple, block: tuple):
@@ -615,7 +610,7 @@ class BwdSm90Wide(Kernel):
         sdQ, pieces = state.storage.sdQ[None, state.thread, None, state.wg], self.tile.dq_pieces
         cute.autovec_copy(cute.make_tensor(state.acc_dQ.iterator, cute.make_layout((4, pieces))), sdQ)
         rest = None
-        if cutlass.const_expr(pieces < ALL_PIECES):
+        if cutlass.const_expr(pieces < PIECES):
             rest = cute.make_rmem_tensor(4, Float32)
             for j in cutlass.range_constexpr(4):
                 rest[j] = cute.arch.inline_ptx(

@@ -46,6 +46,7 @@ class Params:
     mDelta: cute.Tensor  # (B, H, Sq padded)
     mdQ_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32, in register order
     dq_semaphore: DQSemaphore | None  # for deterministic gradients
+    mClaims: cute.Tensor | None  # (B, H, m_blocks), of parts of mdQ_accum; None if deterministic
     seqlen_q: Int32
     seqlen_k: Int32
     heads_per_kv: Int32

@@ -4,12 +4,17 @@ In global memory the fp32 accumulators of an m_block are in register order: (war
 thread, register of the four). A warp therefore accesses contiguous memory, 16 bytes per thread.
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_flash.device.copies import row_tile
+from cute_flash.device.dq_claims import DQClaim
 from cute_flash.device.epilogue import store_rows
+from cute_flash.device.pipeline import Pipeline
+from cute_flash.device.ptx import rederived
 from cute_flash.device.views import as_mn
 from cute_flash.device.wgmma import convert
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
@@ -23,6 +28,60 @@ def bulk_add(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
         read_only_args=[target.toint(), source.toint(), Int32(num_bytes)],
     )
+
+
+def bulk_store(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
+    """Start to copy `num_bytes` from shared to global memory. Called by one thread."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target.toint(), source.toint(), Int32(num_bytes)],
+    )
+
+
+@dataclass(frozen=True)
+class DQPart:
+    """A part of the accumulators of an m_block: what one adder warp adds for a K/V tile."""
+
+    mdQ_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile)
+    mClaims: cute.Tensor  # (B, H, m_blocks)
+    block: Int32  # index of the m_block in both tensors
+    part: Int32 | int
+    num_parts: cutlass.Constexpr  # of an m_block
+    is_claimed: Boolean  # the first CTA stores the part; otherwise it is 0 before the first addition
+
+    def claim(self) -> DQClaim:
+        # The address is computed at each use, for lack of registers.
+        return DQClaim((self.mClaims.iterator + rederived(self.block)).toint())
+
+    @cute.jit
+    def add(self, pieces: tuple, num_bytes: cutlass.Constexpr, pipeline: Pipeline):
+        """Add the pieces of the part, or store them, as soon as they are in shared memory. Called by a warp.
+
+        `pieces`: the address of each in shared memory, and its iteration of the pipeline.
+        """
+        is_first = Int32(0)
+        if self.is_claimed:
+            is_first = self.claim().is_first(self.part)
+        elements = cute.size(self.mdQ_accum, mode=[3]) // (self.num_parts * len(pieces))
+        for i in cutlass.range_constexpr(len(pieces)):
+            source, iteration = pieces[i]
+            pipeline.wait_full(iteration)
+            if cute.arch.lane_idx() == 0:
+                index = (Int64(rederived(self.block)) * self.num_parts + self.part) * len(pieces) + i
+                target = self.mdQ_accum.iterator + index * elements
+                if is_first != 0:
+                    bulk_store(target, source, num_bytes)
+                else:
+                    bulk_add(target, source, num_bytes)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                pipeline.release_per_thread(iteration)
+            cute.arch.sync_warp()
+        if is_first != 0:
+            if cute.arch.lane_idx() == 0:
+                cute.arch.cp_async_bulk_wait_group(0)
+                self.claim().set_stored(self.part)
+            cute.arch.sync_warp()
 
 
 @cute.jit

@@ -24,7 +24,10 @@ class BwdPostprocessSm90(BwdPostprocess):
         rows, columns = self.tile.dq_part
         acc = cute.make_rmem_tensor(rows * columns // WARPGROUP_THREADS, Float32)
         acc.fill(0.0)
-        gdQ_accum = seqlen.slice_head(p.dq_accum, head)[seqlen.padded_q_block(m_block, self.tile.tile_m), None]
-        add_accumulators(gdQ_accum, acc, wg, thread)
+        block = seqlen.padded_q_block(m_block, self.tile.tile_m)
+        # If no K/V tile sees the block, its accumulators may be uninitialised, and its gradient is 0.
+        is_written = seqlen.slice_head(p.dq_progress, head)[block] != 0
+        if is_written or seqlen.q_len > self.tile.max_queries_stored:
+            add_accumulators(seqlen.slice_head(p.dq_accum, head)[block, None], acc, wg, thread)
         acc.store(acc.load() * p.dq_scale)
         store_dq(acc, p.dq, (head, seqlen, m_block), p.tiled_mma, (self.static, self.tile), wg, thread)

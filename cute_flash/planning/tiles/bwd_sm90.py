@@ -14,6 +14,11 @@ from cute_flash.planning.tiles.common import (
     Tile,
 )
 
+# For up to `max_queries_stored` queries, the first K/V tile that is ready stores dQ of an m_block, and the others add
+# to it (`device.dq_claims`). For more queries the preprocess kernel stores zeros, and all K/V tiles add.
+ALL_QUERIES = (1 << 31) - 1
+PIECES = 8  # of half of a warpgroup's dQ; a piece is four registers of each thread (`BwdTileSm90Wide`)
+
 
 @dataclass(frozen=True)
 class BwdTileSm90(Tile):
@@ -26,6 +31,7 @@ class BwdTileSm90(Tile):
 
     needs_wgmma: ClassVar[bool] = True
     num_threads: ClassVar[int] = 3 * 128
+    max_queries_stored: ClassVar[int] = ALL_QUERIES
 
     @property
     def dq_part(self) -> tuple[int, int]:
@@ -64,7 +70,7 @@ class BwdTileSm90Wide(Tile):
 
     q_stages: int = 2
     do_stages: int = 1
-    # A warpgroup computes its dQ in two halves. A half is 8 pieces of 2 KB. This many pieces of a half go through
+    # A warpgroup computes its dQ in two halves. A half is PIECES pieces of 2 KB. This many pieces of a half go through
     # shared memory; the others are added to global memory from registers.
     dq_pieces: int = 7
 
@@ -72,6 +78,8 @@ class BwdTileSm90Wide(Tile):
     num_threads: ClassVar[int] = 3 * 128
     max_mod_ops: ClassVar[int] = 24
     registers: ClassVar[tuple[int, int]] = 24, 240  # per thread of the producer, and of the consumer warpgroups
+    # All K/V tiles start at the same m_block. With more queries, waiting for the first of them takes longer than zeros.
+    max_queries_stored: ClassVar[int] = 1024
 
     def prefetches_bias(self, mod_ops: int, has_softcap: bool) -> bool:
         """Whether a block of the bias is loaded before S is computed; mods and softcap leave no registers for it."""
