@@ -195,8 +195,8 @@ def test_the_floor_of_a_backward_allocates_gradients_and_workspace(launched, all
     floor.call()
     assert [key for key, _ in launched] == keys
     assert [key.kernel for key in keys] == ["bwd_preprocess", "bwd_sm90", "bwd_postprocess_sm90"]
-    # dq, dk and dv; lse_log2, delta and dq_accum, padded to tiles.
-    assert sum(shape == Q for shape in allocated) == 3 and len(allocated) == 6
+    # dq, dk and dv; lse_log2, delta and dq_accum, padded to tiles; dq_progress.
+    assert sum(shape == Q for shape in allocated) == 3 and len(allocated) == 7
 
 
 def test_the_floor_of_varlen_has_the_tile_list(launched, allocated):
