@@ -74,3 +74,13 @@ class OutwardBlockIterator:
 
     def starts_masked(self):
         return self.blocks.is_masked(self.first)
+
+
+def share_of(total: Int32, i: Int32, shares: Int32) -> tuple:
+    """(begin, end) of the i-th of `shares` parts of range(total); the first parts may have one number more.
+
+    The products are at most `total`, so they fit in 32 bits.
+    """
+    size = total // shares
+    longer = total - size * shares
+    return i * size + minimum(i, longer), (i + 1) * size + minimum(i + 1, longer)

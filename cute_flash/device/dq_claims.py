@@ -3,7 +3,12 @@
 The sums of dQ then need no zeros, which would be written to HBM and read again: 5 to 10 % of the time at S = 512. For
 every m_block an int32 has two bits for each of its parts: *claimed* and *stored*. A CTA claims a part before it has
 computed its values, so the latency of the claim is hidden. The first CTA stores its values, then sets the second bit.
-The others wait for that bit, and add. The first CTA waits for no other CTA, so nothing deadlocks.
+The others wait for that bit, and add.
+
+Nothing deadlocks, because only a CTA that runs can hold a claim, and because its values never depend on a later claim.
+With one adder warp per CTA (`BwdSm90`) a CTA that holds a claim waits for no other CTA. With two (`BwdSm90Wide`) one of
+them may wait, and stop the MMA warps, while the other holds a claim. It then waits for an earlier m_block. This is safe
+if all K/V tiles visit the m_blocks of their head in the same order.
 """
 
 from dataclasses import dataclass
@@ -23,8 +28,8 @@ class DQClaim:
     address: Int64  # of the int32, which is 0 before the first claim
 
     @cute.jit
-    def is_first(self, part: Int32 | int):
-        """Claim a part. Return 1 if this CTA must store it. Otherwise it is stored, and the CTA may add to it.
+    def claim_or_wait(self, part: Int32 | int):
+        """Claim a part. Return 1 if this CTA is the first, and must store it; else wait until it is stored; return 0.
 
         Called by a warp. Its lane 0 then stores or adds.
         """

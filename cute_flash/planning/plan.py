@@ -349,7 +349,10 @@ def _plan_backward(
         queries, keys = (problem.heads, problem.seqlen_q), (problem.heads_kv, problem.seqlen_k)
         workspace += _pieces(problem, tile, ("q", *queries), ("k", *keys), ("v", *keys), ("dout_cast", *queries))
     if deterministic or tile.needs_wgmma:
-        workspace.append(Buffer("dq_progress", (batch, problem.heads, num_m_blocks), "int32"))
+        # Zeros in a varlen batch: with wrong offsets, the preprocess kernel may not reset all of it, and CTAs would
+        # wait for a claim of an earlier call.
+        init = "zeros" if problem.varlen else "empty"
+        workspace.append(Buffer("dq_progress", (batch, problem.heads, num_m_blocks), "int32", init))
     sizes = {
         "heads_per_l2_group": _kv_heads_in_l2(problem, arch, l2_bytes),
         "num_tiles": num_tiles,
@@ -398,10 +401,10 @@ def _bwd_launches(
         deterministic=deterministic,
     )
     # Preprocess and postprocess do not depend on mask and features.
-    rows = Static(static.dtype, static.head_dim, varlen=static.varlen)
-    preprocess = replace(
-        rows, head_dim=static.width_v, out_fp32=static.out_fp32, deterministic=deterministic, has_dlse=has_dlse
-    )
+    rows = Static(static.dtype, static.head_dim, varlen=static.varlen, deterministic=deterministic)
+    preprocess = replace(rows, head_dim=static.width_v, out_fp32=static.out_fp32, has_dlse=has_dlse)
+    # The mma.sync backward always zeroes dQ first, so its postprocess kernel is the same for all calls.
+    postprocess = replace(rows, deterministic=deterministic and tile.needs_wgmma)
     kind = "_wide" if isinstance(tile, BwdTileSm90Wide) else "_fp32" * static.is_fp32
     split = (CompileKey.of("split_fp32_bwd", _rows_only(static, seqused_k), tile, target),) if static.is_fp32 else ()
     return (
@@ -409,7 +412,7 @@ def _bwd_launches(
         *split,
         CompileKey.of("bwd_preprocess" + "_fp32" * static.is_fp32, preprocess, tile, target),
         CompileKey.of(f"bwd_{family}{kind}", main, tile, target),
-        CompileKey.of(f"bwd_postprocess_{family}", rows, tile, target),
+        CompileKey.of(f"bwd_postprocess_{family}", postprocess, tile, target),
     )
 
 

@@ -58,7 +58,7 @@ DLSE = Operand("dlse", "statistics f32", ("B", "H", "Sq"))
 LSE_LOG2 = Operand("lse_log2", "compact f32", ("B", "H", "padded Sq"))
 DELTA = Operand("delta", "compact f32", ("B", "H", "padded Sq"))
 DQ_ACCUM = Operand("dq_accum", "dq_accum", ("B", "H", "m_blocks"))
-# Which K/V tiles have added to an m_block of dq_accum: a semaphore if deterministic, else claims (`device.dq_claims`).
+# The state of the additions to each m_block of dq_accum: semaphores if deterministic, else claims (`device.dq_claims`).
 DQ_PROGRESS = Operand("dq_progress", "compact i32", ("B", "H", "m_blocks"))
 DQ = _rows("dq", "B", "H", "Sq", "D")
 DK, DV = _rows("dk", "B", "Hkv", "Sk", "D"), _rows("dv", "B", "Hkv", "Sk", "Dv")

@@ -137,16 +137,15 @@ def _sum_by_parts(terms: Tensor, dims: list[int]) -> Tensor:
     """The sum over `dims`, which stay as dimensions of size 1.
 
     torch takes about 2.5 times as long per byte if the elements span more than 2^31 bytes. Such a tensor is therefore
-    cut into parts, along a dimension that is not summed. The entries of one head must be next to each other in memory,
-    because a part of a (B, H, ...) tensor in its usual order spans as many bytes as the whole.
+    cut along its outermost dimension in memory, if that one is not summed.
     """
-    kept = [i for i in range(terms.dim()) if i not in dims and terms.shape[i] > 1]
-    num_parts = -(-terms.numel() * terms.element_size() // MAX_SUM_BYTES)
-    if num_parts <= 1 or not kept:
+    outermost = max(range(terms.dim()), key=terms.stride)
+    num_bytes = terms.numel() * terms.element_size()
+    if num_bytes <= MAX_SUM_BYTES or outermost in dims:
         return terms.sum(dim=dims, keepdim=True)
-    cut = next((i for i in kept if terms.shape[i] >= num_parts), kept[-1])
-    parts = terms.chunk(num_parts, dim=cut)
-    return torch.cat([part.sum(dim=dims, keepdim=True) for part in parts], dim=cut)
+    size = max(1, MAX_SUM_BYTES * terms.shape[outermost] // num_bytes)
+    parts = terms.split(size, dim=outermost)
+    return torch.cat([part.sum(dim=dims, keepdim=True) for part in parts], dim=outermost)
 
 
 def sum_capture_terms(problem: Problem, dcaptures: list[Tensor], dcapture_terms: list[Tensor]) -> None:

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.device.band import Band
-from cute_flash.device.block_iterator import BlockIterator, OutwardBlockIterator
+from cute_flash.device.block_iterator import BlockIterator, OutwardBlockIterator, share_of
 from cute_flash.spec import band as spec
 from cute_flash.spec.band import BlockRange
 
@@ -106,3 +106,13 @@ def test_traced_integers_agree_with_python(tile_m: int, tile_n: int) -> None:
             blocks = band.blocks(m_block, tile_m, tile_n, sq, sk)
             bounds = [band.lo(row, sq, sk), band.hi(row, sq, sk)]
             assert numbers == [*bounds, blocks.begin, blocks.full_begin, blocks.full_end, blocks.end]
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 7, 64, 131_071])
+def test_shares_of_a_range_are_consecutive_and_equal(shares):
+    for total in (0, 1, 5, 63, 64, 65, 131_072):
+        parts = [share_of(total, i, shares) for i in range(shares)]
+        assert parts[0][0] == 0 and parts[-1][1] == total
+        assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(parts))
+        sizes = {end - begin for begin, end in parts}
+        assert max(sizes) - min(sizes) <= 1 and sorted(sizes, reverse=True)[0] == -(-total // shares)

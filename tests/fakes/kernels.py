@@ -176,7 +176,7 @@ def _q_tiles(key: CompileKey, a: Arguments) -> Iterator[tuple[VarlenTile, slice,
 
 def _has_claims(key: CompileKey, num_queries: int) -> bool:
     """Whether the first K/V tile that is ready stores dQ of an m_block, instead of adding to zeros."""
-    return key.tile.needs_wgmma and not key.static.deterministic and num_queries <= key.tile.max_queries_stored
+    return key.tile.needs_wgmma and not key.static.deterministic and num_queries <= key.tile.max_queries_claimed
 
 
 def _first_dq(key: CompileKey, num_queries: int) -> float:

@@ -199,3 +199,36 @@ def test_bias_of_varlen_batches(shape, family):
     for found, expected in zip(gradients("cuda", None), gradients("cpu", torch.float64), strict=True):
         error = (found.double().cpu() - expected).abs().max().item()
         assert error <= 0.02 * expected.abs().max().item()
+
+
+WINDOWS = ((None, 0), (100, 30), (None, 5), (64, None), (None, None))
+SIZES = ((2, 4, 4, 512, 512), (1, 4, 2, 1000, 1000), (2, 2, 1, 256, 1024), (1, 2, 2, 1024, 256), (2, 4, 2, 64, 640))
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_the_gradient_of_a_bias_is_written_everywhere(head_dim, size, window, family):
+    """Blocks that a band excludes have a gradient of 0; K/V tiles without queries, grouped heads, a shared bias."""
+    batch, heads, heads_kv, sq, sk = size
+    generator = torch.Generator("cuda").manual_seed(5)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+    q, dout = normal(batch, heads, sq, head_dim), normal(batch, heads, sq, head_dim).detach()
+    k, v = normal(batch, heads_kv, sk, head_dim), normal(batch, heads_kv, sk, head_dim)
+    for bias in (normal(batch, heads, sq, sk), normal(1, heads, sq, sk)):
+        scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double().repeat_interleave(heads // heads_kv, 1))
+        scores = scores * head_dim**-0.5 + bias.double()
+        offset = torch.arange(sk, device="cuda")[None] - torch.arange(sq, device="cuda")[:, None] - (sk - sq)
+        left, right = window
+        hidden = torch.zeros_like(offset, dtype=torch.bool)
+        hidden |= offset < -left if left is not None else False
+        hidden |= offset > right if right is not None else False
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
+        out = torch.einsum("bhqk,bhkd->bhqd", weights, v.double().repeat_interleave(heads // heads_kv, 1))
+        (expected,) = torch.autograd.grad(out, bias, dout.double())
+        (found,) = torch.autograd.grad(cute_flash.attn(q, k, v, bias=bias, window=window), bias, dout)
+        assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
+        assert not found[..., hidden].any()

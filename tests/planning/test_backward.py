@@ -187,7 +187,8 @@ def test_deterministic_gradients() -> None:
     found = plan_backward(long, sm_90, deterministic=True)
     # One CTA per tile: a tile that others wait for has started before them.
     assert found.deterministic and found.sizes["num_ctas"] == found.sizes["num_tiles"] and not found.is_dynamic
-    assert found.launches[-1] == plan_backward(long, sm_90).launches[-1]
+    # Deterministic kernels claim no blocks of dQ, so postprocess reads all of it.
+    assert found.launches[-1].static.deterministic and not plan_backward(long, sm_90).launches[-1].static.deterministic
     window = Problem(1, 2, 2, 1000, 1000, 128, "bfloat16", Band(100, 100))
     main = plan_backward(window, sm_90, deterministic=True).main
     assert main.kernel == "bwd_sm90" and main.static.deterministic
@@ -198,7 +199,7 @@ def test_deterministic_gradients() -> None:
         assert found.main.kernel == kernel and found.main.static.deterministic
         assert found.launch("bwd_preprocess").static.deterministic
         assert len(shape_of(found, "dq_progress")) == 3
-        assert found.launches[-1] == plan_backward(problem, found_arch).launches[-1] or found_arch is sm_90
+        assert found.launches[-1].static.deterministic == (found_arch is sm_90)
 
 
 @pytest.mark.parametrize("change", [{"batch": 70_000}, {"heads": 70_000, "heads_kv": 70_000}])

@@ -19,7 +19,7 @@ class Params:
     dq_scale: Float32
     tiled_mma: cute.TiledMma  # its accumulator layout is the order of dq_accum
     q_tile_list: cute.Tensor | None  # of a varlen batch
-    dq_progress: cute.Tensor | None = None  # (B, H, m_blocks), of Hopper kernels; 0: no K/V tile has added to the block
+    dq_progress: cute.Tensor | None = None  # (B, H, m_blocks), of Hopper kernels: claims, or semaphores
 
 
 class BwdPostprocess(MBlockKernel):

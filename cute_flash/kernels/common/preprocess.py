@@ -79,7 +79,7 @@ class BwdPreprocess(MBlockKernel):
         gdQ = seqlen.slice_head(p.dq_accum, head)[block, None]
         if cutlass.const_expr(not self.has_claims):
             self.zero_dq(gdQ, thread)
-        elif seqlen.q_len > self.tile.max_queries_stored:
+        elif seqlen.q_len > self.tile.max_queries_claimed:
             self.zero_dq(gdQ, thread)
         elif cutlass.const_expr(isinstance(self.tile, BwdTileSm90Wide)):
             self.zero_rest(gdQ, thread)

@@ -16,7 +16,7 @@ For each K/V tile, over the query heads that share it and their m_blocks i, in p
 | 0         | 1     | add dQ to global memory by bulk reductions; the first    |
 |           |       | CTA of an m_block stores it (`device/dq_claims.py`)      |
 | 0         | 2     | if deterministic: the same, alternating with warp 1;     |
-|           |       | or store the gradient of a bias by TMA                   |
+|           |       | or store the gradient of a bias by TMA, and its zeros    |
 | 0         | 3     | load a bias by TMA                                       |
 | 1, 2      | all   | MMA: 64 keys of the tile and half of dQ each             |
 

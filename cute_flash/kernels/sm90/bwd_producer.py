@@ -1,6 +1,7 @@
 """Producer warps of the Hopper backward.
 
-They load K, V, Q, dO, LSE, Δ and a bias, add dQ to global memory, and store the gradient of the bias.
+They load K, V, Q, dO, LSE, Δ and a bias, add dQ to global memory, and store the gradient of the bias, with the zeros of
+blocks that a band excludes.
 """
 
 from dataclasses import replace
@@ -10,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from cute_flash.device.block_iterator import share_of
 from cute_flash.device.block_sparse import BwdBlockIndex
 from cute_flash.device.pipeline import Pipeline
 from cute_flash.device.ptx import rederived
@@ -168,7 +170,7 @@ def add_dq(p: Params, storage: SharedStorage, adder: Int32):
 def for_each_block(p: Params, storage: SharedStorage, visit: cutlass.Constexpr, visit_empty: cutlass.Constexpr = None):
     """Call visit(tile, head, m_block, iteration) for every block, in a warp that reads published tiles.
 
-    If a tile has no blocks, call visit_empty(tile, head) for every head.
+    If a tile has no blocks, call visit_empty(tile, head) for every head. It must be None with a block mask.
     """
     count, iteration = Int32(0), Int32(0)  # tiles and m_blocks so far
     coord = read_tile(storage, count)
@@ -205,18 +207,19 @@ def load_bias(p: Params, storage: SharedStorage):
 def store_dbias(p: Params, storage: SharedStorage):
     """Store the gradient of the bias of every block, and zeros in blocks that a band excludes."""
 
+    excludes_blocks = p.config.static.is_bounded and p.block_indices is None
+
     def store(tile: KVTile, head: Int32, m_block: Int32, iteration: Int32):
         storage.bias.store_gradient(p.dbias, iteration, (m_block, tile.n_block), (head, tile.batch))
-        if p.config.static.is_bounded and p.block_indices is None:
+        if cutlass.const_expr(excludes_blocks):
             # Each visit stores its share of the zeros, so that the gradient of the next block does not wait for long.
             visit = (iteration - tile.iteration) % tile.block_iter.num
             store_excluded_blocks(p, tile, head, visit, tile.block_iter.num)
 
-    def store_all(tile: KVTile, head: Int32):
-        if p.config.static.is_bounded and p.block_indices is None:
-            store_excluded_blocks(p, tile, head, Int32(0), Int32(1))
+    def store_empty_tile(tile: KVTile, head: Int32):
+        store_excluded_blocks(p, tile, head, Int32(0), Int32(1))
 
-    for_each_block(p, storage, store, store_all)
+    for_each_block(p, storage, store, store_empty_tile if excludes_blocks else None)
 
 
 @cute.jit
@@ -224,7 +227,8 @@ def store_excluded_blocks(p: Params, tile: KVTile, head: Int32, share: Int32, sh
     """Store one of `shares` equal shares of the zeros of the m_blocks that a K/V tile does not visit."""
     tile_m, blocks = p.config.tile.tile_m, tile.block_iter
     excluded = (p.seqlen_q + (tile_m - 1)) // tile_m - blocks.num
-    for i in cutlass.range(share * excluded // shares, (share + 1) * excluded // shares, unroll=1):
+    begin, end = share_of(excluded, share, shares)
+    for i in cutlass.range(begin, end, unroll=1):
         m_block = cutlass.select_(i < blocks.first, i, i + blocks.num)
         store_zeros(p, (m_block, tile.n_block), (head, tile.batch))
 
@@ -310,10 +314,11 @@ def add_block(p: Params, storage: SharedStorage, tile: KVTile, head: Int32, m_bl
     seqlen, (_, heads, blocks, elements) = tile.seqlen, p.mdQ_accum.shape
     row = head if seqlen.is_varlen else seqlen.batch * heads + head
     block = row * blocks + seqlen.padded_q_block(m_block, p.config.tile.tile_m)
-    part = DQPart(p.mdQ_accum, p.mClaims, block, 0, 1, seqlen.q_len <= p.config.tile.max_queries_stored)
+    uses_claims = seqlen.q_len <= p.config.tile.max_queries_claimed
+    part = DQPart(p.mdQ_accum, p.mClaims, block, 0, 1, uses_claims)
     first = iteration * NUM_WARPGROUPS
     pieces = tuple((storage.sdQ[None, None, None, w].iterator, first + w) for w in range(NUM_WARPGROUPS))
-    part.add(pieces, 4 * elements // NUM_WARPGROUPS, storage.dq)
+    part.add_or_store(pieces, 4 * elements // NUM_WARPGROUPS, storage.dq)
 
 
 @cute.jit

@@ -222,6 +222,8 @@ class BwdSm90Wide(Kernel):
         With a semaphore, the adder warps take the halves of all blocks in turn; see `add_in_order`.
         """
         tile, iteration = p.tile(), Int32(0)
+        # Two adder warps claim parts of one m_block: all K/V tiles must visit m_blocks in the same order (`DQClaim`).
+        assert tile.shift is None
         if cutlass.const_expr(p.block_indices is None):
             accum_block = p.first_accum_block(tile)
             for g in cutlass.range(p.heads_per_kv, unroll=1):
@@ -257,11 +259,11 @@ class BwdSm90Wide(Kernel):
     def add_halves(self, p: Params, storage: SharedStorage, seqlen: SeqlenInfo, part: tuple):
         """Add both halves of a warpgroup's dQ of an m_block. `part`: as in `add_block`; the adder is the warpgroup."""
         wg, accum_block, iteration = part
-        is_claimed = seqlen.q_len <= self.tile.max_queries_stored
-        dq = DQPart(p.mdQ_accum, p.mClaims, accum_block, wg, NUM_WARPGROUPS, is_claimed)
+        uses_claims = seqlen.q_len <= self.tile.max_queries_claimed
+        dq = DQPart(p.mdQ_accum, p.mClaims, accum_block, wg, NUM_WARPGROUPS, uses_claims)
         source, first = storage.sdQ[None, None, None, wg].iterator, HALVES * iteration
         halves = tuple((source, (first + half) * NUM_WARPGROUPS + wg) for half in range(HALVES))
-        dq.add(halves, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces, storage.dq)
+        dq.add_or_store(halves, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces, storage.dq)
 
     @cute.jit
     def add_in_order(self, p: Params, storage: SharedStorage, tile: KVTile, part: tuple, block: tuple):

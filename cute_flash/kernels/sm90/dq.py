@@ -47,21 +47,21 @@ class DQPart:
     block: Int32  # index of the m_block in both tensors
     part: Int32 | int
     num_parts: cutlass.Constexpr  # of an m_block
-    is_claimed: Boolean  # the first CTA stores the part; otherwise it is 0 before the first addition
+    uses_claims: Boolean  # the first CTA stores the part; otherwise it is 0 before the first addition
 
     def claim(self) -> DQClaim:
         # The address is computed at each use, for lack of registers.
         return DQClaim((self.mClaims.iterator + rederived(self.block)).toint())
 
     @cute.jit
-    def add(self, pieces: tuple, num_bytes: cutlass.Constexpr, pipeline: Pipeline):
+    def add_or_store(self, pieces: tuple, num_bytes: cutlass.Constexpr, pipeline: Pipeline):
         """Add the pieces of the part, or store them, as soon as they are in shared memory. Called by a warp.
 
         `pieces`: the address of each in shared memory, and its iteration of the pipeline.
         """
         is_first = Int32(0)
-        if self.is_claimed:
-            is_first = self.claim().is_first(self.part)
+        if self.uses_claims:
+            is_first = self.claim().claim_or_wait(self.part)
         elements = cute.size(self.mdQ_accum, mode=[3]) // (self.num_parts * len(pieces))
         for i in cutlass.range_constexpr(len(pieces)):
             source, iteration = pieces[i]

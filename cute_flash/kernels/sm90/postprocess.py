@@ -1,7 +1,8 @@
 """The postprocess kernel of the Hopper backward: converts dQ to the dtype of q."""
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from cute_flash.device.pipeline import WARPGROUP_THREADS
@@ -25,9 +26,12 @@ class BwdPostprocessSm90(BwdPostprocess):
         acc = cute.make_rmem_tensor(rows * columns // WARPGROUP_THREADS, Float32)
         acc.fill(0.0)
         block = seqlen.padded_q_block(m_block, self.tile.tile_m)
-        # If no K/V tile sees the block, its accumulators may be uninitialised, and its gradient is 0.
-        is_written = seqlen.slice_head(p.dq_progress, head)[block] != 0
-        if is_written or seqlen.q_len > self.tile.max_queries_stored:
+        is_written = Boolean(True)
+        if cutlass.const_expr(not self.static.deterministic):
+            # If no K/V tile sees the block, nobody has claimed it: it is uninitialised, and its gradient is 0.
+            is_claimed = seqlen.slice_head(p.dq_progress, head)[block] != 0
+            is_written = is_claimed or seqlen.q_len > self.tile.max_queries_claimed
+        if is_written:
             add_accumulators(seqlen.slice_head(p.dq_accum, head)[block, None], acc, wg, thread)
         acc.store(acc.load() * p.dq_scale)
         store_dq(acc, p.dq, (head, seqlen, m_block), p.tiled_mma, (self.static, self.tile), wg, thread)
