@@ -19,7 +19,7 @@ from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
 from tests import cases, mod_cases
-from tests.fakes.recording import backward_keys, main_key
+from tests.fakes.recording import backward_keys, forward_keys, main_key
 from tests.gradients import largest
 from tests.mod_cases import Case, Kind
 
@@ -172,15 +172,18 @@ def chosen(
 
 
 def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
-    """The kernels of all gradients of `chosen`, `deterministic_cases` and `mod_cases.varlen_cases`."""
+    """The kernels of all calls and gradients of `chosen`, `deterministic_cases` and `mod_cases.varlen_cases`."""
     for family in runnable:
-        for _, found in chosen(arch, family, "cpu"):
+        for case, found in chosen(arch, family, "cpu"):
+            if found:
+                yield from forward_keys(*case.uninitialized_inputs(), case.args(kernel_family=family), arch)
             yield from found
         wanted = [(case, True) for case in deterministic_cases()]
         wanted += [(case, False) for case in mod_cases.varlen_cases("cpu")]
         for case, deterministic in wanted:
             try:
                 yield from keys_of(case, arch, family, deterministic)
+                yield from forward_keys(*case.uninitialized_inputs(), case.args(kernel_family=family), arch)
             except UnsupportedError:
                 continue
 
