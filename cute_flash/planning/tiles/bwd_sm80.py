@@ -89,7 +89,7 @@ class BwdTileSm80(Tile):
 _BWD_163 = (
     BwdTileSm80(head_dim=64, tile_m=128, tile_n=128, stages=2, warps_s=4, warps_kv=4, warps_q=4),
     BwdTileSm80(head_dim=96, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=4, warps_q=4),
-    BwdTileSm80(head_dim=128, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=4, warps_q=2),
+    BwdTileSm80(head_dim=128, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=192, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=256, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2),
 )
