@@ -16,6 +16,7 @@ from cute_flash.spec import arch
 from layouts.backward import bwd_sm80_uses
 from layouts.kernels import predict
 from profiling import concept_tables, doc_results, kernel_changes, ncu_source, numerics_report, plot_cp, standard_report
+from profiling.every_run import STEPS, Step
 from profiling.expect import work_of
 from profiling.feature_tables import FEATURES, by_head_dim, features
 from profiling.figures import (
@@ -53,8 +54,10 @@ SHORT = 1024
 PEERS = {"sdpa-flash": "FA2", "sdpa-cudnn": "cuDNN", "sdpa-efficient": "memory-efficient", "fa3": "FA3", "fa4": "FA4"}
 # The record of the random calls.
 SUPPORT = "results/h200/2026-11-17-support.json"
-# Digests of the kernels at the commit of the runs, and at that of the counters.
-KERNELS, KERNELS_OF_COUNTERS = newest("kernels"), "results/h200/2026-11-16-kernels.json"
+RESULTS = "results/h200"
+EVERY_RUN = tuple(newest(step.name) for step in STEPS)
+COMMIT_OF_COUNTERS = "8e095e9"
+KERNELS_OF_COUNTERS = f"{RESULTS}/{kernel_changes.file_name(COMMIT_OF_COUNTERS)}"
 COUNTED = tuple(
     f"{kernel}/sm_90/d{head_dim}/bf16/full/plain/main"
     for kernel, head_dim in (
@@ -307,14 +310,31 @@ def conditions() -> str:
     )
 
 
+def steps_by_commit() -> dict[str, list[Step]]:
+    """The runs of the documents, by their commits; the commit of most runs is the first."""
+    found: dict[str, list[Step]] = {}
+    for step, path in zip(STEPS, EVERY_RUN, strict=True):
+        facts = json.loads((DATA / path).read_text(encoding="utf-8"))["machine"]
+        found.setdefault(facts["git_commit"], []).append(step)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def _kernel_sentence(commit: str, patterns: Iterable[str]) -> str:
+    text = (DATA / RESULTS / kernel_changes.file_name(commit)).read_text(encoding="utf-8")
+    return kernel_changes.sentence(json.loads(text), tuple(dict.fromkeys(patterns)))
+
+
 def kernels() -> str:
     """The commits of the measurements, and the kernels that changed since."""
-    runs, counters = (json.loads((DATA / path).read_text(encoding="utf-8")) for path in (KERNELS, KERNELS_OF_COUNTERS))
-    counted = kernel_changes.sentence(counters, COUNTED)
-    return (
-        f"- Runs: {kernel_changes.sentence(runs)}.\n"
-        f"- Counters of Nsight Compute, and wavefronts by instruction (main kernels, default layouts): {counted}."
-    )
+    lines = []
+    for commit, steps in steps_by_commit().items():
+        names = ", ".join(step.name for step in steps)
+        text = _kernel_sentence(commit, (pattern for step in steps for pattern in step.kernels))
+        lines.append(f"- {names}: {text}.")
+    counted = _kernel_sentence(COMMIT_OF_COUNTERS, COUNTED)
+    what = "Counters of Nsight Compute, and wavefronts by instruction (main kernels, default layouts)"
+    lines.append(f"- {what}: {counted}.")
+    return "\n".join(lines)
 
 
 def _counts(found: dict[str, int]) -> str:
@@ -438,7 +458,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "conflicts": (lambda: "![Wavefronts, conflicts and time by layout](plots/conflicts.svg)", (COUNTERS,)),
     "summary": (lambda: _markdown(summary()), tuple(RUNS.values())),
     "conditions": (conditions, tuple(RUNS.values())),
-    "kernels": (kernels, (KERNELS, KERNELS_OF_COUNTERS)),
+    "kernels": (kernels, (*EVERY_RUN, KERNELS_OF_COUNTERS)),
     "memory": (memory, (BACKWARD_SM80, BACKWARD_SM80_BHSD)),
     "cells_sm90": (lambda: _markdown(cells(FORWARD, BACKWARD)), (FORWARD, BACKWARD)),
     "cells_sm80": (lambda: _markdown(cells(FORWARD_SM80, BACKWARD_SM80)), (FORWARD_SM80, BACKWARD_SM80)),

@@ -1,8 +1,8 @@
 """`python -m profiling all`: the runs behind every measured number of the README and the docs, one after another.
 
 A run is a command of `python -m profiling` in its own process. Its result is results/<gpu>/<date>-<name>.json, which
-the tables and figures of the documents read (`figures.newest`). <date>-kernels.json has the digests of the kernels. A
-run writes to the folder UNFINISHED, and its files move up when it has ended. A run that has ended on the same day at
+the tables and figures of the documents read (`figures.newest`). kernels-<commit>.json has the digests of the kernels.
+A run writes to the folder UNFINISHED, and its files move up when it has ended. A run that has ended on the same day at
 the present commit is not repeated, so an interrupted series can be resumed.
 """
 
@@ -35,6 +35,7 @@ class Step:
     command: str
     seconds: int
     then: str | None = None  # a second command, which adds to the file of the first
+    kernels: tuple[str, ...] = ("*",)  # patterns of the names in `tests/lock` of the kernels that it measures
 
     def arguments(self, path: Path) -> list[list[str]]:
         """The arguments of each command."""
@@ -42,22 +43,27 @@ class Step:
 
 
 STEPS = (
-    Step("fwd-sm90-paper", f"{PAPER} --outliers --reference fa3", 140),
-    Step("bwd-sm90-paper", f"{PAPER} --direction bwd --reference fa3", 180),
-    Step("fwd-sm80-paper", f"{PAPER} {SM80}", 45),
-    Step("bwd-sm80-paper", f"{PAPER} {SM80} --direction bwd", 60),
-    Step("bwd-sm80-paper-bhsd", f"bench --suite paper --graph --layout bhsd {SM80} --direction bwd --rounds 4", 45),
-    Step("fwd-sm90-gqa", "bench --suite gqa --graph --layout bshd --reference fa3", 35),
-    Step("fwd-sm90-gqa8", "bench --suite gqa8 --graph --layout bshd --reference fa3", 35),
-    Step("fp32", "fp32", 80),
-    Step("decode", "decode", 45),
-    Step("features", "features", 100),
-    Step("mods", "mods --parallel", 200),
-    Step("training", "training", 130),
+    Step("fwd-sm90-paper", f"{PAPER} --outliers --reference fa3", 140, kernels=("fwd/sm90/*",)),
+    Step("bwd-sm90-paper", f"{PAPER} --direction bwd --reference fa3", 150, kernels=("*/sm90/*",)),
+    Step("fwd-sm80-paper", f"{PAPER} {SM80}", 45, kernels=("fwd/sm80/*",)),
+    Step("bwd-sm80-paper", f"{PAPER} {SM80} --direction bwd", 60, kernels=("*/sm80/*",)),
+    Step(
+        "bwd-sm80-paper-bhsd",
+        f"bench --suite paper --graph --layout bhsd {SM80} --direction bwd --rounds 4",
+        45,
+        kernels=("*/sm80/*",),
+    ),
+    Step("fwd-sm90-gqa", "bench --suite gqa --graph --layout bshd --reference fa3", 35, kernels=("fwd/sm90/*",)),
+    Step("fwd-sm90-gqa8", "bench --suite gqa8 --graph --layout bshd --reference fa3", 35, kernels=("fwd/sm90/*",)),
+    Step("fp32", "fp32", 80, kernels=("*/fp32/*",)),
+    Step("decode", "decode", 45, kernels=("decode/*", "merge/*")),
+    Step("features", "features", 90),
+    Step("mods", "mods --parallel", 160),
+    Step("training", "training", 120),
     Step("context-parallel", "context-parallel", 40),
     Step("standard", "standard", 90, then="standard --bytes"),
     Step("numerics", "numerics --gpu", 30),
-    Step("host", "host --start", 100),
+    Step("host", "host --start", 140),
 )
 
 # Endings of the files of a run: results, printed tables, counters of Nsight Compute.
@@ -149,7 +155,7 @@ def run_all(
         outcomes.append(Outcome(step, outcome, clock() - before))
     has_run = any(one.seconds is not None for one in outcomes)
     if has_run and kernel_changes.LOCK.exists():  # an image may lack the tests
-        write_json(kernel_changes.snapshot(facts["git_commit"]), folder / f"{facts['date']}-kernels.json")
+        write_json(kernel_changes.snapshot(facts["git_commit"]), folder / kernel_changes.file_name(facts["git_commit"]))
     return outcomes
 
 

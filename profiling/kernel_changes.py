@@ -1,11 +1,12 @@
 """Kernels whose machine code changed since a measurement, by the digests of `tests/lock`.
 
-A file <date>-kernels.json has the digests at the commit of the runs of that day. `python -m profiling all` writes it.
+A file kernels-<commit>.json has the digests at the commit of a run. `python -m profiling all` writes it.
 """
 
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,20 @@ LOCK = ROOT / "tests" / "lock" / "digests.json"
 SHOWN = 5
 
 
+def file_name(commit: str) -> str:
+    """The name of the file that has the digests at a commit."""
+    return f"kernels-{commit[:7]}.json"
+
+
 def snapshot(commit: str, lock: Path = LOCK) -> dict[str, Any]:
     """The digests of all kernels of the lock: toolchain -> kernel -> digest."""
     return {"git_commit": commit, "digests": json.loads(lock.read_text(encoding="utf-8"))}
 
 
-def changed(measured: dict[str, Any], prefixes: tuple[str, ...] = ("",), lock: Path = LOCK) -> tuple[int, list[str]]:
+def changed(measured: dict[str, Any], patterns: tuple[str, ...] = ("*",), lock: Path = LOCK) -> tuple[int, list[str]]:
     """(number of measured kernels, names of those whose machine code has changed since).
 
-    Only kernels whose names start with one of the prefixes count. A kernel that is no longer in the lock, or was
+    Only kernels whose names match one of the patterns (fnmatch) count. A kernel that is no longer in the lock, or was
     recorded with another toolchain, counts as changed.
     """
     now = json.loads(lock.read_text(encoding="utf-8"))
@@ -32,19 +38,19 @@ def changed(measured: dict[str, Any], prefixes: tuple[str, ...] = ("",), lock: P
         (toolchain, name): digest
         for toolchain, digests in measured["digests"].items()
         for name, digest in digests.items()
-        if name.startswith(prefixes)
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
     }
     differ = [name for (toolchain, name), digest in chosen.items() if now.get(toolchain, {}).get(name) != digest]
     return len(chosen), differ
 
 
-def sentence(measured: dict[str, Any], prefixes: tuple[str, ...] = ("",), lock: Path = LOCK) -> str:
-    """The commit of a measurement, and which kernels changed since, as a part of a sentence."""
-    num_kernels, differ = changed(measured, prefixes, lock)
+def sentence(measured: dict[str, Any], patterns: tuple[str, ...] = ("*",), lock: Path = LOCK) -> str:
+    """The commit of measurements, and which of their kernels changed since, as a part of a sentence."""
+    num_kernels, differ = changed(measured, patterns, lock)
     commit = f"commit `{measured['git_commit'][:7]}`"
     if not differ:
-        return f"{commit}; the machine code of all {num_kernels} kernels of the lock is unchanged since"
+        return f"{commit}; the machine code of all {num_kernels} of their kernels in the lock is unchanged since"
     more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
     names = ", ".join(f"`{name}`" for name in differ[:SHOWN])
-    counts = f"{len(differ)} of {num_kernels} kernels of the lock"
+    counts = f"{len(differ)} of {num_kernels} of their kernels in the lock"
     return f"{commit}; the machine code of {counts} has changed since: {names}{more}"

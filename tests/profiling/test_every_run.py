@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from profiling import __main__ as command
-from profiling import doc_tables, every_run, figures
+from profiling import doc_tables, every_run, figures, kernel_changes
 from profiling.every_run import DONE, SKIPPED, Step, run_all
 
 FACTS = {"date": "2026-01-31", "git_commit": "abc"}
@@ -49,7 +49,7 @@ def test_runs_in_order_with_twice_the_expected_time(tmp_path: Path) -> None:
     assert machine.ran == [("a", "bench", 20.0), ("b", "decode", 40.0), ("c", "fp32", 60.0)]
     names = sorted(path.name for path in tmp_path.glob("*.*"))
     files = [f"2026-01-31-{name}.{suffix}" for name in "abc" for suffix in ("json", "txt")]
-    assert names == sorted([*files, "2026-01-31-a-ncu.csv", "2026-01-31-kernels.json"])
+    assert names == sorted([*files, "2026-01-31-a-ncu.csv", "kernels-abc.json"])
     texts = [(tmp_path / name).read_text() for name in names if name.endswith(".txt")]
     printed = "python -m profiling {}; commit abc, 2026-01-31\n\nprinted tables"
     assert texts == ["its own tables", printed.format("decode"), printed.format("fp32")]
@@ -100,8 +100,9 @@ def test_the_documents_show_only_these_runs() -> None:
     """Files that no run of the list writes: counters of Nsight Compute, the support tables and digests of kernels."""
     sources = {path for paths in figures.FIGURES.values() for path in paths}
     sources |= {path for _, paths in doc_tables.BLOCKS.values() for path in paths}
+    sources -= {doc_tables.KERNELS_OF_COUNTERS}
     names = {Path(path).stem[len("2026-01-31-") :] for path in sources if path.startswith("results/h200/")}
-    others = {"bwd-by-instruction", "kernels", "support"}
+    others = {"bwd-by-instruction", "support"}
     assert names - others <= {step.name for step in every_run.STEPS}
 
 
@@ -115,13 +116,26 @@ def test_links_of_the_documents_name_the_newest_run() -> None:
     assert {link for link in linked if link[1] not in newest} == set()
 
 
-def test_the_runs_of_the_documents_have_one_commit() -> None:
-    """Runs of different commits are not comparable, and their kernels may differ."""
-    paths = [figures.DATA / figures.newest(step.name) for step in every_run.STEPS]
-    facts = [json.loads(path.read_text("utf-8"))["machine"] for path in paths]
-    assert len({(one["git_commit"], one["source_digest"]) for one in facts}) == 1
-    kernels = json.loads((figures.DATA / figures.newest("kernels")).read_text("utf-8"))
-    assert kernels["git_commit"] == facts[0]["git_commit"]
+def test_the_runs_of_the_documents_have_the_kernels_of_one_commit(tmp_path: Path) -> None:
+    """Runs of different commits are comparable only if their kernels have the same machine code."""
+    folder, by_commit = figures.DATA / doc_tables.RESULTS, doc_tables.steps_by_commit()
+    kernels = {
+        commit: json.loads((folder / kernel_changes.file_name(commit)).read_text("utf-8")) for commit in by_commit
+    }
+    (main, _), *others = by_commit.items()
+    lock = tmp_path / "digests.json"
+    lock.write_text(json.dumps(kernels[main]["digests"]))
+    for commit, steps in others:
+        for step in steps:
+            count, differ = kernel_changes.changed(kernels[commit], step.kernels, lock)
+            assert count and not differ, f"{step.name} of {commit} and {main}"
+
+
+def test_the_patterns_of_kernels_match_kernels() -> None:
+    measured = kernel_changes.snapshot("0123456")
+    for step in every_run.STEPS:
+        for pattern in step.kernels:
+            assert kernel_changes.changed(measured, (pattern,))[0], f"{step.name}: {pattern}"
 
 
 def test_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,15 +82,14 @@ def test_the_tables_are_made_from_checked_in_files() -> None:
 
 
 def test_the_runs_of_the_tables_are_comparable() -> None:
-    """Rows of one table have one commit and source, device time, and one order of the inputs in memory."""
+    """Rows of one table have device time, and one order of the inputs in memory; `test_every_run` has their kernels."""
     runs = [load(figures.DATA / path) for path in doc_tables.RUNS.values()]
     assert all(run.is_complete and run.settings["graph"] for run in runs)
-    assert len({run.machine["git_commit"] for run in runs}) == 1
-    assert len({run.machine["source_digest"] for run in runs}) == 1
     assert {run.settings["layout"] for run in runs} == {"bshd"}
     other = load(figures.DATA / figures.BACKWARD_SM80_BHSD)
     assert other.settings["layout"] == "bhsd" and other.settings["graph"]
-    assert other.machine["source_digest"] == runs[0].machine["source_digest"]
+    backward = load(figures.DATA / figures.BACKWARD_SM80)
+    assert other.machine["source_digest"] == backward.machine["source_digest"]
 
 
 def test_accuracy_by_distribution() -> None:

@@ -20,7 +20,7 @@ def lock(tmp_path: Path) -> Path:
 def test_nothing_changed(lock: Path) -> None:
     measured = snapshot("0123456789", lock)
     assert changed(measured, lock=lock) == (3, [])
-    expected = "commit `0123456`; the machine code of all 3 kernels of the lock is unchanged since"
+    expected = "commit `0123456`; the machine code of all 3 of their kernels in the lock is unchanged since"
     assert sentence(measured, lock=lock) == expected
 
 
@@ -28,8 +28,16 @@ def test_changed_removed_and_new_kernels(lock: Path) -> None:
     measured = snapshot("0123456789", lock)
     lock.write_text(json.dumps({"4.8": {"fwd/a": "1", "fwd/b": "changed", "fwd/new": "4"}}))
     assert changed(measured, lock=lock) == (3, ["fwd/b", "bwd/a"])
-    assert changed(measured, ("fwd/",), lock) == (2, ["fwd/b"])
-    assert sentence(measured, lock=lock).endswith("2 of 3 kernels of the lock has changed since: `fwd/b`, `bwd/a`")
+    assert changed(measured, ("fwd/*",), lock) == (2, ["fwd/b"])
+    assert sentence(measured, lock=lock).endswith(
+        "2 of 3 of their kernels in the lock has changed since: `fwd/b`, `bwd/a`"
+    )
+
+
+def test_patterns(lock: Path) -> None:
+    measured = snapshot("0123456789", lock)
+    assert changed(measured, ("*/a",), lock)[0] == 2 and changed(measured, ("fwd/*", "*/a"), lock)[0] == 3
+    assert changed(measured, ("*/c",), lock) == (0, [])
 
 
 def test_another_toolchain(lock: Path) -> None:
