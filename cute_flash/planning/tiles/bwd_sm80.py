@@ -83,8 +83,8 @@ class BwdTileSm80(Tile):
 
 
 # Rules: many keys, because each K/V tile reads all of Q and dO and adds to all of dQ; warp grids that read little
-# shared memory per MMA; two stages if they fit; no spills on sm_80. Rows without `measured` were not compared with other
-# tiles. The numbers in table names are the KB of shared memory that a CTA can have.
+# shared memory per MMA; two stages if they fit; no spills on sm_80. Rows without `measured` were not compared with
+# other tiles. The numbers in table names are the KB of shared memory that a CTA can have.
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, speed over FA2 of S=1024/4096 full; causal, "
 # fmt: off
 _BWD_163 = (
