@@ -199,7 +199,7 @@ def decode_layers(data: Path) -> str:
     host = record["host"]["us"]
     others = f"SDPA with cuDNN {host[decode_cases.CUDNN]:.0f} µs, FlashAttention-3 {host[decode_cases.FA3]:.0f} µs"
     return (
-        f"In a CUDA graph of {record['layers'][0]['layers']} layers, each with its own cache, no kernel runs for "
+        f"In a CUDA graph of {record['layers'][0]['layers']} layers, each with its own cache, the GPU is idle for "
         f"{' and '.join(gaps)}. Host time of a warm call: {host[decode.OURS]:.0f} µs; {others}."
     )
 

@@ -352,7 +352,8 @@ def memory() -> str:
         return [after - first for first, after in pairs if first is not None and after is not None]
 
     def span(values: list[float]) -> str:
-        return f"{1e3 * min(values):.0f} to {1e3 * max(values):.0f} µs (median {1e3 * median(values):.0f})"
+        low, high, middle = (round(1e3 * value) for value in (min(values), max(values), median(values)))
+        return f"{low} to {high} µs (median {middle})"
 
     text = (
         f"The sm80 backward is {_mean(_over_best(bshd, bshd.cells))} × as fast as FlashAttention-2 on (B, S, H, D) "
