@@ -67,7 +67,7 @@ from profiling.record import Run, load, save, write_json
 from profiling.suites import DTYPES, MASKS, SUITES, Shape
 from profiling.terminal import Table, print_lines, print_unavailable, show
 from profiling.timing import EventTimer, GraphTimer
-from profiling.variants import FAMILIES, Selection, choose
+from profiling.variants import FAMILIES, Selection, choose, family_of
 from profiling.workers import Pool
 
 DESCRIPTION = "Measure cute_flash beside other libraries, tune its tiles, and compare counters with predictions."
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_jobs(decode_command)
     tune_command = add(
         "tune",
-        "compile, check, time and rank tiles of a forward kernel",
+        "compile, check, time and rank tiles of a kernel",
         "--head-dims 64,128 --lengths 512,16384 --out tune.json",
         '--tile "128: 128x{112,128,144} s2 q{1,2} c{0,1}" --masks causal',
         "--compile-only --arch sm_90 --head-dims 128  # needs no GPU",
@@ -299,7 +299,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         help='variants, such as "64: 192x{112,128} s{2,4} q2" (default: neighbours of the tile table\'s rows)',
     )
     add("--max-variants", type=at_least_one, default=30, metavar="N", help="per head dim (default: %(default)s)")
-    add("--head-dims", type=int_list, metavar="LIST", help="default: those of the variants, or 64,128")
+    add("--head-dims", type=int_list, metavar="LIST", help="default: those of the variants, or of the kernel")
     add("--masks", type=name_list, default=MASKS, metavar="LIST", help=f"default: {','.join(MASKS)}")
     add("--lengths", type=int_list, metavar="LIST", help="default: those of the quick suite")
     add("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
@@ -522,7 +522,8 @@ def _tune(args: argparse.Namespace) -> int:
     target = _target(args, "compile_only")
     selection = Selection(tuple(args.tiles), args.head_dims, args.masks, args.max_variants)
     variants = choose(selection, args.family, target)
-    peers, unavailable = split_available([] if args.compile_only else select(args.peers))
+    direction = family_of(args.family).direction
+    peers, unavailable = split_available([] if args.compile_only else select(args.peers), direction)
     print_unavailable(unavailable)
     if not args.compile_only and not peers:
         raise ValueError(f"--peers {','.join(args.peers)}: none of them is available, so there is no reference")

@@ -1,8 +1,8 @@
 """The steps of tuning that run in a worker process: compile a variant, check its results, time it.
 
-A variant is correct if its output and LSE pass the tests' error bound on a few small shapes with odd sizes, with NaN
-in all new memory, and have the same bits in a second run; and if the benchmark finds its output correct on the timed
-shape.
+A variant is correct if its results (output and LSE, or dq, dk and dv) pass the tests' error bound on a few small shapes
+with odd sizes, with NaN in all new memory; if an output has the same bits in a second run; and if the benchmark finds
+the results correct on the timed shape.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from torch import Tensor
 from cute_flash import reference
 from cute_flash.jit.compile import precompile
 from cute_flash.jit.resources import kernel_resources
-from cute_flash.planning.plan import Plan
+from cute_flash.planning.plan import CompileKey, Plan, plan_forward
 from cute_flash.runtime import binder
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band, ceil_div
 from cute_flash.spec.describe import describe as describe_problem
+from cute_flash.spec.problem import Problem
 from profiling.accuracy import nan_in_new_memory
 from profiling.bench import Settings, Tools, run_cell
 from profiling.providers import BackwardCall, Call, Provider, select
 from profiling.record import Cell
 from profiling.suites import DTYPES, MASKS
 from profiling.timing import DeviceLost, EventTimer, GraphTimer, describe
-from profiling.variants import Variant
+from profiling.variants import Variant, family_of
 from profiling.workers import Unusable, note
+from tests import gradients
 from tests.cases import Case, assert_close, make_inputs
 
-FORWARD_ONLY = "a variant of a forward kernel has no backward"
 # Batch, heads, K/V heads, queries, keys. With a causal mask the third has whole tiles that see no key.
 ODD_SHAPES = ((2, 4, 2, 200, 333), (1, 2, 2, 129, 129), (1, 2, 1, 600, 77), (1, 3, 1, 257, 1027), (2, 6, 3, 1, 130))
 
@@ -58,11 +59,14 @@ class Build:
     error: str | None = None
 
 
-def build(plan: Plan, stores_kernel: bool, reads_resources: bool) -> Build:
-    """Compile into the cache, and once more for the resources that the compiler reports. Needs no GPU."""
+def build(plan: Plan, stored: Sequence[CompileKey], reads_resources: bool) -> Build:
+    """Compile kernels into the cache, and the main kernel once more for the resources that the compiler reports.
+
+    Needs no GPU.
+    """
     start = time.perf_counter()
-    if stores_kernel:
-        precompile(plan.main)
+    for key in stored:
+        precompile(key)
     if not reads_resources:
         return Build(seconds=time.perf_counter() - start)
     resources = kernel_resources(plan.main)
@@ -84,15 +88,32 @@ Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def forward_of(plan: Plan, device: torch.device) -> Forward:
     """The forward pass of a plan, on contiguous inputs of its shape and with the default scale."""
-    launch = binder.bind_forward(plan, device, copies_inputs=False, copies_output=False)
-    left, right = plan.problem.band.bounds
-    args = AttentionArgs(scale=plan.problem.head_dim**-0.5, window_left=left, window_right=right)
+    launch, args = binder.bind_forward(plan, device, copies_inputs=False, copies_output=False), _args(plan)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, _max_logit = launch(q, k, v, args)
         return out, lse
 
     return forward
+
+
+def _args(plan: Plan) -> AttentionArgs:
+    left, right = plan.problem.band.bounds
+    return AttentionArgs(scale=plan.problem.head_dim**-0.5, window_left=left, window_right=right)
+
+
+# (dout, q, k, v, out, lse) -> (dq, dk, dv)
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+def backward_of(plan: Plan, device: torch.device) -> Backward:
+    """The backward pass of a plan, as `forward_of`."""
+    launch, args = binder.bind_backward(plan, device, copies_inputs=False, copies_gradients=False), _args(plan)
+
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        return launch(dout, None, q, k, v, out, lse, args)[:3]
+
+    return backward
 
 
 def tools(is_graph: bool) -> Tools:
@@ -117,6 +138,15 @@ def _expected(case: Case, dtype: torch.dtype, device: torch.device) -> _Expected
     return _Expected(inputs=inputs, out=out, lse=lse, low_precision=low_precision)
 
 
+@cache
+def _expected_gradients(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, gradients.Expected]:
+    """dout, and the gradients for it. Shared by all variants of a head dim."""
+    inputs = _expected(case, dtype, device).inputs
+    dout = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    with torch.enable_grad():
+        return dout, gradients.Expected.of(inputs, case.band, gradients.weighted(dout))
+
+
 @torch.no_grad()
 def check(variant: Variant, arch: ArchSpec, dtype: str, mask: str) -> str | None:
     """The mistake in the results of a variant, or None. Raises if a launch fails."""
@@ -126,7 +156,8 @@ def check(variant: Variant, arch: ArchSpec, dtype: str, mask: str) -> str | None
     try:
         for sizes in ODD_SHAPES:
             case = Case(*sizes, variant.head_dim, band_of(mask))
-            wrong = _check_case(variant, arch, case, DTYPES[dtype], here)
+            check_case = _check_case if family_of(variant.family).direction == "fwd" else _check_gradients
+            wrong = check_case(variant, arch, case, DTYPES[dtype], here)
             if wrong is not None:
                 return f"{case.id}: {wrong}"
         return None
@@ -154,6 +185,21 @@ def _check_case(variant: Variant, arch: ArchSpec, case: Case, dtype: torch.dtype
     return None if all(map(torch.equal, *results)) else "other bits on the same inputs"
 
 
+def _check_gradients(variant: Variant, arch: ArchSpec, case: Case, dtype: torch.dtype, here: Tools) -> str | None:
+    """Additions to dq are in no fixed order, so a second run may have other bits."""
+    expected = _expected(case, dtype, here.device)
+    dout, right = _expected_gradients(case, dtype, here.device)
+    backward = backward_of(variant.plan(case.problem(dtype), arch), here.device)
+    with nan_in_new_memory():
+        found = backward(dout, *expected.inputs, expected.out.to(dtype), expected.lse.float())
+    here.timer.synchronize()
+    try:
+        gradients.assert_close(found, expected.inputs, right)
+    except AssertionError as wrong:
+        return str(wrong)
+    return None
+
+
 @dataclass(frozen=True)
 class TileProvider:
     """A variant as a provider of the benchmark; each call allocates its outputs, as `attn` does."""
@@ -168,18 +214,26 @@ class TileProvider:
         return self.variant.text
 
     def available(self, direction: str = "fwd") -> str | None:
-        return None if direction == "fwd" else FORWARD_ONLY
+        own = family_of(self.variant.family).direction
+        return None if direction == own else f"a variant of {self.variant.family}, which is {own}, not {direction}"
 
     def context(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def problem(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Problem:
+        return describe_problem(q, k, v, reference.plain_args(q, band_of(MASKS[causal])))
+
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        problem = describe_problem(q, k, v, reference.plain_args(q, band_of(MASKS[causal])))
-        forward = forward_of(self.variant.plan(problem, self.arch), q.device)
+        forward = forward_of(self.variant.plan(self.problem(q, k, v, causal), self.arch), q.device)
         return lambda: forward(q, k, v)[0]
 
     def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
-        raise NotImplementedError(FORWARD_ONLY)
+        problem = self.problem(q, k, v, causal)
+        kernels = family_of(self.variant.family).kernels
+        out, lse = forward_of(plan_forward(problem, self.arch, kernels), q.device)(q, k, v)
+        backward = backward_of(self.variant.plan(problem, self.arch), q.device)
+        dout = torch.empty_like(out).copy_(dout)
+        return lambda: backward(dout, q, k, v, out, lse)
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,14 @@ from profiling.ranking import Entry, Tuning
 from profiling.record import Cell, Result
 from profiling.suites import SUITES, Shape
 from profiling.trial import Build
-from profiling.variants import Variant, sample_problem, table_rows
+from profiling.variants import Variant, family_of, sample_problem, table_rows
 from profiling.workers import Outcome, Task
 
 # The widest kernels compile in less than a minute on one core; a step on the GPU takes far less than a second.
 COMPILE_LIMIT_S, GPU_LIMIT_S = 900.0, 120.0
 METHOD = {
     **bench.METHOD,
-    **DIRECTIONS["fwd"].method,
-    "check": f"against fp64 on {len(trial.ODD_SHAPES)} small shapes, NaN in new memory, twice",
+    "check": f"against fp64 on {len(trial.ODD_SHAPES)} small shapes, NaN in new memory; a forward twice",
     "ranking": "geometric mean of the speed over the cells, of variants that are right in all of them",
     "isolation": "all launches in one process, which is replaced if a variant breaks or hangs it",
 }
@@ -52,6 +51,10 @@ class Settings:
     resources: bool = False
     compile_only: bool = False
 
+    @property
+    def direction(self) -> str:
+        return family_of(self.family).direction
+
     def shapes(self, head_dims: Sequence[int]) -> list[Shape]:
         return SUITES["quick"].narrowed(self.lengths, head_dims, self.masks).shapes()
 
@@ -59,6 +62,7 @@ class Settings:
     def bench(self) -> bench.Settings:
         return bench.Settings(
             suite="tune",
+            direction=self.direction,
             dtype=self.dtype,
             kernels=self.family,
             reference=self.peers[0],
@@ -111,7 +115,7 @@ def run_tune(
     tuning = Tuning(
         settings=asdict(settings),
         machine=tools.facts(),
-        method=METHOD,
+        method={**METHOD, **DIRECTIONS[settings.direction].method},
         entries=entries,
         peers=() if settings.compile_only else settings.peers,
         unavailable=dict(unavailable or {}),
@@ -131,13 +135,14 @@ def run_tune(
 
 
 def _build_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, pool: Runner) -> None:
-    stores_kernel = not settings.compile_only or tools.cache is not None
+    stores_kernels = not settings.compile_only or tools.cache is not None
     reads_resources = settings.compile_only or settings.resources
     jobs = list(product(tuning.entries, settings.masks))
     tasks = []
     for entry, mask in jobs:
-        plan = entry.variant.plan(sample_problem(entry.variant.head_dim, mask, settings.dtype), arch)
-        tasks.append(Task(trial.build, (plan, stores_kernel, reads_resources)))
+        problem = sample_problem(entry.variant.head_dim, mask, settings.dtype)
+        stored = entry.variant.keys(problem, arch) if stores_kernels else ()
+        tasks.append(Task(trial.build, (entry.variant.plan(problem, arch), stored, reads_resources)))
     with tools.progress("compiling", len(tasks)) as done:
         for outcome in pool.run(tasks):
             entry, mask = jobs[outcome.index]

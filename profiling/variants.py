@@ -3,10 +3,15 @@
     64: 192x128 s4 q2 c1 t0      fwd_sm90, head dim 64: 192 rows by 128 keys, 4 stages of K and V, 2 of Q,
                                  speculative row max, no ping-pong
     64: 128x64 w4 s2 q4          fwd_sm80: 4 warps, 2 stages, 4 steps of Q in registers
+    64: 64x128 s2 p4 k2 q2       bwd_sm80: 2 stages of Q and of dO; 4 of the 8 warps along the keys of P and dS, 2 along
+                                 the keys of dK and dV, 2 along the queries of dQ
+    64: 128x128 s2 e1            bwd_sm90: 2 stages of Q and of dO, the LSE is read early
+    256: 64x80 q2 o1 p7          bwd_sm90_wide: 2 stages of Q, 1 of dO, 7 pieces of a half of dQ in shared memory
     128: 128x{48,64} s{1,2}      a set: every feasible combination
     128x64 s2                    for every head dim that is tuned; omitted fields have the tile's defaults
 
-The tile is as wide as the head dim, padded to a multiple of 32; `d192` makes it wider.
+The tile is as wide as the head dim, padded to a multiple of 32 (bwd_sm90: 64, bwd_sm90_wide: 256); `d192` makes it
+wider.
 """
 
 from __future__ import annotations
@@ -19,7 +24,9 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from cute_flash.planning.plan import Plan, plan_forward
+from cute_flash.planning.plan import CompileKey, Plan, plan_backward, plan_forward
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
+from cute_flash.planning.tiles.bwd_sm90 import PIECES, BwdTileSm90, BwdTileSm90Wide
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ArchSpec
@@ -27,12 +34,10 @@ from cute_flash.spec.band import ceil_div
 from cute_flash.spec.problem import Problem
 from profiling.suites import MASKS, Shape
 
-DEFAULT_HEAD_DIMS = (64, 128)
-WIDTH_STEP = 32
 # A tile table may have other rows for short sequences than for long ones. These lengths reach all rows.
 SAMPLE_LENGTHS = (1024, 2048, 16384)
-# Registers of a thread for accumulators, of 255. More would spill.
-MAX_ACCUMULATORS = 240
+# Registers of a thread for accumulators, of 255. More would spill. The backward needs more other registers.
+MAX_ACCUMULATORS, MAX_BWD_ACCUMULATORS = 240, 208
 # Registers that a Hopper consumer thread needs beside its accumulators. With 28, ptxas spills little or nothing;
 # with 24 it serialised wgmma in every tile tried.
 SM90_OTHER_REGISTERS = 28
@@ -47,7 +52,7 @@ class InfeasibleError(ValueError):
     """A well-formed variant that the kernel or the architecture refuses."""
 
 
-Tile = FwdTileSm80 | FwdTileSm90
+Tile = FwdTileSm80 | FwdTileSm90 | BwdTileSm80 | BwdTileSm90 | BwdTileSm90Wide
 
 
 @dataclass(frozen=True)
@@ -58,15 +63,22 @@ class Family:
     """
 
     kernels: str  # kernel family, as for `use_kernels`
-    tile: type[FwdTileSm80] | type[FwdTileSm90]
+    tile: type[Tile]
     letters: Mapping[str, str]  # letter of the compact form -> field of the tile
     choices: Mapping[str, tuple[int, ...]]  # values of each field to try, ascending
-    max_accumulators: Callable[[Any], int]  # tile -> limit of accumulator registers of a thread
+    has_registers: Callable[[Any], bool] = lambda tile: True  # whether the accumulators leave enough registers
     is_redundant: Callable[[Any], bool] = lambda tile: False  # another tile gives the same kernel, or a faster one
+    direction: str = "fwd"
+    head_dims: tuple[int, ...] = (64, 128)  # that are tuned by default
+    width_step: int = 32  # the width of a tile is a multiple of it
 
     def is_candidate(self, tile: Tile, arch: ArchSpec) -> bool:
-        has_room = tile.fits(arch) and tile.accumulator_registers <= self.max_accumulators(tile)
-        return has_room and not self.is_redundant(tile)
+        return tile.fits(arch) and self.has_registers(tile) and not self.is_redundant(tile)
+
+    def plan(self, problem: Problem, arch: ArchSpec, tile: Tile | None = None) -> Plan:
+        """The plan of a problem, with the library's tile or another one."""
+        plan: Callable[..., Plan] = plan_forward if self.direction == "fwd" else plan_backward
+        return plan(problem, arch, family=self.kernels, tile=tile)
 
 
 FAMILIES = {
@@ -90,7 +102,7 @@ FAMILIES = {
             "speculative_max_masked": (False, True),
             "ping_pong": (False, True),
         },
-        max_accumulators=lambda tile: tile.registers[1] - SM90_OTHER_REGISTERS,
+        has_registers=lambda tile: tile.accumulator_registers <= tile.registers[1] - SM90_OTHER_REGISTERS,
         # Ping-pong needs two warpgroups; a speculative max in masked blocks alone is not faster.
         is_redundant=lambda tile: (
             (tile.num_warpgroups == 1 and not tile.ping_pong)
@@ -108,7 +120,47 @@ FAMILIES = {
             "stages": (1, 2),
             "q_steps": (0, 1, 2, 4, 6, 8, 12, 16),
         },
-        max_accumulators=lambda tile: MAX_ACCUMULATORS,
+        has_registers=lambda tile: tile.accumulator_registers <= MAX_ACCUMULATORS,
+    ),
+    "bwd_sm80": Family(
+        kernels="sm80",
+        tile=BwdTileSm80,
+        letters={"s": "stages", "w": "num_warps", "p": "warps_s", "k": "warps_kv", "q": "warps_q", "d": "head_dim"},
+        choices={
+            "tile_m": (32, 64, 128),
+            "tile_n": (32, 64, 96, 128),
+            "stages": (1, 2),
+            "num_warps": (4, 8),
+            "warps_s": (1, 2, 4, 8),
+            "warps_kv": (1, 2, 4, 8),
+            "warps_q": (1, 2, 4, 8),
+        },
+        has_registers=lambda tile: tile.accumulator_registers <= MAX_BWD_ACCUMULATORS,
+        direction="bwd",
+        head_dims=(64, 128, 256),
+    ),
+    "bwd_sm90": Family(
+        kernels="sm90",
+        tile=BwdTileSm90,
+        letters={"s": "stages", "e": "early_lse", "d": "head_dim"},
+        choices={"tile_m": (64, 128), "tile_n": (128,), "stages": (1, 2), "early_lse": (False, True)},
+        direction="bwd",
+        width_step=64,
+    ),
+    "bwd_sm90_wide": Family(
+        kernels="sm90",
+        tile=BwdTileSm90Wide,
+        letters={"q": "q_stages", "o": "do_stages", "p": "dq_pieces", "d": "head_dim"},
+        choices={
+            "tile_m": (64,),
+            "tile_n": (48, 64, 80, 96),
+            "q_stages": (1, 2),
+            "do_stages": (1, 2),
+            "dq_pieces": (4, 6, 7, PIECES),
+        },
+        direction="bwd",
+        head_dims=(256,),
+        width_step=256,
     ),
 }
 
@@ -119,8 +171,9 @@ def family_of(name: str) -> Family:
     return FAMILIES[name]
 
 
-def _width(head_dim: int) -> int:
-    return ceil_div(head_dim, WIDTH_STEP) * WIDTH_STEP
+def _width(family: Family, head_dim: int) -> int:
+    """The width of the narrowest tile for a head dim."""
+    return ceil_div(head_dim, family.width_step) * family.width_step
 
 
 @dataclass(frozen=True)
@@ -134,11 +187,11 @@ class Variant:
     @property
     def text(self) -> str:
         """The compact form without the head dim; the inverse of `parse`."""
-        tile = self.tile
-        defaults = {f.name: f.default for f in fields(tile)} | {"head_dim": _width(self.head_dim)}
+        tile, family = self.tile, family_of(self.family)
+        defaults = {f.name: f.default for f in fields(tile)} | {"head_dim": _width(family, self.head_dim)}
         parts = [
             f"{letter}{int(getattr(tile, name))}"
-            for letter, name in family_of(self.family).letters.items()
+            for letter, name in family.letters.items()
             if getattr(tile, name) != defaults[name]
         ]
         return " ".join([f"{tile.tile_m}x{tile.tile_n}", *parts])
@@ -147,7 +200,13 @@ class Variant:
         return f"{self.head_dim}: {self.text}"
 
     def plan(self, problem: Problem, arch: ArchSpec) -> Plan:
-        return plan_forward(problem, arch, family_of(self.family).kernels, tile=self.tile)
+        return family_of(self.family).plan(problem, arch, self.tile)
+
+    def keys(self, problem: Problem, arch: ArchSpec) -> tuple[CompileKey, ...]:
+        """All kernels that a call of the variant launches; for gradients, those of the forward pass too."""
+        family = family_of(self.family)
+        forward = () if family.direction == "fwd" else plan_forward(problem, arch, family.kernels).launches
+        return (*self.plan(problem, arch).launches, *forward)
 
     def check_fits(self, arch: ArchSpec) -> None:
         """Raise `InfeasibleError` if the tile needs more shared memory than a CTA can have."""
@@ -169,7 +228,9 @@ def table_rows(family: str, head_dim: int, arch: ArchSpec, masks: Sequence[str] 
     names = {"tile_m", "tile_n", *known.letters.values()}
     rows = []
     for mask, length in itertools.product(masks, SAMPLE_LENGTHS):
-        tile = plan_forward(sample_problem(head_dim, mask, "bf16", length), arch, known.kernels).tile
+        tile = known.plan(sample_problem(head_dim, mask, "bf16", length), arch).tile
+        if not isinstance(tile, known.tile):
+            raise ValueError(f"{family} has no tile for head dim {head_dim}")
         # Without the fields of a table row that are not part of the tile: its conditions and its measurement.
         values: dict[str, Any] = {name: getattr(tile, name) for name in names}
         rows.append(Variant(family, head_dim, known.tile(**values)))
@@ -183,7 +244,7 @@ def parse(text: str, family: str, head_dim: int) -> Variant:
     values: dict[str, Any] = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError(f"variant {text!r}: a field is given twice")
-    values.setdefault("head_dim", _width(head_dim))
+    values.setdefault("head_dim", _width(known, head_dim))
     letters = {name: f"{letter} ({name})" for letter, name in known.letters.items()}
     required = [f.name for f in fields(known.tile) if f.default is MISSING]
     if missing := [letters.get(name, name) for name in required if name not in values]:
@@ -307,7 +368,7 @@ def choose(selection: Selection, family: str, arch: ArchSpec) -> list[Variant]:
     exprs = read(selection.sources)
     named = list(dict.fromkeys(expr.head_dim for expr in exprs if expr.head_dim is not None))
     chosen: list[Variant] = []
-    for head_dim in selection.head_dims or named or DEFAULT_HEAD_DIMS:
+    for head_dim in selection.head_dims or named or family_of(family).head_dims:
         rows = table_rows(family, head_dim, arch, selection.masks)
         if not exprs:
             chosen += neighbours(rows, arch)[: max(selection.max_neighbours, len(rows))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,13 +38,30 @@ def largest(x: Tensor) -> float:
     return x.abs().max().item() if x.numel() else 0.0
 
 
+@dataclass(frozen=True)
+class Expected:
+    """The gradients in fp64, and those of unfused PyTorch in the dtype of the inputs."""
+
+    exact: tuple[Tensor, ...]
+    rough: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(inputs: tuple[Tensor, ...], band: Band, loss: Loss, scale: float | None = None) -> Expected:
+        wide = tuple(x.double() for x in inputs)
+        exact = gradients(lambda q, k, v: reference.dense(q, k, v, band, scale), wide, loss)
+        rough = gradients(lambda q, k, v: reference.dense_low_precision(q, k, v, band, scale), inputs, loss)
+        return Expected(exact, rough)
+
+
 def assert_gradients(
     attend: Attend, inputs: tuple[Tensor, ...], band: Band, loss: Loss, scale: float | None = None
 ) -> None:
-    mine = gradients(attend, inputs, loss)
-    wide = tuple(x.double() for x in inputs)
-    exact = gradients(lambda *x: reference.dense(*x, band, scale), wide, loss)
-    rough = gradients(lambda *x: reference.dense_low_precision(*x, band, scale), inputs, loss)
+    assert_close(gradients(attend, inputs, loss), inputs, Expected.of(inputs, band, loss, scale))
+
+
+def assert_close(mine: tuple[Tensor, ...], inputs: tuple[Tensor, ...], expected: Expected) -> None:
+    """Check dq, dk and dv."""
+    exact, rough = expected.exact, expected.rough
     most = max(map(largest, exact))
     for name, x, value, oracle, low in zip("qkv", inputs, mine, exact, rough, strict=True):
         assert (value.shape, value.dtype) == (x.shape, x.dtype), f"d{name}: {value.shape} of {value.dtype}"

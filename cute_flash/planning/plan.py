@@ -298,11 +298,17 @@ def _scheduler_sizes(problem: Problem, tile: Any, tile_order: int) -> dict[str, 
 
 
 def plan_backward(
-    problem: Problem, arch: ArchSpec, deterministic: bool = False, has_dlse: bool = False, family: str = ""
+    problem: Problem,
+    arch: ArchSpec,
+    deterministic: bool = False,
+    has_dlse: bool = False,
+    family: str = "",
+    tile: AnyBwdTile | None = None,
 ) -> Plan:
     """Plan a backward pass; raise `UnsupportedError` if no kernel supports the problem.
 
-    Without a requested family, the first family with a tile for the problem is chosen.
+    Without a requested family, the first family with a tile for the problem is chosen. `tile`: replaces the row of the
+    family's tile tables, for tuning.
     """
     problem.check("cuda")
     check_family(family)
@@ -317,12 +323,12 @@ def plan_backward(
     for name, least in FAMILIES.items():
         if arch.capability < least or family not in ("", name):
             continue
-        tile = bwd_tile(name, arch, problem.static, deterministic)
-        if tile is not None:
+        chosen = tile or bwd_tile(name, arch, problem.static, deterministic)
+        if chosen is not None:
             _check_grid(problem, "the gradient of attn with")
-            _check_dq_rows(problem, tile)
-            check_tile_fits_mods(problem, tile.tile_m, tile.tile_n, deterministic)
-            return _plan_backward(problem, arch, name, tile, deterministic, has_dlse)
+            _check_dq_rows(problem, chosen)
+            check_tile_fits_mods(problem, chosen.tile_m, chosen.tile_n, deterministic)
+            return _plan_backward(problem, arch, name, chosen, deterministic, has_dlse)
     raise UnsupportedError(_missing_gradients(problem, arch, deterministic, family))
 
 

@@ -23,8 +23,10 @@ from profiling.suites import Suite
 from profiling.timing import describe
 from profiling.trial import Build
 from profiling.tune import Settings, run_tune
-from profiling.variants import Variant, parse, table_rows
+from profiling.variants import FAMILIES, Variant, parse, table_rows
 from profiling.workers import Outcome, Task, Unusable
+from tests.fakes.gpu import Present
+from tests.fakes.kernels import kernel_of
 from tests.profiling.fakes import CpuGpu, FakeProvider, FakeTimer, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
@@ -44,6 +46,7 @@ class World:
     spoil: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = field(default_factory=dict)
     build_errors: dict[str, str] = field(default_factory=dict)
     built: list[tuple[str, bool]] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)  # kernels of a backward besides the main one
     launched: list[str] = field(default_factory=list)
     saved: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -55,6 +58,9 @@ class World:
         return Variant(key.kernel, key.static.head_dim, key.tile).text
 
     def precompile(self, key: CompileKey) -> bool:
+        if key.kernel not in FAMILIES:
+            self.others.append(key.kernel)
+            return True
         text = self.text(key)
         self.built.append((text, key.static.has_right))
         if text in self.build_errors:
@@ -62,6 +68,9 @@ class World:
         return True
 
     def launch(self, key: CompileKey, operands: dict[str, Any]) -> None:
+        if key.kernel.startswith("bwd"):
+            self.launch_backward(key, operands)
+            return
         text, band = self.text(key), Band(None, 0 if key.static.has_right else None)
         self.launched.append(text)
         self.timer.now_ms += self.call_ms.get(text, 1.0)
@@ -72,6 +81,17 @@ class World:
         out.copy_(exact[0])
         lse.copy_(exact[1])
         self.spoil.get(text, lambda out, lse: None)(out, lse)
+
+    def launch_backward(self, key: CompileKey, operands: dict[str, Any]) -> None:
+        is_main = key.kernel in FAMILIES
+        if is_main:
+            text = self.text(key)
+            self.launched.append(text)
+            self.timer.now_ms += self.call_ms.get(text, 1.0)
+            assert not self.is_checking or (operands["dk"].isnan().all() and operands["dv"].isnan().all())
+        kernel_of(key.kernel)(key, Present(operands))
+        if is_main:
+            self.spoil.get(text, lambda dk, dv: None)(operands["dk"], operands["dv"])
 
     def note(self, text: str) -> None:
         self.last_note = text
@@ -323,7 +343,7 @@ def test_the_command_shows_and_writes_the_ranking(world, monkeypatch, tmp_path, 
     monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
     monkeypatch.setattr(cli.arch, "detect", lambda index: ARCH)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cli, "split_available", lambda peers: (peers[:1], {"fa3": "no folder"}))
+    monkeypatch.setattr(cli, "split_available", lambda peers, direction: (peers[:1], {"fa3": "no folder"}))
     monkeypatch.setattr(cli, "Pool", world.pool)
     monkeypatch.setattr(machine, "card_state", dict)
     world.spoil = {FAST.text: leave_out_the_last_row}
@@ -341,8 +361,33 @@ def test_the_command_shows_and_writes_the_ranking(world, monkeypatch, tmp_path, 
     assert [v["place"] is None for v in data["variants"]] == [False, False, True]
 
 
+BACKWARD = {
+    "bwd_sm80": (64, ("64x64 s1 w4 p2 k2 q2", "64x128 s2 p4 k4")),
+    "bwd_sm90": (64, ("64x128", "128x128 s1")),
+    "bwd_sm90_wide": (256, ("64x64 p8", "64x48 q1")),
+}
+
+
+@pytest.mark.parametrize("family", BACKWARD)
+def test_variants_of_a_backward(world, monkeypatch, family):
+    """The preprocess and postprocess kernels of a variant run too, and its gradients are checked."""
+    head_dim, texts = BACKWARD[family]
+    fast, wrong = (parse(text, family, head_dim) for text in texts)
+    monkeypatch.setitem(tune.SUITES, "quick", Suite(32, head_dim, (16,), (head_dim,)))
+    world.call_ms = {fast.text: 0.5}
+    world.spoil = {wrong.text: lambda dk, dv: dk[:, :, -1].zero_()}
+    tuning = world.tune(fast, wrong, family=family, masks=("causal",))
+    found = [(one.name, one.ratio) for one in tuning.standings(head_dim)]
+    # The fake peer takes 2 ms.
+    assert found[:2] == [(fast.text, pytest.approx(4.0)), ("sdpa-flash", 1.0)]
+    assert entry_of(tuning, fast).complaint is None
+    assert "dk" in (entry_of(tuning, wrong).wrong or "")
+    assert {"bwd_preprocess", f"bwd_postprocess_{family[4:8]}"} <= set(world.others)
+    assert tuning.method["flops"].startswith("10 B H S^2 D") and {cell.direction for cell in tuning.cells} == {"bwd"}
+
+
 @pytest.mark.compiles
-@pytest.mark.parametrize(("family", "arch"), [(FAMILY, "sm_80"), (HOPPER, "sm_90")])
+@pytest.mark.parametrize(("family", "arch"), [(FAMILY, "sm_80"), (HOPPER, "sm_90"), ("bwd_sm80", "sm_80")])
 def test_compile_only_for_real(family, arch, tmp_path, capsys, monkeypatch):
     """In a spawned process without a GPU, for `--arch`."""
     monkeypatch.setattr(machine, "facts", lambda: {"gpu": None})

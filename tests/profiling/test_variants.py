@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import pytest
 
 from cute_flash.planning.plan import plan_forward
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
+from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ARCHS
@@ -29,6 +31,7 @@ from profiling.variants import (
 )
 
 FAMILY, HOPPER = "fwd_sm80", "fwd_sm90"
+BWD_SM80 = BwdTileSm80(head_dim=128, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=2, warps_q=2)
 SM_80, SM_90 = ARCHS["sm_80"], ARCHS["sm_90"]
 RUNNABLE = [(FAMILY, arch) for arch in ARCHS.values()] + [(HOPPER, SM_90)]
 runnable = pytest.mark.parametrize(("family", "arch"), RUNNABLE, ids=[f"{f}-{a.name}" for f, a in RUNNABLE])
@@ -45,6 +48,16 @@ runnable = pytest.mark.parametrize(("family", "arch"), RUNNABLE, ids=[f"{f}-{a.n
         (HOPPER, 128, "128x176 s2", FwdTileSm90(128, 128, 176, 2)),
         (HOPPER, 128, "128x80 s2 q2 c1 t0", FwdTileSm90(128, 128, 80, 2, 2, True, False)),
         (HOPPER, 72, "64x64 s4 d128", FwdTileSm90(128, 64, 64, 4)),
+        ("bwd_sm80", 128, "64x128 s2 p4 k2 q2", BWD_SM80),
+        (
+            "bwd_sm80",
+            64,
+            "64x64 s1 w4 p2 k2 q2",
+            replace(BWD_SM80, head_dim=64, tile_n=64, stages=1, num_warps=4, warps_s=2),
+        ),
+        ("bwd_sm90", 64, "128x128 e1", BwdTileSm90(64, 128, 128, early_lse=True)),
+        ("bwd_sm90", 96, "64x128 s1", BwdTileSm90(128, 64, 128, stages=1)),
+        ("bwd_sm90_wide", 192, "64x64 p8", BwdTileSm90Wide(256, 64, 64, dq_pieces=8)),
     ],
 )
 def test_a_variant_is_read_and_written(family, head_dim, text, tile):
@@ -67,7 +80,7 @@ def test_every_field_of_a_tile_can_be_written(family):
     """
     known = FAMILIES[family]
     others = {"max_bounds", "head_dim_v", "layout", "pieces"}
-    others |= {"dropout_producer", "dropout_stages", "bias_stages"}
+    others |= {"dropout_producer", "dropout_stages", "early_dropout", "bias_stages"}
     deciding = {f.name for f in fields(known.tile) if f.compare} - others
     assert {"tile_m", "tile_n", *known.letters.values()} == deciding
     assert set(known.choices) == deciding - {"head_dim"}
@@ -127,6 +140,40 @@ def test_mistakes_in_hopper_variants_are_named(text, part):
     with pytest.raises(ValueError) as raised:
         parse(text, HOPPER, 64)
     assert repr(text) in str(raised.value) and part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "head_dim", "text", "part"),
+    [
+        ("bwd_sm80", 64, "64x128", "s (stages) missing"),
+        ("bwd_sm80", 64, "64x128 s2 p3", "warps_s=3 must be 1, 2, 4 or 8"),
+        ("bwd_sm90", 64, "64x64", "self.tile_n=64 must be 128: 64 keys per warpgroup"),
+        ("bwd_sm90", 192, "64x128", "self.head_dim=192 must be 64 or 128"),
+        ("bwd_sm90_wide", 256, "128x64", "self.tile_m=128"),
+        ("bwd_sm90_wide", 256, "64x64 p9", "self.dq_pieces=9 must be 1 to 8"),
+    ],
+)
+def test_mistakes_in_backward_variants_are_named(family, head_dim, text, part):
+    with pytest.raises(ValueError) as raised:
+        parse(text, family, head_dim)
+    assert repr(text) in str(raised.value) and part in str(raised.value)
+
+
+def test_backward_families():
+    for family in ("bwd_sm80", "bwd_sm90", "bwd_sm90_wide"):
+        for head_dim in FAMILIES[family].head_dims:
+            rows = table_rows(family, head_dim, SM_90)
+            found = neighbours(rows, SM_90)
+            assert found[0] in rows and len(found) > len(rows)
+            assert [parse(variant.text, family, head_dim) for variant in found] == found
+            assert all(variant.tile.fits(SM_90) for variant in found[len(rows) :])
+            problem = sample_problem(head_dim, "causal", "bf16")
+            kernels = [key.kernel for key in found[-1].keys(problem, SM_90)]
+            forward = f"fwd_{FAMILIES[family].kernels}"
+            assert kernels == ["bwd_preprocess", family, f"bwd_postprocess_{FAMILIES[family].kernels}", forward]
+            assert found[-1].plan(problem, SM_90).tile == found[-1].tile
+    with pytest.raises(ValueError, match="bwd_sm90 has no tile for head dim 256"):
+        table_rows("bwd_sm90", 256, SM_90)
 
 
 def test_sets_are_expanded():

@@ -33,6 +33,14 @@ class BwdTileSm90(Tile):
     num_threads: ClassVar[int] = 3 * 128
     max_queries_claimed: ClassVar[int] = ALL_QUERIES
 
+    def __post_init__(self) -> None:
+        if self.tile_m not in (64, 128) or self.tile_n != 128:
+            raise ValueError(f"{self.tile_m=} must be 64 or 128, and {self.tile_n=} must be 128: 64 keys per warpgroup")
+        if self.head_dim not in (64, 128):
+            raise ValueError(f"{self.head_dim=} must be 64 or 128")
+        if self.stages not in (1, 2):
+            raise ValueError(f"{self.stages=} must be 1 or 2")
+
     @property
     def dq_part(self) -> tuple[int, int]:
         """(rows, columns) of dQ that each warpgroup computes: half of the rows if there are 128, else half the columns.
@@ -50,6 +58,11 @@ class BwdTileSm90(Tile):
         halves += self.bias_stages * self.tile_m * self.tile_n
         # Two slots of 16 bytes, in which the producer publishes tiles.
         return ELEMENT_BYTES * halves + 4 * floats + 32 + 8 * (16 + 4 * self.stages + 8 * self.bias_stages)
+
+    @property
+    def accumulator_registers(self) -> int:
+        """Registers of a thread for dK, dV, S and dP in fp32."""
+        return self.head_dim + self.tile_m
 
     @property
     def max_mod_ops(self) -> int:
@@ -80,6 +93,21 @@ class BwdTileSm90Wide(Tile):
     registers: ClassVar[tuple[int, int]] = 24, 240  # per thread of the producer, and of the consumer warpgroups
     # Without a mask, zeros are 3 to 6 % faster from 2048 queries on ("claims 4" of 2026-11-17-bwd-sm90-dq-ab.txt).
     max_queries_claimed: ClassVar[int] = 1024
+
+    def __post_init__(self) -> None:
+        if self.tile_m != 64 or self.head_dim != 256:
+            raise ValueError(f"{self.tile_m=} must be 64, and {self.head_dim=} must be 256")
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 128:
+            raise ValueError(f"{self.tile_n=} must be a multiple of 16 up to 128")
+        if self.q_stages not in (1, 2) or self.do_stages not in (1, 2):
+            raise ValueError(f"{self.q_stages=} and {self.do_stages=} must be 1 or 2")
+        if not 1 <= self.dq_pieces <= PIECES:
+            raise ValueError(f"{self.dq_pieces=} must be 1 to {PIECES}")
+
+    @property
+    def accumulator_registers(self) -> int:
+        """Registers of a thread for dK, dV, S and dP in fp32."""
+        return 2 * self.tile_n + self.tile_n // 2
 
     def prefetches_bias(self, mod_ops: int, has_softcap: bool) -> bool:
         """Whether a block of the bias is loaded before S is computed; mods and softcap leave no registers for it."""
