@@ -188,7 +188,10 @@ class FunctionSource:
             from cute_flash.runtime.block_masks import backward_block_indices, forward_block_indices
 
             lists = backward_block_indices if backward else forward_block_indices
-            self.assign("block_indices", self.call(lists, deterministic=str(self.plan.deterministic)))
+            # With a semaphore, all K/V tiles visit the m_blocks in the same order.
+            begins_apart = self.plan.tile.begins_apart and not self.plan.deterministic
+            flags = {"deterministic": str(self.plan.deterministic), "begins_apart": str(begins_apart)}
+            self.assign("block_indices", self.call(lists, **flags))
 
     def offsets(self) -> None:
         """Add the operands of the varlen scheduler: offsets and window bounds."""

@@ -27,7 +27,7 @@ def forward_block_indices(args: AttentionArgs, problem: Problem) -> list[Tensor]
 
 
 def backward_block_indices(
-    args: AttentionArgs, problem: Problem, tile_m: int, tile_n: int, deterministic: bool
+    args: AttentionArgs, problem: Problem, tile_m: int, tile_n: int, deterministic: bool, begins_apart: bool
 ) -> list[Tensor]:
     """For each K/V tile, the query blocks of all query heads that share the K/V head; see `score_mod.block_sparse`."""
     return query_block_indices(
@@ -38,4 +38,5 @@ def backward_block_indices(
         heads_kv=problem.heads_kv,
         tile=(tile_m, tile_n),
         has_ranks=deterministic,
+        begins_apart=begins_apart,
     )

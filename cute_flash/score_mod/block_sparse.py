@@ -1,7 +1,8 @@
 """The index lists of a block mask for the backward, whose outer loop is over K/V tiles.
 
-The list of a K/V tile has the query blocks that it visits, of all query heads that share the K/V head, head by head. An
-entry is an int32 of bit fields:
+The list of a K/V tile has the query blocks that it visits, of all query heads that share the K/V head, head by head.
+Within a head they ascend, or they begin at the position of the K/V tile and wrap around (`begins_apart`). An entry is
+an int32 of bit fields:
 
     bit 0           partial: mask_mod is applied; else the block is full
     bit 1           the last entry of its head
@@ -36,6 +37,7 @@ def query_block_indices(
     heads_kv: int,
     tile: tuple[int, int],
     has_ranks: bool = False,
+    begins_apart: bool = False,
 ) -> list[Tensor]:
     """The index lists for the tile of a kernel, computed without a host sync.
 
@@ -49,16 +51,18 @@ def query_block_indices(
         heads_kv: Hkv of the call.
         tile: (tile_m, tile_n) of the kernel, which divides the tile of the block mask.
         has_ranks: Also return the ranks.
+        begins_apart: Let K/V tiles that visit the same query blocks begin at different ones, so that they do not all
+            add to one block of dQ at the same time.
 
     Returns:
         The number of entries (B, Hkv, K/V tiles), the entries (B, Hkv, K/V tiles, H / Hkv · query blocks), and the
             ranks (B, H, query blocks, K/V tiles), which are valid for listed blocks only.
     """
-    key = tuple(sizes), tile, batch, heads, heads_kv, has_ranks
+    key = tuple(sizes), tile, batch, heads, heads_kv, has_ranks, begins_apart
 
     def compute() -> list[Tensor]:
         mask = BlockMask.of_tensors(tensors, sizes)
-        lists = _query_blocks(mask, batch, heads, heads_kv, tile)
+        lists = _query_blocks(mask, batch, heads, heads_kv, tile, begins_apart)
         return [*lists, _ranks(mask, batch, heads, tile)] if has_ranks else lists
 
     return _cache.of_contents(tensors, key, compute)
@@ -78,7 +82,9 @@ def _ranks(mask: BlockMask, batch: int, heads: int, tile: tuple[int, int]) -> Te
     return (upwards - is_listed).expand(batch, heads, -1, -1)
 
 
-def _query_blocks(mask: BlockMask, batch: int, heads: int, heads_kv: int, tile: tuple[int, int]) -> list[Tensor]:
+def _query_blocks(
+    mask: BlockMask, batch: int, heads: int, heads_kv: int, tile: tuple[int, int], begins_apart: bool
+) -> list[Tensor]:
     """The numbers of entries and the entries of all K/V tiles."""
     m_blocks, group = -(-mask.seqlen_q // tile[0]), heads // heads_kv
     if m_blocks >= 1 << (HEAD_SHIFT - M_BLOCK_SHIFT) or group >= 1 << (31 - HEAD_SHIFT):
@@ -93,10 +99,16 @@ def _query_blocks(mask: BlockMask, batch: int, heads: int, heads_kv: int, tile: 
         by_group = status.unflatten(1, (heads_kv, group))
     flat = by_group.permute(0, 1, 4, 2, 3).flatten(3)
     is_empty = flat == EMPTY
-    order = torch.argsort(is_empty.to(torch.uint8), dim=-1, stable=True)
+    position = torch.arange(flat.shape[-1], device=flat.device)
+    visited = position
+    if begins_apart:
+        n_blocks = flat.shape[2]
+        first = torch.arange(n_blocks, device=flat.device)[:, None] * m_blocks // n_blocks
+        visited = position - position % m_blocks + (position % m_blocks - first) % m_blocks
+    # Listed blocks come first, in the order in which the tile visits them.
+    order = torch.argsort(is_empty * flat.shape[-1] + visited, dim=-1)
     num = (~is_empty).sum(dim=-1)
     m_block, head = order % m_blocks, order // m_blocks
-    position = torch.arange(order.shape[-1], device=order.device)
     is_last = (position == num[..., None] - 1) | (head != head.roll(-1, -1))
     is_partial = flat.gather(-1, order) == PARTIAL
     flags = is_partial * IS_PARTIAL + is_last * IS_LAST

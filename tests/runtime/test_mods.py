@@ -332,6 +332,22 @@ def test_block_indices_are_computed_once(gpu: FakeGpu) -> None:
     assert lists[0] is lists[2] and lists[1] is lists[3]
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "family", "deterministic", "begins_apart"),
+    [(64, "sm90", False, True), (128, "", False, True), (64, "sm90", True, False), (256, "sm90", False, False),
+     (64, "sm80", False, False)],
+)  # fmt: skip
+def test_tiles_begin_apart_where_any_order_is_right(
+    sm_90: FakeGpu, head_dim: int, family: str, deterministic: bool, begins_apart: bool
+) -> None:
+    """All K/V tiles visit all m_blocks; the first entry of each list is the block that it visits first."""
+    qkv = [normal(1, 1, 512, head_dim, seed=i) for i in range(3)]
+    mask = BlockMask.of(lambda b, h, q, kv: q >= 0, (1, 1, 512, 512))
+    run_backward(qkv, call_args(qkv[0], block_mask=mask, kernel_family=family, deterministic=deterministic))
+    first = sm_90.main["block_indices"][1][0, 0, :, 0]
+    assert first.numel() > 2 and first.unique().numel() == (first.numel() if begins_apart else 1)
+
+
 def of_sequence(score, b, h, q, kv):
     return score * FACTORS[b] + TABLE[h, (q - kv).abs() // STEP] - OF_KEYS[kv] * ONE
 

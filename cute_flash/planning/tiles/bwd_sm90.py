@@ -32,6 +32,9 @@ class BwdTileSm90(Tile):
     needs_wgmma: ClassVar[bool] = True
     num_threads: ClassVar[int] = 3 * 128
     max_queries_claimed: ClassVar[int] = ALL_QUERIES
+    # K/V tiles that claim the same m_block at the same time wait for one of them. `BwdTileSm90Wide` must not begin
+    # apart: its claims are free of deadlocks only if all K/V tiles visit the m_blocks in the same order.
+    begins_apart: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128) or self.tile_n != 128:

@@ -46,6 +46,8 @@ class Tile:
     measured: str = field(default="not measured: chosen by the rules above the table", compare=False, kw_only=True)
 
     needs_wgmma: ClassVar[bool] = False
+    # Whether the K/V tiles of a backward begin at different m_blocks of a block mask (`score_mod.block_sparse`).
+    begins_apart: ClassVar[bool] = False
 
     @property
     def smem_bytes(self) -> int:
