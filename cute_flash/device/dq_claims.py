@@ -8,7 +8,7 @@ The others wait for that bit, and add.
 Nothing deadlocks, because only a CTA that runs can hold a claim, and because its values never depend on a later claim.
 With one adder warp per CTA (`BwdSm90`) a CTA that holds a claim waits for no other CTA. With two (`BwdSm90Wide`) one of
 them may wait, and stop the MMA warps, while the other holds a claim. It then waits for an earlier m_block. This is safe
-if all K/V tiles visit the m_blocks of their head in the same order.
+if a CTA has one K/V tile, and all K/V tiles visit the m_blocks of their head in the same order.
 """
 
 from dataclasses import dataclass

@@ -98,19 +98,25 @@ def _query_blocks(
     else:
         by_group = status.unflatten(1, (heads_kv, group))
     flat = by_group.permute(0, 1, 4, 2, 3).flatten(3)
-    is_empty = flat == EMPTY
     position = torch.arange(flat.shape[-1], device=flat.device)
-    visited = position
     if begins_apart:
+        # The order in which a tile visits the blocks of each head: it begins at its own position, and wraps around.
         n_blocks = flat.shape[2]
         first = torch.arange(n_blocks, device=flat.device)[:, None] * m_blocks // n_blocks
-        visited = position - position % m_blocks + (position % m_blocks - first) % m_blocks
-    # Listed blocks come first, in the order in which the tile visits them.
-    order = torch.argsort(is_empty * flat.shape[-1] + visited, dim=-1)
-    num = (~is_empty).sum(dim=-1)
+        visits = position - position % m_blocks + (position % m_blocks + first) % m_blocks
+        visits = visits.expand(flat.shape)
+        order = visits.gather(-1, _listed_first(flat.gather(-1, visits)))
+    else:
+        order = _listed_first(flat)
+    num = (flat != EMPTY).sum(dim=-1)
     m_block, head = order % m_blocks, order // m_blocks
     is_last = (position == num[..., None] - 1) | (head != head.roll(-1, -1))
     is_partial = flat.gather(-1, order) == PARTIAL
     flags = is_partial * IS_PARTIAL + is_last * IS_LAST
     entries = flags + (m_block << M_BLOCK_SHIFT) + (head << HEAD_SHIFT)
     return [num.int().expand(batch, heads_kv, -1), entries.int().contiguous().expand(batch, heads_kv, -1, -1)]
+
+
+def _listed_first(status: Tensor) -> Tensor:
+    """The indices of the blocks that are not empty, then those of the others, each in ascending order."""
+    return torch.argsort((status == EMPTY).to(torch.uint8), dim=-1, stable=True)
