@@ -128,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         "compile, check, time and rank tiles of a kernel",
         "--head-dims 64,128 --lengths 512,16384 --out tune.json",
         '--tile "128: 128x{112,128,144} s2 q{1,2} c{0,1}" --masks causal',
+        '--family bwd_sm80 --tile "128: 64x128 s2 p4 k{2,4} q2" --graph',
         "--compile-only --arch sm_90 --head-dims 128  # needs no GPU",
     )
     _add_tune(tune_command)
@@ -149,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     studies.add_commands(add)
     all_command = add(
         "all",
-        "run every command whose results the README and the docs show, at one commit",
+        "run every command whose results the README and the docs show",
         "--list  # needs no GPU",
         "--budget-s 600  # leave out runs that would not end in time; a second call resumes",
         "--only decode,mods",
@@ -612,7 +613,8 @@ def _all(args: argparse.Namespace) -> int:
         raise ValueError("no CUDA device: nothing can be measured; --list prints the commands")
     facts = machine.facts()
     example = studies.default_path("", facts)
-    known = {"date": example.name[: len("2026-01-31")], "git_commit": facts["git_commit"]}
+    date = example.name[: len("2026-01-31")]
+    known = {"date": date, **{name: facts[name] for name in ("git_commit", "source_digest")}}
     folder = args.out or example.parent
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = every_run.run_all(chosen, folder, known, args.budget_s)

@@ -30,6 +30,7 @@ from profiling.figures import (
     FORWARD_SM80,
     NUMERICS_CPU,
     NUMERICS_GPU,
+    RESULTS,
     STANDARD,
     newest,
 )
@@ -53,11 +54,9 @@ RUNS = {
 SHORT = 1024
 PEERS = {"sdpa-flash": "FA2", "sdpa-cudnn": "cuDNN", "sdpa-efficient": "memory-efficient", "fa3": "FA3", "fa4": "FA4"}
 # The record of the random calls.
-SUPPORT = "results/h200/2026-11-17-support.json"
-RESULTS = "results/h200"
+SUPPORT = f"{RESULTS}/2026-11-17-support.json"
 EVERY_RUN = tuple(newest(step.name) for step in STEPS)
 COMMIT_OF_COUNTERS = "8e095e9"
-KERNELS_OF_COUNTERS = f"{RESULTS}/{kernel_changes.file_name(COMMIT_OF_COUNTERS)}"
 COUNTED = tuple(
     f"{kernel}/sm_90/d{head_dim}/bf16/full/plain/main"
     for kernel, head_dim in (
@@ -319,8 +318,13 @@ def steps_by_commit() -> dict[str, list[Step]]:
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
+def kernels_at(commit: str) -> str:
+    """The file with the digests of the kernels at a commit, as a path from DATA."""
+    return f"{RESULTS}/{kernel_changes.file_name(commit)}"
+
+
 def _kernel_sentence(commit: str, patterns: Iterable[str]) -> str:
-    text = (DATA / RESULTS / kernel_changes.file_name(commit)).read_text(encoding="utf-8")
+    text = (DATA / kernels_at(commit)).read_text(encoding="utf-8")
     return kernel_changes.sentence(json.loads(text), tuple(dict.fromkeys(patterns)))
 
 
@@ -459,7 +463,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "conflicts": (lambda: "![Wavefronts, conflicts and time by layout](plots/conflicts.svg)", (COUNTERS,)),
     "summary": (lambda: _markdown(summary()), tuple(RUNS.values())),
     "conditions": (conditions, tuple(RUNS.values())),
-    "kernels": (kernels, (*EVERY_RUN, KERNELS_OF_COUNTERS)),
+    "kernels": (kernels, (*EVERY_RUN, *map(kernels_at, (*steps_by_commit(), COMMIT_OF_COUNTERS)))),
     "memory": (memory, (BACKWARD_SM80, BACKWARD_SM80_BHSD)),
     "cells_sm90": (lambda: _markdown(cells(FORWARD, BACKWARD)), (FORWARD, BACKWARD)),
     "cells_sm80": (lambda: _markdown(cells(FORWARD_SM80, BACKWARD_SM80)), (FORWARD_SM80, BACKWARD_SM80)),

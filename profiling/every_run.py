@@ -25,6 +25,7 @@ UNFINISHED = "unfinished"
 # Exit statuses of a run that measured everything: success, and a missed goal or a failed peer.
 ENDED = (0, 1)
 SM80 = "--kernels sm80 --providers cute_flash,sdpa-flash"
+FWD_SM90 = "fwd/sm90/*"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Step:
     command: str
     seconds: int
     then: str | None = None  # a second command, which adds to the file of the first
-    kernels: tuple[str, ...] = ("*",)  # patterns of the names in `tests/lock` of the kernels that it measures
+    kernels: tuple[str, ...] = ("*/sm_90/*",)  # patterns of the names in `tests/lock` of the kernels that it measures
 
     def arguments(self, path: Path) -> list[list[str]]:
         """The arguments of each command."""
@@ -43,20 +44,20 @@ class Step:
 
 
 STEPS = (
-    Step("fwd-sm90-paper", f"{PAPER} --outliers --reference fa3", 140, kernels=("fwd/sm90/*",)),
-    Step("bwd-sm90-paper", f"{PAPER} --direction bwd --reference fa3", 150, kernels=("*/sm90/*",)),
-    Step("fwd-sm80-paper", f"{PAPER} {SM80}", 45, kernels=("fwd/sm80/*",)),
-    Step("bwd-sm80-paper", f"{PAPER} {SM80} --direction bwd", 60, kernels=("*/sm80/*",)),
+    Step("fwd-sm90-paper", f"{PAPER} --outliers --reference fa3", 140, kernels=(FWD_SM90,)),
+    Step("bwd-sm90-paper", f"{PAPER} --direction bwd --reference fa3", 150, kernels=(FWD_SM90, "bwd/sm90/*")),
+    Step("fwd-sm80-paper", f"{PAPER} {SM80}", 45, kernels=("fwd/sm80/sm_90/*/bf16/*",)),
+    Step("bwd-sm80-paper", f"{PAPER} {SM80} --direction bwd", 60, kernels=("[fb]wd/sm80/sm_90/*/bf16/*",)),
     Step(
         "bwd-sm80-paper-bhsd",
         f"bench --suite paper --graph --layout bhsd {SM80} --direction bwd --rounds 4",
         45,
-        kernels=("*/sm80/*",),
+        kernels=("[fb]wd/sm80/sm_90/*/bf16/*",),
     ),
-    Step("fwd-sm90-gqa", "bench --suite gqa --graph --layout bshd --reference fa3", 35, kernels=("fwd/sm90/*",)),
-    Step("fwd-sm90-gqa8", "bench --suite gqa8 --graph --layout bshd --reference fa3", 35, kernels=("fwd/sm90/*",)),
-    Step("fp32", "fp32", 80, kernels=("*/fp32/*",)),
-    Step("decode", "decode", 45, kernels=("decode/*", "merge/*")),
+    Step("fwd-sm90-gqa", "bench --suite gqa --graph --layout bshd --reference fa3", 35, kernels=(FWD_SM90,)),
+    Step("fwd-sm90-gqa8", "bench --suite gqa8 --graph --layout bshd --reference fa3", 35, kernels=(FWD_SM90,)),
+    Step("fp32", "fp32", 80, kernels=("*/sm_90/*/fp32/*",)),
+    Step("decode", "decode", 45, kernels=("decode/*/sm_90/*", "merge/sm_90/*")),
     Step("features", "features", 90),
     Step("mods", "mods --parallel", 160),
     Step("training", "training", 120),
@@ -125,7 +126,8 @@ def run_all(
 ) -> list[Outcome]:
     """Run the steps in order. With a budget, a step that would exceed it is left out.
 
-    `facts`: "date", as in the names of result files, and "git_commit". A failed step does not stop the others.
+    `facts`: "date", as in the names of result files, "git_commit" and "source_digest". A failed step does not stop the
+    others. `tests/lock` must have the digests of the present kernels (`make lock`).
     """
     begin, outcomes = clock(), []
     (folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
@@ -154,8 +156,10 @@ def run_all(
         outcome = DONE if status == 0 else f"exit status {status}" + ", measured" * (status in ENDED)
         outcomes.append(Outcome(step, outcome, clock() - before))
     has_run = any(one.seconds is not None for one in outcomes)
-    if has_run and kernel_changes.LOCK.exists():  # an image may lack the tests
-        write_json(kernel_changes.snapshot(facts["git_commit"]), folder / kernel_changes.file_name(facts["git_commit"]))
+    commit = facts["git_commit"]
+    if has_run and commit and kernel_changes.LOCK.exists():  # an image may lack the commit and the tests
+        snapshot = kernel_changes.snapshot(commit, facts["source_digest"])
+        write_json(snapshot, folder / kernel_changes.file_name(commit))
     return outcomes
 
 

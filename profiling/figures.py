@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DATA = ROOT / "profiling"
+RESULTS = "results/h200"
 
 
-def newest(name: str, folder: str = "results/h200") -> str:
+def newest(name: str, folder: str = RESULTS) -> str:
     """The newest run of this name, as a path from DATA: <folder>/<date>-<name>.json."""
     dated = "[0-9]" * 4 + "-[0-9][0-9]" * 2
     found = sorted((DATA / folder).glob(f"{dated}-{name}.json"))

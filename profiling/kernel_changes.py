@@ -22,9 +22,10 @@ def file_name(commit: str) -> str:
     return f"kernels-{commit[:7]}.json"
 
 
-def snapshot(commit: str, lock: Path = LOCK) -> dict[str, Any]:
-    """The digests of all kernels of the lock: toolchain -> kernel -> digest."""
-    return {"git_commit": commit, "digests": json.loads(lock.read_text(encoding="utf-8"))}
+def snapshot(commit: str, source_digest: str, lock: Path = LOCK) -> dict[str, Any]:
+    """The digests of all kernels of the lock (toolchain -> kernel -> digest), and the source that they belong to."""
+    digests = json.loads(lock.read_text(encoding="utf-8"))
+    return {"git_commit": commit, "source_digest": source_digest, "digests": digests}
 
 
 def changed(measured: dict[str, Any], patterns: tuple[str, ...] = ("*",), lock: Path = LOCK) -> tuple[int, list[str]]:

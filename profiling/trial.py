@@ -8,8 +8,8 @@ the results correct on the timed shape.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -38,8 +38,12 @@ from profiling.workers import Unusable, note
 from tests import gradients
 from tests.cases import Case, assert_close, make_inputs
 
-# Batch, heads, K/V heads, queries, keys. With a causal mask the third has whole tiles that see no key.
-ODD_SHAPES = ((2, 4, 2, 200, 333), (1, 2, 2, 129, 129), (1, 2, 1, 600, 77), (1, 3, 1, 257, 1027), (2, 6, 3, 1, 130))
+# Batch, heads, K/V heads, queries, keys. With a causal mask the third has whole tiles that see no key. The last has
+# more queries than `BwdTileSm90Wide.max_queries_claimed`.
+ODD_SHAPES = (
+    (2, 4, 2, 200, 333), (1, 2, 2, 129, 129), (1, 2, 1, 600, 77), (1, 3, 1, 257, 1027), (2, 6, 3, 1, 130),
+    (1, 2, 1, 1100, 90),
+)  # fmt: skip
 
 
 def band_of(mask: str) -> Band:
@@ -59,13 +63,18 @@ class Build:
     error: str | None = None
 
 
-def build(plan: Plan, stored: Sequence[CompileKey], reads_resources: bool) -> Build:
-    """Compile kernels into the cache, and the main kernel once more for the resources that the compiler reports.
+def compile_forward(key: CompileKey) -> None:
+    """Compile a kernel of the forward pass into the cache."""
+    precompile(key)
+
+
+def build(plan: Plan, stores_kernels: bool, reads_resources: bool) -> Build:
+    """Compile the kernels of a plan into the cache, and the main one once more for the resources that ptxas reports.
 
     Needs no GPU.
     """
     start = time.perf_counter()
-    for key in stored:
+    for key in plan.launches if stores_kernels else ():
         precompile(key)
     if not reads_resources:
         return Build(seconds=time.perf_counter() - start)
@@ -122,7 +131,7 @@ def tools(is_graph: bool) -> Tools:
 
 
 @dataclass(frozen=True)
-class _Expected:
+class _ForwardCase:
     inputs: tuple[Tensor, Tensor, Tensor]
     out: Tensor
     lse: Tensor
@@ -130,18 +139,18 @@ class _Expected:
 
 
 @cache
-def _expected(case: Case, dtype: torch.dtype, device: torch.device) -> _Expected:
-    """Shared by all variants of a head dim."""
+def _forward_case(case: Case, dtype: torch.dtype, device: torch.device) -> _ForwardCase:
+    """The inputs and right results of a case. Shared by all variants of a head dim."""
     inputs = make_inputs(case, dtype, str(device))
     out, lse = reference.dense(*inputs, case.band)
     low_precision, _ = reference.dense_low_precision(*inputs, case.band)
-    return _Expected(inputs=inputs, out=out, lse=lse, low_precision=low_precision)
+    return _ForwardCase(inputs=inputs, out=out, lse=lse, low_precision=low_precision)
 
 
 @cache
 def _expected_gradients(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, gradients.Expected]:
     """dout, and the gradients for it. Shared by all variants of a head dim."""
-    inputs = _expected(case, dtype, device).inputs
+    inputs = _forward_case(case, dtype, device).inputs
     dout = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     with torch.enable_grad():
         return dout, gradients.Expected.of(inputs, case.band, gradients.weighted(dout))
@@ -153,12 +162,13 @@ def check(variant: Variant, arch: ArchSpec, dtype: str, mask: str) -> str | None
     if not __debug__:
         raise RuntimeError("python -O removes the assertions that check the results")
     here = tools(is_graph=False)
+    assert_right = _assert_output if family_of(variant.family).direction == "fwd" else _assert_gradients
     try:
         for sizes in ODD_SHAPES:
             case = Case(*sizes, variant.head_dim, band_of(mask))
-            check_case = _check_case if family_of(variant.family).direction == "fwd" else _check_gradients
-            wrong = check_case(variant, arch, case, DTYPES[dtype], here)
-            if wrong is not None:
+            try:
+                assert_right(variant.plan(case.problem(DTYPES[dtype]), arch), case, DTYPES[dtype], here)
+            except _Wrong as wrong:
                 return f"{case.id}: {wrong}"
         return None
     except Exception as error:
@@ -169,35 +179,39 @@ def check(variant: Variant, arch: ArchSpec, dtype: str, mask: str) -> str | None
         raise
 
 
-def _check_case(variant: Variant, arch: ArchSpec, case: Case, dtype: torch.dtype, here: Tools) -> str | None:
-    expected = _expected(case, dtype, here.device)
-    forward = forward_of(variant.plan(case.problem(dtype), arch), here.device)
-    results = []
+class _Wrong(Exception):
+    """Results are wrong. An AssertionError of the compiler or of torch is a failed launch instead."""
+
+
+@contextmanager
+def _wrong_if_assertions_fail() -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        raise _Wrong(str(error)) from error
+
+
+def _assert_output(plan: Plan, case: Case, dtype: torch.dtype, here: Tools) -> None:
+    """Raise `_Wrong` if output or LSE are wrong, or differ between two runs."""
+    known, forward, results = _forward_case(case, dtype, here.device), forward_of(plan, here.device), []
     for _ in range(2):
         with nan_in_new_memory():
-            results.append(forward(*expected.inputs))
+            results.append(forward(*known.inputs))
         here.timer.synchronize()
-    try:
-        assert_close(*results[0], expected.out, expected.lse, expected.low_precision)
-    except AssertionError as wrong:
-        # Caught around `assert_close` only: an assertion of the compiler or of torch is a failed launch.
-        return str(wrong)
-    return None if all(map(torch.equal, *results)) else "other bits on the same inputs"
+    with _wrong_if_assertions_fail():
+        assert_close(*results[0], known.out, known.lse, known.low_precision)
+        assert all(map(torch.equal, *results)), "other bits on the same inputs"
 
 
-def _check_gradients(variant: Variant, arch: ArchSpec, case: Case, dtype: torch.dtype, here: Tools) -> str | None:
-    """Additions to dq are in no fixed order, so a second run may have other bits."""
-    expected = _expected(case, dtype, here.device)
-    dout, right = _expected_gradients(case, dtype, here.device)
-    backward = backward_of(variant.plan(case.problem(dtype), arch), here.device)
+def _assert_gradients(plan: Plan, case: Case, dtype: torch.dtype, here: Tools) -> None:
+    """Raise `_Wrong` if gradients are wrong. Additions to dq are in no fixed order, so there is no second run."""
+    known, backward = _forward_case(case, dtype, here.device), backward_of(plan, here.device)
+    dout, expected = _expected_gradients(case, dtype, here.device)
     with nan_in_new_memory():
-        found = backward(dout, *expected.inputs, expected.out.to(dtype), expected.lse.float())
+        found = backward(dout, *known.inputs, known.out.to(dtype), known.lse.float())
     here.timer.synchronize()
-    try:
-        gradients.assert_close(found, expected.inputs, right)
-    except AssertionError as wrong:
-        return str(wrong)
-    return None
+    with _wrong_if_assertions_fail():
+        gradients.assert_close(found, known.inputs, expected)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from profiling.ranking import Entry, Tuning
 from profiling.record import Cell, Result
 from profiling.suites import SUITES, Shape
 from profiling.trial import Build
-from profiling.variants import Variant, family_of, sample_problem, table_rows
+from profiling.variants import Variant, family_of, forward_keys, sample_problem, table_rows
 from profiling.workers import Outcome, Task
 
 # The widest kernels compile in less than a minute on one core; a step on the GPU takes far less than a second.
@@ -30,6 +30,7 @@ COMPILE_LIMIT_S, GPU_LIMIT_S = 900.0, 120.0
 METHOD = {
     **bench.METHOD,
     "check": f"against fp64 on {len(trial.ODD_SHAPES)} small shapes, NaN in new memory; a forward twice",
+    "calls": "variants: their launches, without autograd; peers: as in bench",
     "ranking": "geometric mean of the speed over the cells, of variants that are right in all of them",
     "isolation": "all launches in one process, which is replaced if a variant breaks or hangs it",
 }
@@ -115,7 +116,7 @@ def run_tune(
     tuning = Tuning(
         settings=asdict(settings),
         machine=tools.facts(),
-        method={**METHOD, **DIRECTIONS[settings.direction].method},
+        method={**DIRECTIONS[settings.direction].method, **METHOD},
         entries=entries,
         peers=() if settings.compile_only else settings.peers,
         unavailable=dict(unavailable or {}),
@@ -140,11 +141,18 @@ def _build_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools,
     jobs = list(product(tuning.entries, settings.masks))
     tasks = []
     for entry, mask in jobs:
-        problem = sample_problem(entry.variant.head_dim, mask, settings.dtype)
-        stored = entry.variant.keys(problem, arch) if stores_kernels else ()
-        tasks.append(Task(trial.build, (entry.variant.plan(problem, arch), stored, reads_resources)))
+        plan = entry.variant.plan(sample_problem(entry.variant.head_dim, mask, settings.dtype), arch)
+        tasks.append(Task(trial.build, (plan, stores_kernels, reads_resources)))
+    if stores_kernels:
+        forward = forward_keys(settings.family, tuning.head_dims, settings.masks, settings.dtype, arch)
+        tasks += [Task(trial.compile_forward, (key,)) for key in forward]
     with tools.progress("compiling", len(tasks)) as done:
         for outcome in pool.run(tasks):
+            if outcome.index >= len(jobs):
+                if outcome.error is not None:
+                    raise RuntimeError(f"a kernel of the forward pass was not compiled: {outcome.error}")
+                done("a kernel of the forward pass: compiled")
+                continue
             entry, mask = jobs[outcome.index]
             build = outcome.value if outcome.error is None else Build(error=outcome.error)
             entry.builds[mask] = build

@@ -5,8 +5,8 @@
     64: 128x64 w4 s2 q4          fwd_sm80: 4 warps, 2 stages, 4 steps of Q in registers
     64: 64x128 s2 p4 k2 q2       bwd_sm80: 2 stages of Q and of dO; 4 of the 8 warps along the keys of P and dS, 2 along
                                  the keys of dK and dV, 2 along the queries of dQ
-    64: 128x128 s2 e1            bwd_sm90: 2 stages of Q and of dO, the LSE is read early
-    256: 64x80 q2 o1 p7          bwd_sm90_wide: 2 stages of Q, 1 of dO, 7 pieces of a half of dQ in shared memory
+    64: 128x128 e1               bwd_sm90: the LSE is read early
+    256: 64x80 o1 p7             bwd_sm90_wide: 1 stage of dO, 7 pieces of a half of dQ in shared memory
     128: 128x{48,64} s{1,2}      a set: every feasible combination
     128x64 s2                    for every head dim that is tuned; omitted fields have the tile's defaults
 
@@ -143,7 +143,7 @@ FAMILIES = {
         kernels="sm90",
         tile=BwdTileSm90,
         letters={"s": "stages", "e": "early_lse", "d": "head_dim"},
-        choices={"tile_m": (64, 128), "tile_n": (128,), "stages": (1, 2), "early_lse": (False, True)},
+        choices={"tile_m": (64, 128), "tile_n": (128,), "stages": (2,), "early_lse": (False, True)},
         direction="bwd",
         width_step=64,
     ),
@@ -154,10 +154,11 @@ FAMILIES = {
         choices={
             "tile_m": (64,),
             "tile_n": (48, 64, 80, 96),
-            "q_stages": (1, 2),
+            "q_stages": (2,),
             "do_stages": (1, 2),
-            "dq_pieces": (4, 6, 7, PIECES),
+            "dq_pieces": (PIECES - 1, PIECES),
         },
+        has_registers=lambda tile: tile.accumulator_registers <= tile.registers[1] - SM90_OTHER_REGISTERS,
         direction="bwd",
         head_dims=(256,),
         width_step=256,
@@ -202,12 +203,6 @@ class Variant:
     def plan(self, problem: Problem, arch: ArchSpec) -> Plan:
         return family_of(self.family).plan(problem, arch, self.tile)
 
-    def keys(self, problem: Problem, arch: ArchSpec) -> tuple[CompileKey, ...]:
-        """All kernels that a call of the variant launches; for gradients, those of the forward pass too."""
-        family = family_of(self.family)
-        forward = () if family.direction == "fwd" else plan_forward(problem, arch, family.kernels).launches
-        return (*self.plan(problem, arch).launches, *forward)
-
     def check_fits(self, arch: ArchSpec) -> None:
         """Raise `InfeasibleError` if the tile needs more shared memory than a CTA can have."""
         if not self.tile.fits(arch):
@@ -218,8 +213,19 @@ class Variant:
 
 
 def sample_problem(head_dim: int, mask: str, dtype: str, length: int = SAMPLE_LENGTHS[0]) -> Problem:
-    """A problem that runs the kernel of all problems of this head dim and mask: lengths are not compiled in."""
+    """A problem of this head dim and mask. With a given tile, all lengths have the same kernels."""
     return Shape(1, 1, 1, length, head_dim, mask == "causal").problem(dtype)
+
+
+def forward_keys(
+    family: str, head_dims: Iterable[int], masks: Sequence[str], dtype: str, arch: ArchSpec
+) -> list[CompileKey]:
+    """The kernels of the forward pass before a backward of this family; none for a forward family."""
+    known = family_of(family)
+    if known.direction == "fwd":
+        return []
+    problems = (sample_problem(*one) for one in itertools.product(head_dims, masks, (dtype,), SAMPLE_LENGTHS))
+    return list(dict.fromkeys(key for one in problems for key in plan_forward(one, arch, known.kernels).launches))
 
 
 def table_rows(family: str, head_dim: int, arch: ArchSpec, masks: Sequence[str] = MASKS) -> list[Variant]:

@@ -312,6 +312,8 @@ def plan_backward(
     """
     problem.check("cuda")
     check_family(family)
+    if tile is not None and not family:
+        raise ValueError("a tile needs a kernel family")
     if problem.static.is_fp32:
         family = _family(problem, arch, family)
         if "score_mod" in problem.features:

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from profiling import __main__ as command
 from profiling import doc_tables, every_run, figures, kernel_changes
 from profiling.every_run import DONE, SKIPPED, Step, run_all
 
-FACTS = {"date": "2026-01-31", "git_commit": "abc"}
+FACTS = {"date": "2026-01-31", "git_commit": "abc", "source_digest": "def"}
 STEPS = (Step("a", "bench --graph", 10), Step("b", "decode", 20), Step("c", "fp32", 30))
 TWO = (Step("a", "standard", 10, then="standard --bytes"),)
 
@@ -100,8 +101,8 @@ def test_the_documents_show_only_these_runs() -> None:
     """Files that no run of the list writes: counters of Nsight Compute, the support tables and digests of kernels."""
     sources = {path for paths in figures.FIGURES.values() for path in paths}
     sources |= {path for _, paths in doc_tables.BLOCKS.values() for path in paths}
-    sources -= {doc_tables.KERNELS_OF_COUNTERS}
-    names = {Path(path).stem[len("2026-01-31-") :] for path in sources if path.startswith("results/h200/")}
+    sources = {path for path in sources if path.startswith("results/h200/") and "/kernels-" not in path}
+    names = {Path(path).stem[len("2026-01-31-") :] for path in sources}
     others = {"bwd-by-instruction", "support"}
     assert names - others <= {step.name for step in every_run.STEPS}
 
@@ -118,11 +119,16 @@ def test_links_of_the_documents_name_the_newest_run() -> None:
 
 def test_the_runs_of_the_documents_have_the_kernels_of_one_commit(tmp_path: Path) -> None:
     """Runs of different commits are comparable only if their kernels have the same machine code."""
-    folder, by_commit = figures.DATA / doc_tables.RESULTS, doc_tables.steps_by_commit()
+    by_commit = doc_tables.steps_by_commit()
     kernels = {
-        commit: json.loads((folder / kernel_changes.file_name(commit)).read_text("utf-8")) for commit in by_commit
+        commit: json.loads((figures.DATA / doc_tables.kernels_at(commit)).read_text("utf-8")) for commit in by_commit
     }
-    (main, _), *others = by_commit.items()
+    (main, newest), *others = by_commit.items()
+    assert "host" in {step.name for step in newest}, "equal kernels do not show that host code is equal"
+    for commit, steps in by_commit.items():
+        for step in steps:
+            facts = json.loads((figures.DATA / figures.newest(step.name)).read_text("utf-8"))["machine"]
+            assert facts["source_digest"] == kernels[commit]["source_digest"], step.name
     lock = tmp_path / "digests.json"
     lock.write_text(json.dumps(kernels[main]["digests"]))
     for commit, steps in others:
@@ -132,10 +138,17 @@ def test_the_runs_of_the_documents_have_the_kernels_of_one_commit(tmp_path: Path
 
 
 def test_the_patterns_of_kernels_match_kernels() -> None:
-    measured = kernel_changes.snapshot("0123456")
+    """The runs are on an H200, so their kernels are those of sm_90."""
+    names = [name for digests in json.loads(kernel_changes.LOCK.read_text("utf-8")).values() for name in digests]
     for step in every_run.STEPS:
         for pattern in step.kernels:
-            assert kernel_changes.changed(measured, (pattern,))[0], f"{step.name}: {pattern}"
+            found = [name for name in names if fnmatchcase(name, pattern)]
+            assert found and all("/sm_90/" in name for name in found), f"{step.name}: {pattern}"
+
+
+def test_without_a_commit_there_is_no_file_of_kernels(tmp_path: Path) -> None:
+    found = run_all(STEPS[:1], tmp_path, {**FACTS, "git_commit": None}, None, Machine().run, lambda: 0.0)
+    assert [one.text for one in found] == [DONE] and not list(tmp_path.glob("kernels-*"))
 
 
 def test_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,14 +18,14 @@ def lock(tmp_path: Path) -> Path:
 
 
 def test_nothing_changed(lock: Path) -> None:
-    measured = snapshot("0123456789", lock)
+    measured = snapshot("0123456789", "source", lock)
     assert changed(measured, lock=lock) == (3, [])
     expected = "commit `0123456`; the machine code of all 3 of their kernels in the lock is unchanged since"
     assert sentence(measured, lock=lock) == expected
 
 
 def test_changed_removed_and_new_kernels(lock: Path) -> None:
-    measured = snapshot("0123456789", lock)
+    measured = snapshot("0123456789", "source", lock)
     lock.write_text(json.dumps({"4.8": {"fwd/a": "1", "fwd/b": "changed", "fwd/new": "4"}}))
     assert changed(measured, lock=lock) == (3, ["fwd/b", "bwd/a"])
     assert changed(measured, ("fwd/*",), lock) == (2, ["fwd/b"])
@@ -35,13 +35,13 @@ def test_changed_removed_and_new_kernels(lock: Path) -> None:
 
 
 def test_patterns(lock: Path) -> None:
-    measured = snapshot("0123456789", lock)
+    measured = snapshot("0123456789", "source", lock)
     assert changed(measured, ("*/a",), lock)[0] == 2 and changed(measured, ("fwd/*", "*/a"), lock)[0] == 3
     assert changed(measured, ("*/c",), lock) == (0, [])
 
 
 def test_another_toolchain(lock: Path) -> None:
-    measured = snapshot("0123456789", lock)
+    measured = snapshot("0123456789", "source", lock)
     lock.write_text(json.dumps({"4.9": BEFORE["4.8"]}))
     assert len(changed(measured, lock=lock)[1]) == 3
 

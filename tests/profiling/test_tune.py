@@ -44,9 +44,12 @@ class World:
     timer: FakeTimer = field(default_factory=FakeTimer)
     call_ms: dict[str, float] = field(default_factory=dict)
     spoil: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = field(default_factory=dict)
+    family: str = FAMILY
+    spoil_gradient: dict[str, str] = field(default_factory=dict)  # "dq", "dk" or "dv"
     build_errors: dict[str, str] = field(default_factory=dict)
     built: list[tuple[str, bool]] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)  # kernels of a backward besides the main one
+    compiled_keys: set[CompileKey] = field(default_factory=set)
+    launched_keys: set[CompileKey] = field(default_factory=set)
     launched: list[str] = field(default_factory=list)
     saved: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -58,8 +61,8 @@ class World:
         return Variant(key.kernel, key.static.head_dim, key.tile).text
 
     def precompile(self, key: CompileKey) -> bool:
+        self.compiled_keys.add(key)
         if key.kernel not in FAMILIES:
-            self.others.append(key.kernel)
             return True
         text = self.text(key)
         self.built.append((text, key.static.has_right))
@@ -68,6 +71,7 @@ class World:
         return True
 
     def launch(self, key: CompileKey, operands: dict[str, Any]) -> None:
+        self.launched_keys.add(key)
         if key.kernel.startswith("bwd"):
             self.launch_backward(key, operands)
             return
@@ -88,10 +92,13 @@ class World:
             text = self.text(key)
             self.launched.append(text)
             self.timer.now_ms += self.call_ms.get(text, 1.0)
-            assert not self.is_checking or (operands["dk"].isnan().all() and operands["dv"].isnan().all())
+        written = ("dk", "dv") if is_main else ("dq",) if "postprocess" in key.kernel else ("dq_accum", "delta")
+        assert not self.is_checking or all(operands[name].isnan().all() for name in written)
         kernel_of(key.kernel)(key, Present(operands))
-        if is_main:
-            self.spoil.get(text, lambda dk, dv: None)(operands["dk"], operands["dv"])
+        if is_main or "postprocess" in key.kernel:
+            spoil = self.spoil_gradient.get(Variant(self.family, key.static.head_dim, key.tile).text)
+            if spoil in written:
+                operands[spoil][:, :, -1].zero_()
 
     def note(self, text: str) -> None:
         self.last_note = text
@@ -320,8 +327,8 @@ def test_the_file_is_written_after_every_step_and_stable(world, tmp_path):
 def test_compile_only_ranks_by_spills_and_then_by_registers(world, monkeypatch):
     uses = {GOOD.text: (168, 0), FAST.text: (128, 24), NOTED.text: (80, 0), OTHER.text: (96, 0)}
 
-    def build(plan: Plan, stores_kernel: bool, reads_resources: bool) -> Build:
-        assert reads_resources and not stores_kernel
+    def build(plan: Plan, stores_kernels: bool, reads_resources: bool) -> Build:
+        assert reads_resources and not stores_kernels
         key = plan.main
         registers, spills = uses[world.text(key)]
         notes = ("C7512",) if world.text(key) == NOTED.text and key.static.has_right else ()
@@ -363,31 +370,35 @@ def test_the_command_shows_and_writes_the_ranking(world, monkeypatch, tmp_path, 
 
 BACKWARD = {
     "bwd_sm80": (64, ("64x64 s1 w4 p2 k2 q2", "64x128 s2 p4 k4")),
-    "bwd_sm90": (64, ("64x128", "128x128 s1")),
-    "bwd_sm90_wide": (256, ("64x64 p8", "64x48 q1")),
+    "bwd_sm90": (64, ("64x128", "128x128")),
+    "bwd_sm90_wide": (256, ("64x64 p8", "64x48")),
 }
 
 
+@pytest.mark.parametrize("gradient", ["dq", "dk", "dv"])
 @pytest.mark.parametrize("family", BACKWARD)
-def test_variants_of_a_backward(world, monkeypatch, family):
+def test_variants_of_a_backward(world, monkeypatch, family, gradient):
     """The preprocess and postprocess kernels of a variant run too, and its gradients are checked."""
     head_dim, texts = BACKWARD[family]
+    world.family = family
     fast, wrong = (parse(text, family, head_dim) for text in texts)
     monkeypatch.setitem(tune.SUITES, "quick", Suite(32, head_dim, (16,), (head_dim,)))
     world.call_ms = {fast.text: 0.5}
-    world.spoil = {wrong.text: lambda dk, dv: dk[:, :, -1].zero_()}
+    world.spoil_gradient = {wrong.text: gradient}
     tuning = world.tune(fast, wrong, family=family, masks=("causal",))
     found = [(one.name, one.ratio) for one in tuning.standings(head_dim)]
     # The fake peer takes 2 ms.
     assert found[:2] == [(fast.text, pytest.approx(4.0)), ("sdpa-flash", 1.0)]
     assert entry_of(tuning, fast).complaint is None
-    assert "dk" in (entry_of(tuning, wrong).wrong or "")
-    assert {"bwd_preprocess", f"bwd_postprocess_{family[4:8]}"} <= set(world.others)
+    assert f": {gradient}: " in (entry_of(tuning, wrong).wrong or "")
+    names = {key.kernel for key in world.launched_keys}
+    assert names == {f"fwd_{family[4:8]}", "bwd_preprocess", family, f"bwd_postprocess_{family[4:8]}"}
+    assert world.launched_keys <= world.compiled_keys
     assert tuning.method["flops"].startswith("10 B H S^2 D") and {cell.direction for cell in tuning.cells} == {"bwd"}
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(("family", "arch"), [(FAMILY, "sm_80"), (HOPPER, "sm_90"), ("bwd_sm80", "sm_80")])
+@pytest.mark.parametrize(("family", "arch"), [(FAMILY, "sm_80"), (HOPPER, "sm_90"), ("bwd_sm90", "sm_90")])
 def test_compile_only_for_real(family, arch, tmp_path, capsys, monkeypatch):
     """In a spawned process without a GPU, for `--arch`."""
     monkeypatch.setattr(machine, "facts", lambda: {"gpu": None})

@@ -23,6 +23,7 @@ from profiling.variants import (
     Variant,
     choose,
     expand,
+    forward_keys,
     neighbours,
     parse,
     read,
@@ -56,7 +57,7 @@ runnable = pytest.mark.parametrize(("family", "arch"), RUNNABLE, ids=[f"{f}-{a.n
             replace(BWD_SM80, head_dim=64, tile_n=64, stages=1, num_warps=4, warps_s=2),
         ),
         ("bwd_sm90", 64, "128x128 e1", BwdTileSm90(64, 128, 128, early_lse=True)),
-        ("bwd_sm90", 96, "64x128 s1", BwdTileSm90(128, 64, 128, stages=1)),
+        ("bwd_sm90", 96, "64x128", BwdTileSm90(128, 64, 128)),
         ("bwd_sm90_wide", 192, "64x64 p8", BwdTileSm90Wide(256, 64, 64, dq_pieces=8)),
     ],
 )
@@ -150,7 +151,9 @@ def test_mistakes_in_hopper_variants_are_named(text, part):
         ("bwd_sm90", 64, "64x64", "self.tile_n=64 must be 128: 64 keys per warpgroup"),
         ("bwd_sm90", 192, "64x128", "self.head_dim=192 must be 64 or 128"),
         ("bwd_sm90_wide", 256, "128x64", "self.tile_m=128"),
-        ("bwd_sm90_wide", 256, "64x64 p9", "self.dq_pieces=9 must be 1 to 8"),
+        ("bwd_sm90", 64, "128x128 s1", "self.stages=1 must be 2"),
+        ("bwd_sm90_wide", 256, "64x64 q1", "self.q_stages=1 must be 2"),
+        ("bwd_sm90_wide", 256, "64x64 p4", "self.dq_pieces=4 must be 7 or 8"),
     ],
 )
 def test_mistakes_in_backward_variants_are_named(family, head_dim, text, part):
@@ -168,10 +171,14 @@ def test_backward_families():
             assert [parse(variant.text, family, head_dim) for variant in found] == found
             assert all(variant.tile.fits(SM_90) for variant in found[len(rows) :])
             problem = sample_problem(head_dim, "causal", "bf16")
-            kernels = [key.kernel for key in found[-1].keys(problem, SM_90)]
-            forward = f"fwd_{FAMILIES[family].kernels}"
-            assert kernels == ["bwd_preprocess", family, f"bwd_postprocess_{FAMILIES[family].kernels}", forward]
-            assert found[-1].plan(problem, SM_90).tile == found[-1].tile
+            plan, kernels = found[-1].plan(problem, SM_90), FAMILIES[family].kernels
+            assert plan.tile == found[-1].tile
+            assert [key.kernel for key in plan.launches] == ["bwd_preprocess", family, f"bwd_postprocess_{kernels}"]
+            forward = forward_keys(family, (head_dim,), ("causal",), "bf16", SM_90)
+            assert {key.kernel for key in forward} == {f"fwd_{kernels}"}
+    assert forward_keys(FAMILY, (64,), ("full",), "bf16", SM_90) == []
+    # One tile for short causal sequences, and one for long ones.
+    assert len(forward_keys("bwd_sm90", (64,), ("causal",), "bf16", SM_90)) == 2
     with pytest.raises(ValueError, match="bwd_sm90 has no tile for head dim 256"):
         table_rows("bwd_sm90", 256, SM_90)
 

@@ -37,12 +37,14 @@ class BwdTileSm90(Tile):
     begins_apart: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.tile_m not in (64, 128) or self.tile_n != 128:
-            raise ValueError(f"{self.tile_m=} must be 64 or 128, and {self.tile_n=} must be 128: 64 keys per warpgroup")
+        if self.tile_m not in (64, 128):
+            raise ValueError(f"{self.tile_m=} must be 64 or 128")
+        if self.tile_n != 128:
+            raise ValueError(f"{self.tile_n=} must be 128: 64 keys per warpgroup")
         if self.head_dim not in (64, 128):
             raise ValueError(f"{self.head_dim=} must be 64 or 128")
-        if self.stages not in (1, 2):
-            raise ValueError(f"{self.stages=} must be 1 or 2")
+        if self.stages != 2:
+            raise ValueError(f"{self.stages=} must be 2: a warpgroup waits for a block before the other releases one")
 
     @property
     def dq_part(self) -> tuple[int, int]:
@@ -87,7 +89,7 @@ class BwdTileSm90Wide(Tile):
     q_stages: int = 2
     do_stages: int = 1
     # A warpgroup computes its dQ in two halves. A half is PIECES pieces of 2 KB. This many pieces of a half go through
-    # shared memory; the others are added to global memory from registers.
+    # shared memory. The last piece may be added to global memory from registers.
     dq_pieces: int = 7
 
     needs_wgmma: ClassVar[bool] = True
@@ -98,19 +100,24 @@ class BwdTileSm90Wide(Tile):
     max_queries_claimed: ClassVar[int] = 1024
 
     def __post_init__(self) -> None:
-        if self.tile_m != 64 or self.head_dim != 256:
-            raise ValueError(f"{self.tile_m=} must be 64, and {self.head_dim=} must be 256")
+        if self.tile_m != 64:
+            raise ValueError(f"{self.tile_m=} must be 64")
+        if self.head_dim != 256:
+            raise ValueError(f"{self.head_dim=} must be 256")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 128:
             raise ValueError(f"{self.tile_n=} must be a multiple of 16 up to 128")
-        if self.q_stages not in (1, 2) or self.do_stages not in (1, 2):
-            raise ValueError(f"{self.q_stages=} and {self.do_stages=} must be 1 or 2")
-        if not 1 <= self.dq_pieces <= PIECES:
-            raise ValueError(f"{self.dq_pieces=} must be 1 to {PIECES}")
+        if self.q_stages != 2:
+            raise ValueError(f"{self.q_stages=} must be 2: S of a block is started before the previous Q is released")
+        if self.do_stages not in (1, 2):
+            raise ValueError(f"{self.do_stages=} must be 1 or 2")
+        if self.dq_pieces not in (PIECES - 1, PIECES):
+            raise ValueError(f"{self.dq_pieces=} must be {PIECES - 1} or {PIECES}: at most one is added from registers")
 
     @property
     def accumulator_registers(self) -> int:
-        """Registers of a thread for dK, dV, S and dP in fp32."""
-        return 2 * self.tile_n + self.tile_n // 2
+        """Registers of a thread for dK, dV, S, half of dQ, and dP unless it has the registers of dQ."""
+        scores, half_of_dq = self.tile_n // 4, 32
+        return 2 * self.tile_n + scores + half_of_dq + (scores if self.separates_dp else 0)
 
     def prefetches_bias(self, mod_ops: int, has_softcap: bool) -> bool:
         """Whether a block of the bias is loaded before S is computed; mods and softcap leave no registers for it."""
