@@ -172,16 +172,18 @@ def _built(build: Build) -> str:
 
 
 def _check_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, pool: Runner) -> None:
-    jobs = [(entry, mask) for entry in tuning.entries if entry.is_right for mask in settings.masks]
-    tasks = [Task(trial.check, (entry.variant, arch, settings.dtype, mask)) for entry, mask in jobs]
-    with tools.progress("checking", len(tasks)) as done:
-        for outcome in pool.run(tasks):
-            entry, mask = jobs[outcome.index]
-            if outcome.error is not None:
-                entry.error = f"{mask}, while it was checked: {outcome.error}"
-            elif outcome.value is not None:
-                entry.wrong = outcome.value
-            done(f"{entry.variant}, {mask}: {entry.complaint or 'right'}")
+    for mask in settings.masks:
+        # A variant that hung with one mask is not run with the next.
+        entries = [entry for entry in tuning.entries if entry.is_right]
+        tasks = [Task(trial.check, (entry.variant, arch, settings.dtype, mask)) for entry in entries]
+        with tools.progress(f"checking, {mask}", len(tasks)) as done:
+            for outcome in pool.run(tasks):
+                entry = entries[outcome.index]
+                if outcome.error is not None:
+                    entry.error = f"{mask}, while it was checked: {outcome.error}"
+                elif outcome.value is not None:
+                    entry.wrong = outcome.value
+                done(f"{entry.variant}, {mask}: {entry.complaint or 'right'}")
 
 
 def _time_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, pool: Runner) -> None:

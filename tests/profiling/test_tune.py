@@ -220,6 +220,15 @@ def test_a_wrong_variant_is_marked_and_neither_timed_nor_ranked(world, spoil):
     assert tuning.complaints() == [f"{FAST}: WRONG: {wrong.wrong}"]
 
 
+def test_a_wrong_variant_is_not_run_with_the_next_mask(world):
+    world.spoil = {FAST.text: forget_the_logarithm}
+    world.tune(FAST, masks=("full",))
+    once = world.launched.count(FAST.text)
+    world.launched.clear()
+    world.tune(FAST, masks=("full", "causal"))
+    assert world.launched.count(FAST.text) == once > 0
+
+
 def test_other_bits_on_the_same_inputs_are_wrong(world):
     def drift(out, lse):
         # Far below any tolerance.
