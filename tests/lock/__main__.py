@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +19,10 @@ from tests.lock.measure import measure_all
 RECORDED = Path(__file__).with_name("digests.json")
 # Results of the current source, so that an interrupted run resumes and nothing is compiled twice.
 RESULTS = Path(__file__).parents[2] / "build" / "lock"
+# For some kernels the compiler orders instructions differently on hosts of different architecture. Their entry has a
+# digest for each host: {"aarch64": digest, "x86_64": digest}.
+HOST = platform.machine()
+Entry = str | dict[str, str]
 
 
 def read(path: Path) -> dict:
@@ -29,6 +34,22 @@ def write(path: Path, content: dict) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     part.replace(path)
+
+
+def of_host(entries: dict[str, Entry]) -> dict[str, str]:
+    """The digests of this host by name, without kernels that have digests of other hosts only."""
+    found = {name: entry if isinstance(entry, str) else entry.get(HOST, "") for name, entry in entries.items()}
+    return {name: value for name, value in found.items() if value}
+
+
+def new_entry(entry: Entry | None, found: str, old_host: str | None) -> Entry:
+    """The entry of a kernel with the digest `found` on this host. `old_host`: the host that a string is kept for."""
+    if isinstance(entry, str) and entry != found and old_host is not None:
+        return {old_host: entry, HOST: found}
+    if not isinstance(entry, dict):
+        return found
+    # If the kernel has changed, the digests of other hosts are those of the kernel before.
+    return {**(entry if entry.get(HOST, found) == found else {}), HOST: found}
 
 
 def digests_of(chosen: Sequence[AnyCase], recorded: dict[str, str], jobs: int) -> dict[str, str]:
@@ -94,6 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument("--against", metavar="FILE", type=Path, default=RECORDED)
     record = commands.add_parser("record", help="write the digests of this code")
     record.add_argument("against", metavar="FILE", type=Path)
+    record.add_argument(
+        "--old-host",
+        metavar="MACHINE",
+        help=f"digests that differ are of MACHINE, such as aarch64: keep them beside those of {HOST}",
+    )
     for command in (check, record):
         command.add_argument("--jobs", metavar="N", type=int, default=1, help="kernels compiled at a time")
         command.add_argument("--only", metavar="PATTERN", default="*", help="only cases whose names match (fnmatch)")
@@ -103,10 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [case for case in cases() if fnmatch(case.name, options.only)]
     of_all = read(options.against)
     all_recorded = of_all.get(toolchain(), {})
-    recorded = {name: value for name, value in all_recorded.items() if fnmatch(name, options.only)}
+    old = {name: entry for name, entry in all_recorded.items() if fnmatch(name, options.only)}
+    recorded = of_host(old)
     if not chosen:
         parser.error(f"no name of a case matches {options.only}")
-    if options.command == "check" and not recorded:
+    if options.command == "check" and not old:
         parser.error(f"{options.against} has no digests of {toolchain()}: record them with a commit that you trust")
     found = digests_of(chosen, recorded, options.jobs)
     is_fine = report(found, recorded)
@@ -114,8 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if is_fine else 1
     if not all(found.values()):
         return 1
-    others = {name: value for name, value in all_recorded.items() if name not in recorded}
-    write(options.against, {**of_all, toolchain(): {**others, **found}})
+    others = {name: entry for name, entry in all_recorded.items() if name not in old}
+    new = {name: new_entry(old.get(name), value, options.old_host) for name, value in found.items()}
+    write(options.against, {**of_all, toolchain(): {**others, **new}})
     return 0
 
 

@@ -142,7 +142,8 @@ def test_some_rows(rows: Any, chosen: list[int]) -> None:
     q, k, v = qkv()
     _, lse = attn(q, k, v, causal=True, return_lse=True)
     whole = attention_probs(q, k, lse, causal=True)
-    assert torch.equal(attention_probs(q, k, lse, rows=rows, causal=True), whole[:, :, chosen])
+    # Not bitwise equal: BLAS may sum a product of another shape in another order.
+    torch.testing.assert_close(attention_probs(q, k, lse, rows=rows, causal=True), whole[:, :, chosen], **CLOSE)
 
 
 def test_weights_are_differentiable_with_large_masked_scores() -> None:
