@@ -47,6 +47,8 @@ from profiling import (
     start,
     studies,
     tune,
+    version_worker,
+    versions,
 )
 from profiling.arguments import at_least_one, int_list, name_list, num_cores
 from profiling.bench import Settings, Tools, needed_kernels, run_bench
@@ -147,6 +149,13 @@ def _parser() -> argparse.ArgumentParser:
         "--list  # needs no GPU",
     )
     _add_sanitize(sanitize_command)
+    versions_command = add(
+        "versions",
+        "time versions of cute_flash beside each other, such as before and after a change",
+        "before=main after=. --directions bwd --head-dims 128  # a commit and a folder",
+        "a=../one b=../two --calls deterministic,dropout --lengths 4096 --out versions.json",
+    )
+    _add_versions(versions_command)
     studies.add_commands(add)
     all_command = add(
         "all",
@@ -239,6 +248,23 @@ def _add_mods(parser: argparse.ArgumentParser) -> None:
     add("--functions", type=name_list, default=(), metavar="LIST", help=f"default: {','.join(mods.FUNCTIONS)}")
     add("--peers", type=name_list, default=(), metavar="LIST", help=f"default: {','.join(mods.PEERS)}")
     add("--parallel", action="store_true", help="compile in a process for each function and head dim")
+
+
+def _add_versions(parser: argparse.ArgumentParser) -> None:
+    defaults, add = versions.Settings(), parser.add_argument
+    text = "a folder with a checkout, or a commit; the first is the base"
+    add("versions", nargs="+", metavar="NAME=VERSION", help=text)
+    names, numbers = ("directions", "calls", "masks"), ("head_dims", "lengths")
+    kinds: dict[str, Callable[[str], Any]] = {**dict.fromkeys(names, name_list), **dict.fromkeys(numbers, int_list)}
+    known = {"calls": f"of {', '.join(version_worker.CALLS)}; "}
+    for name, kind in kinds.items():
+        value = getattr(defaults, name)
+        text = f"{known.get(name, '')}default: {','.join(map(str, value))}"
+        add(f"--{name.replace('_', '-')}", type=kind, default=value, metavar="LIST", help=text)
+    for name in ("tokens", "hidden"):
+        add(f"--{name}", type=at_least_one, default=getattr(defaults, name), metavar="N", help="default: %(default)s")
+    _add_rounds(parser, defaults.rounds, defaults.ms)
+    _add_jobs(parser)
 
 
 def _add_fp32(parser: argparse.ArgumentParser) -> None:
@@ -649,6 +675,27 @@ def _sanitize(args: argparse.Namespace) -> int:
     return OK if all(outcome.is_clean for outcome in outcomes) else FAILED
 
 
+def _versions(args: argparse.Namespace) -> int:
+    named = [text.partition("=") for text in args.versions]
+    found = {name: version for name, is_named, version in named if is_named and name and version}
+    if len(found) < max(2, len(named)):
+        raise ValueError(f"{' '.join(args.versions)}: expected at least two NAME=VERSION with different names")
+    settings = versions.Settings(**{x.name: getattr(args, x.name) for x in fields(versions.Settings)})
+    cells, facts = settings.cells(), machine.facts()
+
+    def save_results(results: Sequence[versions.CellResult]) -> None:
+        if args.out is not None:
+            write_json(versions.to_dict(results, settings, found, facts), args.out)
+
+    with versions.started(found) as remotes, steps("measuring", len(found) + len(cells)) as done:
+        results = versions.run_versions(remotes, settings, args.jobs, done, save_results)
+    title = "Device time" if arch.has_gpu() else "Wall-clock time of the CPU implementation: no CUDA device"
+    show(versions.tables(results, list(found), title))
+    failures = versions.failures(results)
+    print_lines("Failures", failures)
+    return FAILED if failures else OK
+
+
 def _plots(args: argparse.Namespace) -> int:
     # These modules need the checked-in results, which measuring does not.
     from profiling import doc_tables, figures
@@ -675,6 +722,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "tune": _tune,
             "ncu": _ncu,
             "sanitize": _sanitize,
+            "versions": _versions,
             "plots": _plots,
             "all": _all,
             **studies.COMMANDS,

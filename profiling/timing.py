@@ -177,7 +177,7 @@ def calls_for(budget_ms: float, call_ms: float) -> int:
     return min(max(round(budget_ms / call_ms), MIN_CALLS), MAX_CALLS)
 
 
-def _warm_up(contender: Contender, timer: Timer, budget_ms: float) -> Batch:
+def warm_up(contender: Contender, timer: Timer, budget_ms: float) -> Batch:
     """Make the calls that compile and load; return the batch that each round times."""
     with contender.context():
         contender.call()
@@ -187,7 +187,7 @@ def _warm_up(contender: Contender, timer: Timer, budget_ms: float) -> Batch:
         return timer.batch(contender.call, calls_for(budget_ms, call_ms))
 
 
-def _time_batch(contender: Contender, batch: Batch, timer: Timer) -> float:
+def time_batch(contender: Contender, batch: Batch, timer: Timer) -> float:
     with contender.context():
         repeat(contender.call, max(1, batch.calls // 2))
         return timer.milliseconds(batch.run) / batch.calls
@@ -198,7 +198,7 @@ def measure(contenders: Mapping[str, Contender], timer: Timer, rounds: int, budg
     batches: dict[str, Batch] = {}
     errors: dict[str, str] = {}
     for name, contender in contenders.items():
-        batch = attempt(partial(_warm_up, contender, timer, budget_ms), timer)
+        batch = attempt(partial(warm_up, contender, timer, budget_ms), timer)
         if isinstance(batch, Failure):
             errors[name] = batch.message
         else:
@@ -206,7 +206,7 @@ def measure(contenders: Mapping[str, Contender], timer: Timer, rounds: int, budg
     times: dict[str, list[float]] = {name: [] for name in batches}
     for round_index in range(rounds):
         for name in balanced(list(times), round_index):
-            call_ms = attempt(partial(_time_batch, contenders[name], batches[name], timer), timer)
+            call_ms = attempt(partial(time_batch, contenders[name], batches[name], timer), timer)
             if isinstance(call_ms, Failure):
                 errors[name] = call_ms.message
                 del times[name]
