@@ -23,9 +23,16 @@ def file_name(commit: str) -> str:
 
 
 def snapshot(commit: str, source_digest: str, lock: Path = LOCK) -> dict[str, Any]:
-    """The digests of all kernels of the lock (toolchain -> kernel -> digest), and the source that they belong to."""
+    """The digests of all kernels (toolchain -> kernel -> entry of the lock), and the source that they belong to."""
     digests = json.loads(lock.read_text(encoding="utf-8"))
     return {"git_commit": commit, "source_digest": source_digest, "digests": digests}
+
+
+def _of_hosts(entry: str | dict[str, str] | None) -> set[str]:
+    """The digests of a kernel on all hosts; most kernels have one."""
+    if entry is None:
+        return set()
+    return {entry} if isinstance(entry, str) else set(entry.values())
 
 
 def changed(measured: dict[str, Any], patterns: tuple[str, ...] = ("*",), lock: Path = LOCK) -> tuple[int, list[str]]:
@@ -36,12 +43,16 @@ def changed(measured: dict[str, Any], patterns: tuple[str, ...] = ("*",), lock: 
     """
     now = json.loads(lock.read_text(encoding="utf-8"))
     chosen = {
-        (toolchain, name): digest
+        (toolchain, name): entry
         for toolchain, digests in measured["digests"].items()
-        for name, digest in digests.items()
+        for name, entry in digests.items()
         if any(fnmatchcase(name, pattern) for pattern in patterns)
     }
-    differ = [name for (toolchain, name), digest in chosen.items() if now.get(toolchain, {}).get(name) != digest]
+    differ = [
+        name
+        for (toolchain, name), entry in chosen.items()
+        if not _of_hosts(now.get(toolchain, {}).get(name)) & _of_hosts(entry)
+    ]
     return len(chosen), differ
 
 

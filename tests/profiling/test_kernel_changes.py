@@ -34,6 +34,15 @@ def test_changed_removed_and_new_kernels(lock: Path) -> None:
     )
 
 
+def test_a_kernel_whose_digest_depends_on_the_host(lock: Path) -> None:
+    measured = snapshot("0123456789", "source", lock)
+    lock.write_text(json.dumps({"4.8": {**BEFORE["4.8"], "fwd/a": {"aarch64": "1", "x86_64": "4"}}}))
+    assert changed(measured, lock=lock) == (3, [])
+    assert changed(snapshot("0123456789", "source", lock), lock=lock) == (3, [])
+    lock.write_text(json.dumps({"4.8": {**BEFORE["4.8"], "fwd/a": {"x86_64": "4"}}}))
+    assert changed(measured, lock=lock) == (3, ["fwd/a"])
+
+
 def test_patterns(lock: Path) -> None:
     measured = snapshot("0123456789", "source", lock)
     assert changed(measured, ("*/a",), lock)[0] == 2 and changed(measured, ("fwd/*", "*/a"), lock)[0] == 3
