@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         "versions",
         "time versions of cute_flash beside each other, such as before and after a change",
         "before=main after=. --directions bwd --head-dims 128  # a commit and a folder",
-        "a=../one b=../two --calls deterministic,dropout --lengths 4096 --out versions.json",
+        "a=../one b=../two --features deterministic,dropout --lengths 4096 --out versions.json",
     )
     _add_versions(versions_command)
     studies.add_commands(add)
@@ -254,13 +254,13 @@ def _add_versions(parser: argparse.ArgumentParser) -> None:
     defaults, add = versions.Settings(), parser.add_argument
     text = "a folder with a checkout, or a commit; the first is the base"
     add("versions", nargs="+", metavar="NAME=VERSION", help=text)
-    names, numbers = ("directions", "calls", "masks"), ("head_dims", "lengths")
-    kinds: dict[str, Callable[[str], Any]] = {**dict.fromkeys(names, name_list), **dict.fromkeys(numbers, int_list)}
-    known = {"calls": f"of {', '.join(version_worker.CALLS)}; "}
-    for name, kind in kinds.items():
+    text = f"of {', '.join(version_worker.FEATURES)} (default: {','.join(defaults.features)})"
+    add("--features", type=name_list, default=defaults.features, metavar="LIST", help=text)
+    for name in ("directions", "masks", "head_dims", "lengths"):
         value = getattr(defaults, name)
-        text = f"{known.get(name, '')}default: {','.join(map(str, value))}"
-        add(f"--{name.replace('_', '-')}", type=kind, default=value, metavar="LIST", help=text)
+        argument_type = int_list if name in ("head_dims", "lengths") else name_list
+        text = f"default: {','.join(map(str, value))}"
+        add(f"--{name.replace('_', '-')}", type=argument_type, default=value, metavar="LIST", help=text)
     for name in ("tokens", "hidden"):
         add(f"--{name}", type=at_least_one, default=getattr(defaults, name), metavar="N", help="default: %(default)s")
     _add_rounds(parser, defaults.rounds, defaults.ms)
@@ -677,21 +677,21 @@ def _sanitize(args: argparse.Namespace) -> int:
 
 def _versions(args: argparse.Namespace) -> int:
     named = [text.partition("=") for text in args.versions]
-    found = {name: version for name, is_named, version in named if is_named and name and version}
-    if len(found) < max(2, len(named)):
+    chosen = {name: version for name, equals, version in named if name and equals and version}
+    if len(chosen) < max(2, len(named)):
         raise ValueError(f"{' '.join(args.versions)}: expected at least two NAME=VERSION with different names")
     settings = versions.Settings(**{x.name: getattr(args, x.name) for x in fields(versions.Settings)})
-    cells, facts = settings.cells(), machine.facts()
+    num_steps, facts, digests = len(chosen) + len(settings.cells()), machine.facts(), dict[str, str]()
 
     def save_results(results: Sequence[versions.CellResult]) -> None:
         if args.out is not None:
-            write_json(versions.to_dict(results, settings, found, facts), args.out)
+            write_json(versions.to_dict(results, settings, chosen, digests, facts), args.out)
 
-    with versions.started(found) as remotes, steps("measuring", len(found) + len(cells)) as done:
+    with versions.started(chosen, digests) as remotes, steps("measuring", num_steps) as done:
         results = versions.run_versions(remotes, settings, args.jobs, done, save_results)
     title = "Device time" if arch.has_gpu() else "Wall-clock time of the CPU implementation: no CUDA device"
-    show(versions.tables(results, list(found), title))
-    failures = versions.failures(results)
+    show(versions.tables(results, list(chosen), title))
+    failures = versions.failures(results, next(iter(chosen)))
     print_lines("Failures", failures)
     return FAILED if failures else OK
 

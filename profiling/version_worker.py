@@ -2,13 +2,15 @@
 
     python -m profiling.version_worker FILE_DESCRIPTOR
 
-receives (name of a method, arguments) from the command's pipe, and answers ("value", result) or ("error", message).
-`cute_flash` is that of the version, because its folder comes first in PYTHONPATH; `profiling` is that of the command.
+receives (name of a method, arguments) from the command's pipe, and answers with (kind, content): a "value"; an "error";
+or "lost", an error after which the process ends, because its CUDA context is unusable. `cute_flash` is that of the
+version, because its folder comes first in PYTHONPATH; `profiling` is that of the command.
 """
 
 from __future__ import annotations
 
 import pickle
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,18 +29,29 @@ from cute_flash.jit.compile import precompile_all
 from cute_flash.planning.plan import CompileKey
 from profiling.features import gradients_of
 from profiling.host import recorded_kernels
-from profiling.timing import Batch, Contender, EventTimer, GraphTimer, Timer, describe, time_batch, warm_up
+from profiling.timing import (
+    Batch,
+    Contender,
+    DeviceLost,
+    EventTimer,
+    Failure,
+    GraphTimer,
+    Timer,
+    attempt,
+    time_batch,
+    warm_up,
+)
 
-# Elements of each result that are compared between versions.
-MAX_COMPARED = 1 << 20
+# About so many elements of each result are compared between versions.
+COMPARED = 1 << 20
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A call in one direction."""
+    """A call of `attn` in one direction."""
 
     direction: str  # "fwd" or "bwd"
-    call: str  # of `CALLS`
+    feature: str  # of `FEATURES`
     head_dim: int
     mask: str  # "full" or "causal"
     seqlen: int
@@ -47,7 +60,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.direction} {self.call} d{self.head_dim} {self.mask} s{self.seqlen}"
+        return f"{self.direction} {self.feature} d{self.head_dim} {self.mask} s{self.seqlen}"
 
 
 def _bias(cell: Cell, device: torch.device) -> Tensor:
@@ -57,7 +70,7 @@ def _bias(cell: Cell, device: torch.device) -> Tensor:
 
 
 # Name -> keyword arguments of `attn`.
-CALLS: dict[str, Callable[[Cell, torch.device], dict[str, Any]]] = {
+FEATURES: dict[str, Callable[[Cell, torch.device], dict[str, Any]]] = {
     "plain": lambda cell, device: {},
     "deterministic": lambda cell, device: {"deterministic": True},
     "dropout": lambda cell, device: {"dropout": 0.1},
@@ -83,49 +96,66 @@ class WallTimer(EventTimer):
 
 
 class VersionWorker:
-    def __init__(self, timer: Timer, device: torch.device) -> None:
-        self.timer, self.device = timer, device
+    """The requests that the process answers. `folder`: of the version; None: whatever was imported is measured."""
+
+    def __init__(self, timer: Timer, device: torch.device, folder: Path | None = None) -> None:
+        self.timer, self.device, self.folder = timer, device, folder
         self._contender: Contender | None = None
         self._batch: Batch | None = None
 
-    def sources(self) -> set[str]:
-        """The folders that contain the imported modules of `cute_flash`.
+    def check_imports(self) -> None:
+        """Raise an error if a module of `cute_flash` is not that of the version.
 
-        An editable installation provides modules that the version does not have. There are two folders then.
+        An editable installation provides modules that the version does not have.
         """
-        modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "cute_flash"}
-        files = [(name, Path(module.__file__).resolve()) for name, module in modules.items() if module.__file__]
-        return {str(file.parents[name.count(".") + (file.name == "__init__.py")]) for name, file in files}
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if self.folder is not None and file is not None and name.partition(".")[0] == "cute_flash":
+                if self.folder not in Path(file).resolve().parents:
+                    raise ImportError(f"{name} was imported from {file}, because the version does not have it")
 
-    def compile(self, cells: Sequence[Cell], jobs: int) -> int:
-        """Compile the kernels of all cells; return their number."""
+    def compile(self, cells: Sequence[Cell], jobs: int) -> tuple[int, int]:
+        """Compile the kernels of all cells; return the numbers of kernels and of those that were not in the cache.
+
+        A cell that fails is left out: `prepare` reports it.
+        """
         keys: dict[CompileKey, None] = {}
         for cell in cells:
             with recorded_kernels(keys):
-                self._make(cell, 0).call()
-        return len(list(precompile_all(list(keys), jobs)))
+                attempt(lambda cell=cell: self._make(cell, 0).call(), self.timer)  # type: ignore[misc]
+        self.release()
+        self.check_imports()
+        done = attempt(lambda: list(precompile_all(list(keys), jobs)), self.timer)
+        return len(keys), 0 if isinstance(done, Failure) else sum(done)
 
     def prepare(self, cell: Cell, seed: int, budget_ms: float) -> list[Tensor]:
-        """Make the call and the batch that `time` runs; return a sample of the elements of each result."""
-        self._contender = self._batch = None
+        """Make the call and the batch that `time` runs; return some elements of each result."""
+        self.release()
         with self.timer.stream():
-            self._contender = self._make(cell, seed)
+            contender = self._make(cell, seed)
             torch.manual_seed(seed)
-            results = self._contender.call()
-            found = [_sample(x) for x in (results if isinstance(results, tuple) else (results,))]
-        self._batch = warm_up(self._contender, self.timer, budget_ms)
-        return found
+            results = contender.call()
+            compared = [some_elements(x) for x in (results if isinstance(results, tuple) else (results,))]
+        self.check_imports()
+        self._batch, self._contender = warm_up(contender, self.timer, budget_ms), contender
+        return compared
 
     def time(self) -> tuple[int, float]:
         """Calls in a batch, and milliseconds of one call."""
         assert self._contender is not None and self._batch is not None, "prepare comes first"
         return self._batch.calls, time_batch(self._contender, self._batch, self.timer)
 
+    def release(self) -> None:
+        """Free the memory of the last cell for the processes of other versions."""
+        self._contender = self._batch = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _make(self, cell: Cell, seed: int) -> Contender:
         generator = torch.Generator(self.device).manual_seed(seed)
         shape = (cell.batch, cell.seqlen, cell.heads, cell.head_dim)
         inputs = [torch.randn(shape, generator=generator, device=self.device, dtype=torch.bfloat16) for _ in range(3)]
-        options = CALLS[cell.call](cell, self.device)
+        options = FEATURES[cell.feature](cell, self.device)
         forward = partial(cute_flash.attn, causal=cell.mask == "causal", layout="bshd", **options)
         if cell.direction == "fwd":
             return Contender(torch.no_grad()(partial(forward, *inputs)))
@@ -133,9 +163,10 @@ class VersionWorker:
         return gradients_of(forward, inputs)
 
 
-def _sample(x: Tensor) -> Tensor:
+def some_elements(x: Tensor) -> Tensor:
+    """About `COMPARED` elements. The step is odd, so that it visits every column of a power of two."""
     flat = x.detach().flatten()
-    return flat[:: -(-flat.numel() // MAX_COMPARED)].float().cpu()
+    return flat[:: flat.numel() // COMPARED | 1].float().cpu()
 
 
 def send(connection: Connection, message: Any) -> None:
@@ -155,14 +186,23 @@ def serve(connection: Connection, worker: VersionWorker) -> None:
         except EOFError:
             return
         try:
-            send(connection, ("value", getattr(worker, name)(*arguments)))
-        except Exception as error:
-            send(connection, ("error", describe(error)))
+            answer = attempt(partial(getattr(worker, name), *arguments), worker.timer)
+        except DeviceLost as error:
+            send(connection, ("lost", str(error)))
+            return
+        if isinstance(answer, Failure):
+            worker.release()
+            send(connection, ("error", answer.message))
+        else:
+            send(connection, ("value", answer))
 
 
 def main() -> None:
+    # Ctrl-C reaches all processes of a terminal; the command ends its processes itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     has_gpu = torch.cuda.is_available()
-    worker = VersionWorker(GraphTimer() if has_gpu else WallTimer(), torch.device("cuda" if has_gpu else "cpu"))
+    device = torch.device("cuda" if has_gpu else "cpu")
+    worker = VersionWorker(GraphTimer() if has_gpu else WallTimer(), device, Path.cwd().resolve())
     with Connection(int(sys.argv[1])) as connection:
         serve(connection, worker)
 

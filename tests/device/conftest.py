@@ -24,8 +24,9 @@ float __truncsfbf2(float x) {
 """
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def conversion_to_bf16(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """For tests that convert fp32 to bf16."""
     if platform.machine() != "x86_64" or hasattr(ctypes.CDLL(None), "__truncsfbf2"):
         return
     if shutil.which("cc") is None:

@@ -28,6 +28,8 @@ from cute_flash.spec.features import BIAS
 from tests.device.test_score import FOR_HOPPER, SHAPES, shapes
 from tests.mod_cases import Case, Kind, Sizes
 
+pytestmark = pytest.mark.usefixtures("conversion_to_bf16")
+
 BATCH, HEAD, SCALE = 1, 2, 0.25
 # The sequences end inside the tile that starts at FIRST.
 FIRST, SIZES = (64, 96), Sizes(2, 3, 3, 64 + 50, 96 + 30)

@@ -21,7 +21,7 @@ RECORDED = Path(__file__).with_name("digests.json")
 RESULTS = Path(__file__).parents[2] / "build" / "lock"
 # For some kernels the compiler orders instructions differently on hosts of different architecture. Their entry has a
 # digest for each host: {"aarch64": digest, "x86_64": digest}.
-HOST = platform.machine()
+HOST, HOSTS = platform.machine(), ("aarch64", "x86_64")
 Entry = str | dict[str, str]
 
 
@@ -54,7 +54,7 @@ def new_entry(entry: Entry | None, found: str, old_host: str | None) -> Entry:
 
 def digests_of(chosen: Sequence[AnyCase], recorded: dict[str, str], jobs: int) -> dict[str, str]:
     """The digest of every case by name, "" for those that failed, with a line of progress for each kernel."""
-    path = RESULTS / f"{toolchain()}-{source_digest()[:16]}.json"
+    path = RESULTS / f"{toolchain()}-{HOST}-{source_digest()[:16]}.json"
     found: dict[str, str] = read(path)
     groups: dict[object, list[AnyCase]] = {}
     for case in chosen:
@@ -91,19 +91,21 @@ def digests_of(chosen: Sequence[AnyCase], recorded: dict[str, str], jobs: int) -
     return {case.name: found.get(case.name, "") for case in chosen}
 
 
-def report(found: dict[str, str], recorded: dict[str, str]) -> bool:
-    """Print the differences; true if nothing changed and nothing failed."""
+def report(found: dict[str, str], recorded: dict[str, str], of_others: set[str]) -> bool:
+    """Print the differences; true if nothing changed and nothing failed. `of_others`: recorded on other hosts only."""
     lists = {
         "failed": [name for name in found if not found[name]],
         "changed": [name for name in found if found[name] and recorded.get(name, found[name]) != found[name]],
         "missing": [name for name in recorded if name not in found],
-        "new": [name for name in found if found[name] and name not in recorded],
+        f"not recorded on {HOST}": [name for name in found if found[name] and name in of_others],
+        "new": [name for name in found if found[name] and name not in recorded and name not in of_others],
     }
     for what, names in lists.items():
         for name in names:
             print(f"{what}: {name}")
     same = sum(bool(value) and recorded.get(name) == value for name, value in found.items())
-    counts = ", ".join(f"{len(names)} {what}" for what, names in lists.items())
+    always = ("failed", "changed", "missing", "new")
+    counts = ", ".join(f"{len(names)} {what}" for what, names in lists.items() if names or what in always)
     print(f"{toolchain()}: {same} same, {counts}")
     return not lists["changed"] and not lists["failed"]
 
@@ -118,7 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record.add_argument(
         "--old-host",
         metavar="MACHINE",
-        help=f"digests that differ are of MACHINE, such as aarch64: keep them beside those of {HOST}",
+        choices=HOSTS,
+        help=f"digests that differ are of MACHINE ({', '.join(HOSTS)}): keep them beside those of {HOST}",
     )
     for command in (check, record):
         command.add_argument("--jobs", metavar="N", type=int, default=1, help="kernels compiled at a time")
@@ -133,16 +136,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recorded = of_host(old)
     if not chosen:
         parser.error(f"no name of a case matches {options.only}")
-    if options.command == "check" and not old:
-        parser.error(f"{options.against} has no digests of {toolchain()}: record them with a commit that you trust")
+    if options.command == "check" and not recorded:
+        where = f"{toolchain()} on {HOST}"
+        parser.error(f"{options.against} has no digests of {where}: record them with a commit that you trust")
+    if options.command == "record" and options.old_host == HOST:
+        parser.error(f"--old-host {HOST}: this is {HOST}")
     found = digests_of(chosen, recorded, options.jobs)
-    is_fine = report(found, recorded)
+    is_fine = report(found, recorded, set(old) - set(recorded))
     if options.command == "check":
         return 0 if is_fine else 1
     if not all(found.values()):
         return 1
     others = {name: entry for name, entry in all_recorded.items() if name not in old}
     new = {name: new_entry(old.get(name), value, options.old_host) for name, value in found.items()}
+    for name, entry in old.items():
+        hosts = set(entry) - set(new.get(name, ())) if isinstance(entry, dict) else ()
+        if hosts:
+            print(f"record again on {', '.join(sorted(hosts))}: {name}")
     write(options.against, {**of_all, toolchain(): {**others, **new}})
     return 0
 

@@ -200,32 +200,39 @@ def test_check_and_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_digests_of_several_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The machine code of one of two kernels depends on the host; the second source changes it."""
     name, path = "fwd/sm80/sm_80/d64/bf16/full/plain/main", tmp_path / "digests.json"
+    digests = {("aarch64", 1): "a", ("x86_64", 1): "b", ("aarch64", 2): "c", ("x86_64", 2): "d"}
     monkeypatch.setattr(cli, "RESULTS", tmp_path)
 
-    def run(host: str, digest: str, *arguments: str) -> int:
+    def run(host: str, source: int, *arguments: str) -> tuple[int, str]:
+        def measure_all(groups, jobs):  # type: ignore[no-untyped-def]
+            return [(x, Result(digests[host, source] if x[0].name == name else "same", 1.0)) for x in groups]
+
         monkeypatch.setattr(cli, "HOST", host)
-        monkeypatch.setattr(cli, "source_digest", lambda: f"{host}-{digest}")
-        monkeypatch.setattr(cli, "measure_all", lambda groups, jobs: [(group, Result(digest, 1.0)) for group in groups])
-        return cli.main([*arguments, "--only", name])
+        monkeypatch.setattr(cli, "source_digest", lambda: str(source))
+        monkeypatch.setattr(cli, "measure_all", measure_all)
+        status = cli.main([*arguments, "--only", "fwd/sm80/sm_80/d64/bf16/*l*/plain/main"])
+        return status, capsys.readouterr().out
 
     def entry() -> cli.Entry:
         return json.loads(path.read_text())[toolchain()][name]
 
     record, check = ("record", str(path)), ("check", "--against", str(path))
-    assert run("aarch64", "a", *record) == 0 and entry() == "a"
-    assert run("x86_64", "b", *check) == 1
-    assert run("x86_64", "a", *record, "--old-host", "aarch64") == 0 and entry() == "a"
-    assert run("x86_64", "b", *record, "--old-host", "aarch64") == 0 and entry() == {"aarch64": "a", "x86_64": "b"}
-    assert run("aarch64", "a", *check) == run("x86_64", "b", *check) == 0
-    assert run("aarch64", "b", *check) == run("x86_64", "a", *check) == 1
+    assert run("aarch64", 1, *record)[0] == 0 and entry() == "a"
+    assert run("x86_64", 1, *check)[0] == 1
+    with pytest.raises(SystemExit):
+        run("x86_64", 1, *record, "--old-host", "x86_64")
+    assert run("x86_64", 1, *record, "--old-host", "aarch64")[0] == 0 and entry() == {"aarch64": "a", "x86_64": "b"}
+    assert run("aarch64", 1, *check)[0] == run("x86_64", 1, *check)[0] == 0
+    assert run("aarch64", 2, *check)[0] == run("x86_64", 2, *check)[0] == 1
     # An unchanged digest leaves those of other hosts alone. After a change they are of an older kernel.
-    assert run("aarch64", "a", *record) == 0 and entry() == {"aarch64": "a", "x86_64": "b"}
-    assert run("aarch64", "c", *record) == 0 and entry() == {"aarch64": "c"}
-    capsys.readouterr()
-    assert run("x86_64", "d", *check) == 0
-    assert f"new: {name}" in capsys.readouterr().out
-    assert run("x86_64", "d", *record) == 0 and entry() == {"aarch64": "c", "x86_64": "d"}
+    assert run("aarch64", 1, *record)[0] == 0 and entry() == {"aarch64": "a", "x86_64": "b"}
+    status, output = run("aarch64", 2, *record)
+    assert status == 0 and entry() == {"aarch64": "c"} and f"record again on x86_64: {name}" in output
+    status, output = run("x86_64", 2, *check)
+    assert status == 0 and f"not recorded on x86_64: {name}" in output and ", 0 new" in output
+    assert run("x86_64", 2, *record)[0] == 0 and entry() == {"aarch64": "c", "x86_64": "d"}
 
 
 def test_every_kernel_has_a_line_of_progress() -> None:

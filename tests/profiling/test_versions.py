@@ -7,7 +7,9 @@ import json
 import re
 import shutil
 import tarfile
+from multiprocessing import Pipe
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,8 @@ import torch
 from profiling import __main__ as cli
 from profiling import versions
 from profiling.machine import ROOT
-from profiling.version_worker import CALLS, Cell, VersionWorker, WallTimer
+from profiling.record import write_json
+from profiling.version_worker import FEATURES, Cell, VersionWorker, WallTimer, receive, send, serve, some_elements
 from profiling.versions import Settings, VersionError
 
 SMALL = Settings(directions=("bwd",), head_dims=(8,), masks=("causal",), lengths=(16,), tokens=32, hidden=16, rounds=4)
@@ -33,7 +36,7 @@ class FakeVersion:
     def ask(self, what: str, *arguments: Any) -> Any:
         self.log.append(f"{what} {self.name}")
         if what == "compile":
-            return 3
+            return 3, 1
         if what == "prepare":
             if self.result == 0.0:
                 raise VersionError("no kernel")
@@ -49,45 +52,64 @@ def run(*fakes: FakeVersion, settings: Settings = SMALL) -> versions.CellResult:
     return found
 
 
-def test_versions_take_turns_and_ratios_are_speeds_over_the_first() -> None:
+def test_versions_take_turns_and_speeds_are_over_the_first() -> None:
     log: list[str] = []
     found = run(FakeVersion(log, "old", 3.0), FakeVersion(log, "new", 2.0))
     assert log[:4] == ["compile old", "compile new", "prepare old", "prepare new"]
     assert log[4:] == ["time old", "time new", "time new", "time old"] * 2
-    assert found.ratio("new", "old") == pytest.approx(1.5) and not versions.failures([found])
+    assert found.speed("new", "old") == pytest.approx(1.5) and not versions.failures([found], "old")
     times, means = versions.tables([found], ["old", "new"])
-    assert times.columns == ("call", "old ms", "spread", "new ms", "spread", "over old")
+    assert times.columns == ("cell", "old ms", "spread", "new ms", "spread", "speed over old")
     assert times.rows == (("bwd plain d8 causal s16", "3.0000", "0.0%", "2.0000", "0.0%", "1.500"),)
-    assert means.rows == (("bwd plain", "1.500"),)
+    assert (means.columns, means.rows) == (("", "new", "cells"), (("bwd plain", "1.500", "1"),))
 
 
-def test_other_results_and_failures_are_reported() -> None:
+def test_other_results_and_failures_are_reported_and_not_timed(tmp_path: Path) -> None:
     log: list[str] = []
     fakes = FakeVersion(log, "old", 1.0), FakeVersion(log, "wrong", 1.0, 1.1), FakeVersion(log, "nan", 1.0, torch.nan)
     failing = FakeVersion(log, "none", 1.0, 0.0), FakeVersion(log, "lost", 1.0, fails_at=2)
     found = run(*fakes, *failing)
-    assert set(found.samples) == {"old", "wrong", "nan"}
-    lines = versions.failures([found])
+    assert set(found.samples) == {"old"} and not {"time wrong", "time nan"} & set(log)
+    lines = versions.failures([found], "old")
     assert [line.split(": ", 1)[1] for line in lines] == [
-        "none: no kernel", "lost: lost", "wrong: results differ by 0.1", "nan: results differ by inf",
-    ]  # fmt: skip
-    table = versions.tables([found], ["old", "none", "wrong"])[0]
-    assert table.rows[0][3:6] == ("-", "-", "-")
+        "none: no kernel",
+        "lost: lost",
+        "wrong: not timed: results differ from those of old by 0.1",
+        "nan: not timed: results differ from those of old by inf",
+    ]
+    table, *means = versions.tables([found], ["old", "none", "wrong"])
+    assert table.rows[0][3:6] == ("-", "-", "-") and not means
+    record = versions.to_dict([found], SMALL, {"old": "."}, {"old": "abc"}, {})
+    write_json(record, tmp_path / "record.json")
+    (cell,) = json.loads((tmp_path / "record.json").read_text())["cells"]
+    assert cell["differences"]["nan"] is None and record["versions"]["old"]["source_digest"] == "abc"
+
+
+@pytest.mark.parametrize(("result", "reason"), [(0.0, "no kernel"), (torch.nan, "not timed: NaN or infinity")])
+def test_nothing_is_compared_with_a_base_that_fails(result: float, reason: str) -> None:
+    log: list[str] = []
+    found = run(FakeVersion(log, "old", 1.0, result), FakeVersion(log, "new", 1.0))
+    assert not found.samples and f"bwd plain d8 causal s16: old: {reason}" in versions.failures([found], "old")
 
 
 def test_cells() -> None:
-    cells = Settings(calls=("plain", "dropout"), lengths=(512, 16384)).cells()
+    cells = Settings(features=("plain", "dropout"), lengths=(512, 16384)).cells()
     assert len(cells) == 2 * 2 * 3 * 2 * 2
     assert cells[0] == Cell("fwd", "plain", 64, "full", 512, 32, 32)
     assert cells[-1] == Cell("bwd", "dropout", 256, "causal", 16384, 1, 8)
-    with pytest.raises(ValueError, match="'rope': choose from plain, deterministic"):
-        Settings(calls=("rope",)).cells()
+    for wrong, message in (
+        (Settings(features=("rope",)), "'rope': choose from plain, deterministic"),
+        (Settings(lengths=(0,)), "must be 1 or more"),
+        (Settings(masks=()), "an empty list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong.cells()
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("call", CALLS)
-def test_a_worker_repeats_its_results(direction: str, call: str) -> None:
-    cell = Cell(direction, call, 8, "causal", 16, 2, 2)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_worker_repeats_its_results(direction: str, feature: str) -> None:
+    cell = Cell(direction, feature, 8, "causal", 16, 2, 2)
     results = []
     for _ in range(2):
         worker = VersionWorker(WallTimer(), torch.device("cpu"))
@@ -100,9 +122,40 @@ def test_a_worker_repeats_its_results(direction: str, call: str) -> None:
     assert all(torch.equal(a, b) and a.abs().max() > 0 for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_column_is_compared(head_dim: int) -> None:
+    columns = torch.arange(head_dim).expand(16384, 2048 // head_dim, head_dim).float()
+    chosen = some_elements(columns)
+    assert len(chosen.unique()) == head_dim and chosen.numel() <= 2**20
+    assert torch.equal(some_elements(columns[0]), columns[0].flatten())
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_worker_says_whether_it_can_go_on(is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize() -> None:
+        if is_lost:
+            raise RuntimeError("an illegal memory access")
+
+    timer = WallTimer()
+    monkeypatch.setattr(timer, "synchronize", synchronize)
+    ours, theirs = Pipe()
+    thread = Thread(target=serve, args=(theirs, VersionWorker(timer, torch.device("cpu"))))
+    thread.start()
+    try:
+        send(ours, ("prepare", (Cell("fwd", "rope", 8, "full", 16, 1, 1), 0, 0.1)))
+        kind, message = receive(ours)
+        assert kind == ("lost" if is_lost else "error") and "KeyError: 'rope'" in message
+        if not is_lost:
+            send(ours, ("prepare", (Cell("fwd", "plain", 8, "full", 16, 1, 1), 0, 0.1)))
+            assert receive(ours)[0] == "value"
+    finally:
+        ours.close()
+        thread.join()
+
+
 def test_a_version_is_a_folder_or_a_commit() -> None:
     with versions.folder_of(str(ROOT)) as folder:
-        assert (folder / "cute_flash").resolve() == ROOT / "cute_flash"
+        assert (folder / "cute_flash" / "api.py").read_text() == (ROOT / "cute_flash" / "api.py").read_text()
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
         archive.add(ROOT / "cute_flash" / "version.py", "cute_flash/version.py")
@@ -119,21 +172,28 @@ def test_a_version_is_a_folder_or_a_commit() -> None:
         pass
 
 
+def changed_checkout(folder: Path, query: str) -> None:
+    """Copy the package to a folder. Its `attn` passes the value of an expression as q."""
+    shutil.copytree(ROOT / "cute_flash", folder / "cute_flash", ignore=shutil.ignore_patterns("__pycache__"))
+    with (folder / "cute_flash" / "__init__.py").open("a") as file:
+        file.write(
+            f"\nimport os\n_attn = attn\ndef attn(q, k, v, **options):\n    return _attn({query}, k, v, **options)"
+        )
+
+
 @pytest.mark.processes
 def test_the_command_with_two_checkouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second checkout scales queries twice, which the comparison of results must find."""
-    shutil.copytree(ROOT / "cute_flash", tmp_path / "cute_flash", ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / "cute_flash" / "__init__.py").open("a") as file:
-        file.write("\n_attn = attn\ndef attn(q, k, v, **options):\n    return _attn(2 * q, k, v, **options)\n")
+    """One of them has other queries, which the comparison of results must find."""
+    changed_checkout(tmp_path, "2 * q")
     out = tmp_path / "versions.json"
     small = ["--head-dims", "8", "--lengths", "16", "--masks", "full", "--tokens", "32", "--hidden", "16"]
     quick = ["--rounds", "2", "--ms", "0.1", "--directions", "fwd", "--out", str(out)]
     status = cli.main(["versions", f"old={ROOT}", f"same={ROOT}", f"new={tmp_path}", *small, *quick])
     output = capsys.readouterr().out
     assert status == cli.FAILED
-    assert "fwd plain d8 full s16: new: results differ by" in output and "same: results" not in output
+    assert "fwd plain d8 full s16: new: not timed: results differ from those of old by" in output
     (cell,) = json.loads(out.read_text())["cells"]
-    assert set(cell["versions"]) == {"old", "same", "new"}
+    assert set(cell["versions"]) == {"old", "same"}
     assert cell["differences"]["same"] == 0.0 < versions.AGREEMENT < cell["differences"]["new"]
 
 
@@ -144,12 +204,29 @@ def test_versions_need_names(arguments: list[str], capsys: pytest.CaptureFixture
 
 
 @pytest.mark.processes
+def test_a_process_that_dies_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(ROOT / "cute_flash", tmp_path / "cute_flash", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "cute_flash" / "__init__.py").open("a") as file:
+        file.write(
+            "\n_attn = attn\ndef attn(q, k, v, **options):\n    assert q.shape[-1] == 8 or os.kill(os.getpid(), 9)"
+        )
+        file.write("\n    return _attn(q, k, v, **options)\nimport os\n")
+    options = "--head-dims 16,8 --lengths 16 --masks full --tokens 32 --hidden 16 --rounds 1 --ms 0.1 --directions fwd"
+    assert cli.main(["versions", f"old={ROOT}", f"new={tmp_path}", *options.split()]) == cli.FAILED
+    found = capsys.readouterr()
+    assert "new: kernels are compiled at their first call: its process ended with signal 9" in found.err
+    assert "- fwd plain d16 full s16: new: its process ended with signal 9" in found.out
+    lines = [line.split() for line in found.out.splitlines() if line.startswith("| fwd plain d8 full s16")]
+    assert len(lines) == 1 and float(lines[0][-2]) > 0
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("raise ImportError", "old: its process ended with exit status 1; it may be too old for this profiling"),
         # The installed package provides the other modules if it is editable, and they are missing otherwise.
-        ("", "old: (modules of .* were imported beside|its process ended with exit status 1)"),
+        ("", "old: (ImportError: cute_flash.* was imported from|its process ended with exit status 1)"),
     ],
 )
 def test_a_version_that_cannot_be_measured(
