@@ -1,0 +1,33 @@
+"""The process of `profiling versions` on a GPU: CUDA graphs of several cells, one after another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from profiling.timing import GraphTimer
+from profiling.version_worker import Cell, VersionWorker
+
+pytestmark = pytest.mark.gpu
+CELLS = [
+    Cell(direction, feature, 64, "causal", 256, 2, 4)
+    for direction in ("fwd", "bwd")
+    for feature in ("plain", "dropout", "deterministic")
+]
+
+
+def test_results_are_repeated_and_memory_is_freed() -> None:
+    worker = VersionWorker(GraphTimer(), torch.device("cuda"))
+    # The first cells leave workspaces that libraries keep.
+    found = [worker.prepare(cell, 3, 0.5) for cell in CELLS]
+    worker.release()
+    before = torch.cuda.memory_allocated()
+    for cell, expected in zip(CELLS, found, strict=True):
+        again = worker.prepare(cell, 3, 0.5)
+        for x, y in zip(again, expected, strict=True):
+            # Gradients without `deterministic=True` are sums in any order.
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+        calls, call_ms = worker.time()
+        assert calls >= 2 and 0 < call_ms < 100
+    worker.release()
+    assert torch.cuda.memory_allocated() == before
