@@ -47,7 +47,6 @@ from profiling import (
     start,
     studies,
     tune,
-    version_worker,
     versions,
 )
 from profiling.arguments import at_least_one, int_list, name_list, num_cores
@@ -254,7 +253,7 @@ def _add_versions(parser: argparse.ArgumentParser) -> None:
     defaults, add = versions.Settings(), parser.add_argument
     text = "a folder with a checkout, or a commit; the first is the base"
     add("versions", nargs="+", metavar="NAME=VERSION", help=text)
-    text = f"of {', '.join(version_worker.FEATURES)} (default: {','.join(defaults.features)})"
+    text = f"of {', '.join(features.OPTIONS)} (default: {','.join(defaults.features)})"
     add("--features", type=name_list, default=defaults.features, metavar="LIST", help=text)
     for name in ("directions", "masks", "head_dims", "lengths"):
         value = getattr(defaults, name)

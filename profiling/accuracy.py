@@ -25,6 +25,12 @@ DOUT_SEED = 1_000_003
 DISTRIBUTIONS = ("normal", "outliers")
 
 
+def relative_difference(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest ‖a - b‖ / ‖b‖ of pairs of tensors; infinite for NaN."""
+    each = [((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(mine, theirs, strict=True)]
+    return max(x if x == x else math.inf for x in each)
+
+
 def random_inputs(
     shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, distribution: str = "normal"
 ) -> tuple[Tensor, Tensor, Tensor]:

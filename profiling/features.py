@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from cute_flash.planning.plan import CompileKey
+from profiling.accuracy import relative_difference
 from profiling.gpu_lock import GpuLock
 from profiling.host import recorded_kernels
 from profiling.providers import Call, fa3_ops
@@ -156,15 +157,28 @@ def random_qkv(settings: Settings, device: torch.device, *shape: int) -> tuple[T
     return tuple(torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(3))
 
 
-def _features(heads: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Name of a feature -> keyword arguments of `attn`."""
-    return {
-        "plain": {},
-        "dropout": {"dropout": 0.1},
-        "softcap": {"softcap": 30.0},
-        "alibi": {"alibi": torch.linspace(0.5, 0.01, heads, device=device)},
-        "sinks": {"sinks": torch.zeros(heads, device=device)},
-    }
+def _later_keys(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return score + 0.001 * (key - query)
+
+
+def _bias(heads: int, seqlen: int, device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(1, heads, seqlen, seqlen, generator=generator, device=device, dtype=torch.bfloat16)
+
+
+# Name of a feature -> (heads, length, device) -> keyword arguments of `attn`.
+OPTIONS: dict[str, Callable[[int, int, torch.device], dict[str, Any]]] = {
+    "plain": lambda heads, seqlen, device: {},
+    "dropout": lambda heads, seqlen, device: {"dropout": 0.1},
+    "softcap": lambda heads, seqlen, device: {"softcap": 30.0},
+    "alibi": lambda heads, seqlen, device: {"alibi": torch.linspace(0.5, 0.01, heads, device=device)},
+    "sinks": lambda heads, seqlen, device: {"sinks": torch.zeros(heads, device=device)},
+    "score_mod": lambda heads, seqlen, device: {"score_mod": _later_keys},
+    "bias": lambda heads, seqlen, device: {"bias": _bias(heads, seqlen, device)},
+    "deterministic": lambda heads, seqlen, device: {"deterministic": True},
+}
+# The features of `feature_cells`; `head_dim_cells` have all.
+SCORE_FEATURES = ("plain", "dropout", "softcap", "alibi", "sinks")
 
 
 def feature_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
@@ -173,7 +187,7 @@ def feature_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
     for head_dim in settings.head_dims:
         heads = settings.hidden // head_dim
         inputs = random_qkv(settings, device, settings.batch, heads, settings.seqlen, head_dim)
-        kinds = _features(heads, device)
+        kinds = {name: OPTIONS[name](heads, settings.seqlen, device) for name in SCORE_FEATURES}
         for causal in (False, True):
             sides = {name: Side(partial(attn, causal=causal, **kind), inputs) for name, kind in kinds.items()}
             mask = "causal" if causal else "full"
@@ -259,10 +273,6 @@ def ragged_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
             yield Cell("ragged", name, sides, "fa3")
 
 
-def _later_keys(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return score + 0.001 * (key - query)
-
-
 def head_dim_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
     from cute_flash import attn, attn_varlen
 
@@ -273,14 +283,7 @@ def head_dim_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
         q, k, v = random_qkv(settings, device, batch, seqlen, heads, d)
         dense = q, k, v[..., :dv].contiguous()
         flat = tuple(x.flatten(0, 1) for x in dense)
-        generator = torch.Generator(device).manual_seed(settings.seed)
-        bias = torch.randn(1, heads, seqlen, seqlen, generator=generator, device=device, dtype=torch.bfloat16)
-        kinds = {
-            **_features(heads, device),
-            "score_mod": {"score_mod": _later_keys},
-            "bias": {"bias": bias},
-            "deterministic": {"deterministic": True},
-        }
+        kinds = {name: options(heads, seqlen, device) for name, options in OPTIONS.items()}
         sides = {name: Side(partial(attn, causal=True, layout="bshd", **kind), dense) for name, kind in kinds.items()}
         varlen = partial(attn_varlen, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True)
         name = f"D={d} S={seqlen}" if d == dv else f"D={d} Dv={dv} S={seqlen}"
@@ -331,12 +334,6 @@ def _first_call(side: AnySide, direction: str) -> tuple[Contender, tuple[Tensor,
     return contender, tuple(x.transpose(1, 2) for x in tensors) if side.is_bshd else tensors
 
 
-def _difference(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest relative difference of all tensors; infinite for NaN."""
-    differences = [((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(mine, theirs)]
-    return max(x if x == x else float("inf") for x in differences)
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A cell whose calls are compiled and checked."""
@@ -372,7 +369,7 @@ def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
             contender, results = called
             if name == cell.alike:
                 expected[direction] = results
-            difference = _difference(results, expected[direction]) if direction in expected else 0.0
+            difference = relative_difference(results, expected[direction]) if direction in expected else 0.0
             if difference < AGREEMENT:
                 ready[direction][name] = contender
             else:
@@ -421,10 +418,7 @@ def to_dict(results: Sequence[CellResult], settings: Settings, facts: dict[str, 
     cells = []
     for one in results:
         sides = {
-            direction: {
-                name: {"ms": s.median_ms, "spread": s.spread, "calls": s.calls, "round_ms": s.round_ms}
-                for name, s in samples.items()
-            }
+            direction: {name: one_side.as_dict() for name, one_side in samples.items()}
             for direction, samples in one.samples.items()
         }
         cells.append({"kind": one.kind, "name": one.name, "base": one.base, "sides": sides, "errors": one.errors})

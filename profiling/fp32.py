@@ -202,14 +202,7 @@ def _contender(side: Provider, direction: str, inputs: Sequence[Tensor], causal:
 
 
 def _timing(samples: Samples, flops: float) -> Record:
-    ms = samples.median_ms
-    return {
-        "ms": ms,
-        "tflops": flops / ms / 1e9,
-        "spread": samples.spread,
-        "calls": samples.calls,
-        "round_ms": samples.round_ms,
-    }
+    return {"tflops": flops / samples.median_ms / 1e9, **samples.as_dict()}
 
 
 def measure_speed(shape: Shape, direction: str, sides: Sequence[Provider], settings: Settings, tools: Tools) -> Record:

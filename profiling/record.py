@@ -36,14 +36,7 @@ class Result:
 
     @staticmethod
     def timing(samples: Samples, flops: float) -> dict[str, Any]:
-        ms = samples.median_ms
-        return {
-            "tflops": flops / ms / 1e9,
-            "ms": ms,
-            "spread": samples.spread,
-            "calls": samples.calls,
-            "round_ms": samples.round_ms,
-        }
+        return {"tflops": flops / samples.median_ms / 1e9, **samples.as_dict()}
 
     @property
     def is_wrong(self) -> bool:

@@ -64,6 +64,10 @@ class Samples:
     def spread(self) -> float:
         return (max(self.round_ms) - min(self.round_ms)) / self.median_ms
 
+    def as_dict(self) -> dict[str, Any]:
+        """The entry of a result file."""
+        return {"ms": self.median_ms, "spread": self.spread, "calls": self.calls, "round_ms": self.round_ms}
+
 
 @dataclass(frozen=True)
 class Measured:

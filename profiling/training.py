@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from cute_flash.planning.plan import CompileKey
+from profiling.accuracy import relative_difference
 from profiling.host import recorded_kernels
 from profiling.terminal import Table
 from profiling.timing import Contender, Failure, Samples, Timer, attempt, measure
@@ -170,24 +171,13 @@ def needed_kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
     return list(keys)
 
 
-def _difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """The largest relative difference; infinite for NaN."""
-    each = [((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(found, wanted, strict=True)]
-    return max(x if x == x else float("inf") for x in each)
-
-
 def _in_context(context: Callable[[], AbstractContextManager[Any]], call: Callable[[], Any]) -> Any:
     with context():
         return call()
 
 
 def _timing(samples: Samples, num_tokens: int) -> Record:
-    return {
-        "ms": samples.median_ms,
-        "tokens_per_s": 1e3 * num_tokens / samples.median_ms,
-        "spread": samples.spread,
-        "round_ms": list(samples.round_ms),
-    }
+    return {"tokens_per_s": 1e3 * num_tokens / samples.median_ms, **samples.as_dict()}
 
 
 def measure_length(seqlen: int, settings: Settings, tools: Tools) -> Record:
@@ -206,7 +196,7 @@ def measure_length(seqlen: int, settings: Settings, tools: Tools) -> Record:
             failures[side.name] = found.message
             continue
         wanted = found if wanted is None else wanted
-        differences[side.name] = _difference(found, wanted)
+        differences[side.name] = relative_difference(found, wanted)
         if differences[side.name] > AGREEMENT:
             failures[side.name] = f"not timed: {differences[side.name]:.2g} away from {OURS}"
             continue

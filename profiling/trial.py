@@ -20,7 +20,7 @@ from torch import Tensor
 from cute_flash import reference
 from cute_flash.jit.compile import precompile
 from cute_flash.jit.resources import kernel_resources
-from cute_flash.planning.plan import CompileKey, Plan, plan_forward
+from cute_flash.planning.plan import Plan, plan_forward
 from cute_flash.runtime import binder
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.args import AttentionArgs
@@ -61,11 +61,6 @@ class Build:
     ctas_per_sm: int | None = None
     notes: tuple[str, ...] = ()  # of ptxas: serialised wgmma
     error: str | None = None
-
-
-def compile_forward(key: CompileKey) -> None:
-    """Compile a kernel of the forward pass into the cache."""
-    precompile(key)
 
 
 def build(plan: Plan, stores_kernels: bool, reads_resources: bool) -> Build:

@@ -145,7 +145,7 @@ def _build_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools,
         tasks.append(Task(trial.build, (plan, stores_kernels, reads_resources)))
     if stores_kernels:
         forward = forward_keys(settings.family, tuning.head_dims, settings.masks, settings.dtype, arch)
-        tasks += [Task(trial.compile_forward, (key,)) for key in forward]
+        tasks += [Task(trial.precompile, (key,)) for key in forward]
     with tools.progress("compiling", len(tasks)) as done:
         for outcome in pool.run(tasks):
             if outcome.index >= len(jobs):

@@ -1,4 +1,4 @@
-"""The process of one version in `profiling versions`: it makes the calls of a cell, and times them when it is asked to.
+"""The process of one version in `profiling versions`: it prepares the call of a cell, and times it on request.
 
     python -m profiling.version_worker FILE_DESCRIPTOR
 
@@ -27,7 +27,7 @@ from torch import Tensor
 import cute_flash
 from cute_flash.jit.compile import precompile_all
 from cute_flash.planning.plan import CompileKey
-from profiling.features import gradients_of
+from profiling.features import OPTIONS, gradients_of
 from profiling.host import recorded_kernels
 from profiling.timing import (
     Batch,
@@ -51,7 +51,7 @@ class Cell:
     """A call of `attn` in one direction."""
 
     direction: str  # "fwd" or "bwd"
-    feature: str  # of `FEATURES`
+    feature: str  # of `features.OPTIONS`
     head_dim: int
     mask: str  # "full" or "causal"
     seqlen: int
@@ -61,24 +61,6 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.direction} {self.feature} d{self.head_dim} {self.mask} s{self.seqlen}"
-
-
-def _bias(cell: Cell, device: torch.device) -> Tensor:
-    generator = torch.Generator(device).manual_seed(1)
-    shape = (1, cell.heads, cell.seqlen, cell.seqlen)
-    return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-
-
-# Name -> keyword arguments of `attn`.
-FEATURES: dict[str, Callable[[Cell, torch.device], dict[str, Any]]] = {
-    "plain": lambda cell, device: {},
-    "deterministic": lambda cell, device: {"deterministic": True},
-    "dropout": lambda cell, device: {"dropout": 0.1},
-    "softcap": lambda cell, device: {"softcap": 30.0},
-    "alibi": lambda cell, device: {"alibi": torch.linspace(0.5, 0.01, cell.heads, device=device)},
-    "sinks": lambda cell, device: {"sinks": torch.zeros(cell.heads, device=device)},
-    "bias": lambda cell, device: {"bias": _bias(cell, device)},
-}
 
 
 class WallTimer(EventTimer):
@@ -115,9 +97,9 @@ class VersionWorker:
                     raise ImportError(f"{name} was imported from {file}, because the version does not have it")
 
     def compile(self, cells: Sequence[Cell], jobs: int) -> tuple[int, int]:
-        """Compile the kernels of all cells; return the numbers of kernels and of those that were not in the cache.
+        """Compile the kernels of all cells. Return how many kernels there are, and how many were compiled now.
 
-        A cell that fails is left out: `prepare` reports it.
+        The others were in the cache. A cell that fails is skipped; `prepare` reports its error.
         """
         keys: dict[CompileKey, None] = {}
         for cell in cells:
@@ -155,7 +137,7 @@ class VersionWorker:
         generator = torch.Generator(self.device).manual_seed(seed)
         shape = (cell.batch, cell.seqlen, cell.heads, cell.head_dim)
         inputs = [torch.randn(shape, generator=generator, device=self.device, dtype=torch.bfloat16) for _ in range(3)]
-        options = FEATURES[cell.feature](cell, self.device)
+        options = OPTIONS[cell.feature](cell.heads, cell.seqlen, self.device)
         forward = partial(cute_flash.attn, causal=cell.mask == "causal", layout="bshd", **options)
         if cell.direction == "fwd":
             return Contender(torch.no_grad()(partial(forward, *inputs)))

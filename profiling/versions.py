@@ -27,16 +27,15 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from profiling.accuracy import relative_difference
+from profiling.features import AGREEMENT, DIRECTIONS, OPTIONS
 from profiling.machine import ROOT, source_digest
 from profiling.report import geometric_mean
 from profiling.suites import MASKS
 from profiling.terminal import Table
 from profiling.timing import Samples, balanced
-from profiling.version_worker import FEATURES, Cell, receive, send
+from profiling.version_worker import Cell, receive, send
 
-DIRECTIONS = ("fwd", "bwd")
-# The largest relative difference, ‖a - b‖ / ‖b‖, of the results of two versions.
-AGREEMENT = 2e-2
 # A process that does not answer for so long hangs. It may compile all kernels first.
 LIMIT_S = 900.0
 # A process that has lost its pipe ends within this time.
@@ -64,7 +63,7 @@ class Settings:
     seed: int = 0
 
     def cells(self) -> list[Cell]:
-        for names, known in ((self.directions, DIRECTIONS), (self.features, FEATURES), (self.masks, MASKS)):
+        for names, known in ((self.directions, DIRECTIONS), (self.features, OPTIONS), (self.masks, MASKS)):
             for name in names:
                 if name not in known:
                     raise ValueError(f"{name!r}: choose from {', '.join(known)}")
@@ -79,7 +78,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class CellResult:
-    """What was measured of a cell, by the name of the version."""
+    """The times, differences and errors of one cell; the keys are names of versions."""
 
     cell: Cell
     samples: dict[str, Samples] = field(default_factory=dict)
@@ -141,7 +140,7 @@ class Process:
                 pass_fds=(theirs.fileno(),),
                 # The command's standard output is for tables.
                 stdout=STDERR,
-                # A group of its own, so that `end` also reaches the processes that compile.
+                # A new process group: `end` kills the group, which includes the processes that compile kernels.
                 start_new_session=True,
             )
 
@@ -196,16 +195,11 @@ def started(versions: Mapping[str, str], digests: dict[str, str] | None = None) 
 # ---- measuring
 
 
-def difference(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest relative difference of all results; infinite for NaN."""
-    each = [((x - y).norm() / y.norm().clamp_min(1e-30)).item() for x, y in zip(mine, theirs, strict=True)]
-    return max(x if isfinite(x) else float("inf") for x in each)
-
-
 def measure_cell(cell: Cell, remotes: Mapping[str, Remote], settings: Settings) -> CellResult:
-    """Prepare a cell in all versions, compare their results, and time those that agree in turns.
+    """Measure one cell.
 
-    Nothing is timed if the base fails.
+    All versions compute the results. A version is timed if its results agree with those of the base. In each round,
+    one version after the other is timed. If the base fails, no version is timed.
     """
     result, base = CellResult(cell), next(iter(remotes))
     expected: list[Tensor] = []
@@ -218,7 +212,7 @@ def measure_cell(cell: Cell, remotes: Mapping[str, Remote], settings: Settings) 
                 return result
             continue
         expected = compared if name == base else expected
-        result.differences[name] = difference(compared, expected)
+        result.differences[name] = relative_difference(compared, expected)
     ready = [name for name, value in result.differences.items() if value < AGREEMENT]
     times: dict[str, list[float]] = {name: [] for name in ready}
     calls: dict[str, int] = {}
@@ -312,10 +306,7 @@ def to_dict(
     """The record of a run. `digests`: of the source of each version; those in `facts` are of the command's checkout."""
     cells = []
     for one in results:
-        samples = {
-            name: {"ms": x.median_ms, "spread": x.spread, "calls": x.calls, "round_ms": x.round_ms}
-            for name, x in one.samples.items()
-        }
+        samples = {name: version.as_dict() for name, version in one.samples.items()}
         # JSON has no infinity.
         differences = {name: value if isfinite(value) else None for name, value in one.differences.items()}
         cells.append({**asdict(one.cell), "versions": samples, "differences": differences, "errors": one.errors})

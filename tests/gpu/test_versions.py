@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from profiling.accuracy import relative_difference
 from profiling.timing import GraphTimer
 from profiling.version_worker import Cell, VersionWorker
 
@@ -24,9 +25,9 @@ def test_results_are_repeated_and_memory_is_freed() -> None:
     before = torch.cuda.memory_allocated()
     for cell, expected in zip(CELLS, found, strict=True):
         again = worker.prepare(cell, 3, 0.5)
-        for x, y in zip(again, expected, strict=True):
-            # Gradients without `deterministic=True` are sums in any order.
-            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+        # The order of the additions to dq is fixed with `deterministic=True` only.
+        is_exact = cell.direction == "fwd" or cell.feature == "deterministic"
+        assert relative_difference(again, expected) <= (0.0 if is_exact else 1e-3)
         calls, call_ms = worker.time()
         assert calls >= 2 and 0 < call_ms < 100
     worker.release()

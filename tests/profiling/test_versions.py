@@ -18,9 +18,10 @@ import torch
 
 from profiling import __main__ as cli
 from profiling import versions
+from profiling.features import OPTIONS
 from profiling.machine import ROOT
 from profiling.record import write_json
-from profiling.version_worker import FEATURES, Cell, VersionWorker, WallTimer, receive, send, serve, some_elements
+from profiling.version_worker import Cell, VersionWorker, WallTimer, receive, send, serve, some_elements
 from profiling.versions import Settings, VersionError
 
 SMALL = Settings(directions=("bwd",), head_dims=(8,), masks=("causal",), lengths=(16,), tokens=32, hidden=16, rounds=4)
@@ -98,7 +99,7 @@ def test_cells() -> None:
     assert cells[0] == Cell("fwd", "plain", 64, "full", 512, 32, 32)
     assert cells[-1] == Cell("bwd", "dropout", 256, "causal", 16384, 1, 8)
     for wrong, message in (
-        (Settings(features=("rope",)), "'rope': choose from plain, deterministic"),
+        (Settings(features=("rope",)), "'rope': choose from plain, dropout"),
         (Settings(lengths=(0,)), "must be 1 or more"),
         (Settings(masks=()), "an empty list"),
     ):
@@ -107,7 +108,7 @@ def test_cells() -> None:
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", OPTIONS)
 def test_a_worker_repeats_its_results(direction: str, feature: str) -> None:
     cell = Cell(direction, feature, 8, "causal", 16, 2, 2)
     results = []
