@@ -1,5 +1,6 @@
 """A semaphore per tile in global memory: CTAs add to the tile one after the other, in a fixed order.
 
+The first CTA, of rank 0, may store instead: the tile then needs no zeros.
 The semaphore counts the CTAs that have added to its tile. A CTA waits until the count equals its rank, adds, and
 increments the count, so the result does not depend on the speed of the CTAs. A CTA must come later in the grid than the
 CTAs that it waits for. Otherwise it could occupy the SM that they need, and the kernel would deadlock.
@@ -45,21 +46,28 @@ class DQSemaphore:
         address = cute.domain_offset((batch, head, m_block), self.mSemaphore).iterator.toint()
         return address if half is None else address + 2 * half
 
+    def _state_of_half(self, count: Int32) -> Int32:
+        """The 16 bits of a half's semaphore after `count` > 0 tiles have added: odd, so that only 0 means none.
+
+        The count is modulo 2^15. This suffices: fewer than 2^15 tiles run at a time, so the count is less than 2^15
+        below the rank of a tile that waits.
+        """
+        return (2 * count + 1) & 0xFFFF
+
     @cute.jit
     def wait(self, coord: tuple, rank: Int32, half: Int32 | None = None):
         """Wait until `rank` tiles have added to the block at `coord`; their sums are then visible.
 
         Called by one thread. `coord`: (head, batch, m_block). `half`: 0 or 1 if tiles wait for each half of the block
-        separately. The 32 bits of the semaphore are then two counts modulo 2^16. This suffices: fewer than 2^16 tiles
-        run at a time, so the count is less than 2^16 below the rank of a tile that waits.
+        separately; see `_state_of_half`.
         """
-        address, count = self._address(coord, half), Int32(-1)
+        address, found = self._address(coord, half), Int32(-1)
         if cutlass.const_expr(half is None):
-            while count != rank:
-                count = instruction("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", Int32, address)
-        else:
-            while count != rank & 0xFFFF:
-                count = instruction("ld.acquire.gpu.global.u16 {$w0}, [{$r0}];", Int32, address)
+            while found != rank:
+                found = instruction("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", Int32, address)
+        elif rank > 0:
+            while found != self._state_of_half(rank):
+                found = instruction("ld.acquire.gpu.global.u16 {$w0}, [{$r0}];", Int32, address)
         if cutlass.const_expr(self.by_tma):
             cute.arch.inline_ptx("fence.proxy.async.global;")
 
@@ -71,5 +79,6 @@ class DQSemaphore:
         """
         if cutlass.const_expr(self.by_tma):
             cute.arch.inline_ptx("fence.proxy.async.global;")
-        arguments, bits = [self._address(coord, half), rank + 1], "s32" if half is None else "u16"
+        state, bits = (rank + 1, "s32") if half is None else (self._state_of_half(rank + 1), "u16")
+        arguments = [self._address(coord, half), state]
         cute.arch.inline_ptx(f"st.release.gpu.global.{bits} [{{$r0}}], {{$r1}};", read_only_args=arguments)

@@ -348,10 +348,13 @@ def _plan_backward(
     # With a semaphore there is one CTA per tile, because a tile waits for others, which must have started.
     is_persistent = isinstance(tile, BwdTileSm90) and not deterministic
     rows = batch, problem.heads, num_m_blocks * tile.tile_m
+    # Otherwise the preprocess kernel zeroes dQ, or a K/V tile stores its first terms.
+    is_zeroed = deterministic and tile.needs_wgmma and not tile.first_tile_stores(static)
+    dq_init = "zeros" if is_zeroed else "empty"
     workspace = [
         Buffer("lse_log2", rows),
         Buffer("delta", rows),
-        Buffer("dq_accum", (batch, problem.heads, num_m_blocks, tile.tile_m * tile.head_dim)),
+        Buffer("dq_accum", (batch, problem.heads, num_m_blocks, tile.tile_m * tile.head_dim), init=dq_init),
     ]
     if static.is_fp32:
         queries, keys = (problem.heads, problem.seqlen_q), (problem.heads_kv, problem.seqlen_k)

@@ -174,21 +174,31 @@ def _q_tiles(key: CompileKey, a: Arguments) -> Iterator[tuple[VarlenTile, slice,
         yield tile, _rows_of(tile, tile_m), slice(first, first + tile_m)
 
 
-def _has_claims(key: CompileKey, num_queries: int) -> bool:
-    """Whether the first K/V tile that is ready stores dQ of an m_block, instead of adding to zeros."""
-    return key.tile.needs_wgmma and not key.static.deterministic and num_queries <= key.tile.max_queries_claimed
+def _has_progress(key: CompileKey, num_queries: int) -> bool:
+    """Whether dq_progress says which m_blocks of dQ were visited: by claims, or by semaphores."""
+    return key.tile.needs_wgmma and (key.static.deterministic or num_queries <= key.tile.max_queries_claimed)
 
 
-def _first_dq(key: CompileKey, num_queries: int) -> float:
-    """The accumulators of dQ after the preprocess kernel: zeros, or whatever the memory held."""
-    return torch.nan if _has_claims(key, num_queries) else 0.0
+def _stores_first(key: CompileKey, num_queries: int) -> bool:
+    """Whether the first K/V tile stores dQ of an m_block, instead of adding to zeros."""
+    if not _has_progress(key, num_queries):
+        return False
+    return not key.static.deterministic or key.tile.first_tile_stores(key.static)
+
+
+def _prepare_dq(key: CompileKey, dq_accum: Tensor, num_queries: int) -> None:
+    """Zero the accumulators, or leave them as they are. Claimed ones may hold anything."""
+    if not _has_progress(key, num_queries):
+        dq_accum.zero_()
+    elif not key.static.deterministic:
+        dq_accum.fill_(torch.nan)
 
 
 def _preprocess(key: CompileKey, a: Arguments) -> None:
     out, dout, lse, dlse = a["out"], a["dout"], a["lse"], a["dlse"]
     if not key.static.varlen:
         _preprocess_rows(a, slice(None), out, dout, lse, dlse)
-        a["dq_accum"].fill_(_first_dq(key, out.shape[2]))
+        _prepare_dq(key, a["dq_accum"], out.shape[2])
         if a["dq_progress"] is not None:
             a["dq_progress"].zero_()
         return
@@ -197,7 +207,7 @@ def _preprocess(key: CompileKey, a: Arguments) -> None:
         statistics = (None if x is None else x[None, :, rows] for x in (lse, dlse))
         _preprocess_rows(a, block, *parts, *statistics)
         index = block.start // key.tile.tile_m
-        a["dq_accum"][0, :, index] = _first_dq(key, tile.q_len)
+        _prepare_dq(key, a["dq_accum"][0, :, index], tile.q_len)
         if a["dq_progress"] is not None:
             a["dq_progress"][0, :, index] = 0
 
@@ -221,7 +231,7 @@ def _backward(key: CompileKey, a: Arguments) -> None:
         _varlen_backward(key, a)
     else:
         _dense_backward(key, a)
-    if key.static.deterministic:
+    if key.static.deterministic and not key.tile.needs_wgmma:
         a["dq_progress"].fill_(7)  # the preprocess kernel of the next call must reset it
 
 
@@ -338,10 +348,10 @@ def _accumulated_rows(key: CompileKey, a: Arguments) -> Tensor:
 def _add_dq(key: CompileKey, a: Arguments, begin: int, dq: Tensor) -> None:
     """Add dq (B, H, rows, columns) to the accumulators from row `begin` on.
 
-    With claims, an m_block is stored if it is the first addition to it, and blocks without a gradient are not visited.
+    With claims or semaphores, blocks without a gradient are not visited, and the first addition to a block may store.
     """
     rows, tile_m, (num, width) = _accumulated_rows(key, a), key.tile.tile_m, dq.shape[2:]
-    if not _has_claims(key, num):
+    if not _has_progress(key, num):
         rows[:, :, begin : begin + num, :width] += dq
         return
     for first in range(0, num, tile_m):
@@ -349,7 +359,7 @@ def _add_dq(key: CompileKey, a: Arguments, begin: int, dq: Tensor) -> None:
         for b, h in torch.cartesian_prod(*map(torch.arange, dq.shape[:2])).tolist():
             if one[b, h].any():
                 target = rows[b, h, block * tile_m : (block + 1) * tile_m]
-                if not a["dq_progress"][b, h, block]:
+                if _stores_first(key, num) and not a["dq_progress"][b, h, block]:
                     target.zero_()
                 target[: one.shape[2], :width] += one[b, h]
                 a["dq_progress"][b, h, block] = 1
@@ -393,7 +403,7 @@ def _postprocess(key: CompileKey, a: Arguments) -> None:
     def rows(first: int, num: int) -> Tensor:
         """dQ of a sequence whose first row in the workspace is `first`."""
         found = _accumulated_rows(key, a)[:, :, first : first + num, : dq.shape[-1]].clone()
-        if _has_claims(key, num):
+        if _has_progress(key, num):
             for block in range(-(-num // tile_m)):
                 unwritten = a["dq_progress"][:, :, first // tile_m + block] == 0
                 found[:, :, block * tile_m : (block + 1) * tile_m][unwritten] = 0

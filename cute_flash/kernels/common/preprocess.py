@@ -40,7 +40,8 @@ class BwdPreprocess(MBlockKernel):
     """Computes Δ = rowsum(dO O) - dLSE (the operand `delta`), and the LSE in units of log2.
 
     The LSE of rows without keys, and of rows past the end, becomes +inf, so that P is 0. The kernel also sets the
-    progress of dQ to 0 and, unless the main kernel stores the first terms (`device.dq_claims`), the accumulators too.
+    progress of dQ to 0 and, unless the main kernel stores the first terms (`device.dq_claims`, `device.semaphore`), the
+    accumulators too.
     """
 
     rows, num_threads = "out", THREADS
@@ -50,7 +51,7 @@ class BwdPreprocess(MBlockKernel):
         self.dtype = CUTE_DTYPES[out_dtype(static)]  # of O and dO
         # The main Hopper kernel starts before this kernel ends, and waits (programmatic dependent launch).
         self.overlaps_next = not isinstance(tile, BwdTileSm80)
-        self.tile, self.has_claims = tile, tile.needs_wgmma and not static.deterministic
+        self.tile = tile
         vectors = -(-static.width_v // VECTOR)
         # A power of two, large enough that the threads of a CTA cover at most `tile_m` rows at once.
         self.threads_per_row = max(1 << (vectors - 1).bit_length(), THREADS // self.tile_m)
@@ -77,12 +78,13 @@ class BwdPreprocess(MBlockKernel):
             if thread == 0:
                 seqlen.slice_head(p.dq_progress, head)[block] = Int32(0)
         gdQ = seqlen.slice_head(p.dq_accum, head)[block, None]
-        if cutlass.const_expr(not self.has_claims):
+        if cutlass.const_expr(not self.tile.needs_wgmma):
             self.zero_dq(gdQ, thread)
-        elif seqlen.q_len > self.tile.max_queries_claimed:
-            self.zero_dq(gdQ, thread)
-        elif cutlass.const_expr(isinstance(self.tile, BwdTileSm90Wide)):
-            self.zero_rest(gdQ, thread)
+        elif cutlass.const_expr(not self.static.deterministic):
+            if seqlen.q_len > self.tile.max_queries_claimed:
+                self.zero_dq(gdQ, thread)
+            elif cutlass.const_expr(isinstance(self.tile, BwdTileSm90Wide)):
+                self.zero_rest(gdQ, thread)
         rows_at_once = THREADS // self.threads_per_row
         for i in cutlass.range_constexpr(self.tile_m // rows_at_once):
             row = m_block * self.tile_m + i * rows_at_once + thread // self.threads_per_row

@@ -18,7 +18,7 @@ from cute_flash.device.ptx import rederived
 from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.kernels.sm90.bwd_storage import NUM_WARPGROUPS, KVTile, Params, SharedStorage
-from cute_flash.kernels.sm90.dq import DQPart, bulk_add
+from cute_flash.kernels.sm90.dq import DQPart, bulk_add, bulk_add_or_store
 from cute_flash.kernels.sm90.published_tiles import NO_TILE
 
 VECTOR = 8  # 16-bit elements that a thread stores at once
@@ -275,7 +275,8 @@ def add_in_order(p: Params, storage: SharedStorage, tile: KVTile, head: Int32, m
     with cute.arch.elect_one():
         p.dq_semaphore.wait(coord, rank)
     cute.arch.sync_warp()
-    add_parts(p, storage, accumulators(p, seqlen, head, m_block), iteration)
+    first_stores = p.config.tile.first_tile_stores(p.config.static)
+    add_parts(p, storage, accumulators(p, seqlen, head, m_block), iteration, rank if first_stores else None)
     with cute.arch.elect_one():
         cute.arch.cp_async_bulk_wait_group(0)
         p.dq_semaphore.arrive(coord, rank)
@@ -322,14 +323,18 @@ def add_block(p: Params, storage: SharedStorage, tile: KVTile, head: Int32, m_bl
 
 
 @cute.jit
-def add_parts(p: Params, storage: SharedStorage, gdQ: cute.Tensor, iteration: Int32):
-    """Add the parts of a block of both warpgroups, and release their shared memory."""
+def add_parts(p: Params, storage: SharedStorage, gdQ: cute.Tensor, iteration: Int32, rank: Int32 | None = None):
+    """Add the parts of a block of both warpgroups, or store them if `rank` is 0. Release their shared memory."""
     part = p.config.tile.tile_m * p.config.tile.head_dim // NUM_WARPGROUPS
     for w in cutlass.range_constexpr(NUM_WARPGROUPS):
         dq_iteration = iteration * NUM_WARPGROUPS + w
         storage.dq.wait_full(dq_iteration)
         with cute.arch.elect_one():
-            bulk_add(gdQ.iterator + w * part, storage.sdQ[None, None, None, w].iterator, 4 * part)
+            target, source = gdQ.iterator + w * part, storage.sdQ[None, None, None, w].iterator
+            if cutlass.const_expr(rank is None):
+                bulk_add(target, source, 4 * part)
+            else:
+                bulk_add_or_store(target, source, 4 * part, rank)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         storage.dq.release(dq_iteration)

@@ -71,7 +71,7 @@ from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm90.bwd_producer import load_first_block, load_kv, load_other_blocks, sparse_rank
 from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile
 from cute_flash.kernels.sm90.bwd_wide_storage import DETERMINISTIC_ADDERS, HALVES, Params, SharedStorage
-from cute_flash.kernels.sm90.dq import DQPart, add_four, bulk_add
+from cute_flash.kernels.sm90.dq import DQPart, add_four, bulk_add_or_store
 from cute_flash.planning.tiles.bwd_sm90 import PIECES, BwdTileSm90Wide
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.band import FAR, ceil_div
@@ -269,6 +269,7 @@ class BwdSm90Wide(Kernel):
     def add_in_order(self, p: Params, storage: SharedStorage, tile: KVTile, part: tuple, block: tuple):
         """Add one half of both warpgroups' dQ of an m_block, after all K/V tiles of lower rank have added theirs.
 
+        The tile of rank 0 stores it.
         Each half has its own semaphore, so a K/V tile can add the first half of a block before the previous K/V tile
         has added the second. While this warp waits until its additions are complete, other adder warps add the next
         halves.
@@ -292,7 +293,8 @@ class BwdSm90Wide(Kernel):
                 # Columns past the head dim are 0. A half that has only such columns is not added.
                 if half < ceil_div(self.static.head_dim, WARPGROUP_ROWS) - HALVES * wg:
                     source = storage.sdQ[None, None, None, wg].iterator
-                    bulk_add(target, source, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces)
+                    num_bytes = 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces
+                    bulk_add_or_store(target, source, num_bytes, rank)
                 cute.arch.cp_async_bulk_commit_group()
         for wg in cutlass.range_constexpr(NUM_WARPGROUPS):
             with cute.arch.elect_one():

@@ -38,6 +38,16 @@ def bulk_store(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
     )
 
 
+def bulk_add_or_store(target: cute.Pointer, source: cute.Pointer, num_bytes: int, rank: Int32):
+    """`bulk_store` if the rank is 0, else `bulk_add`. Predicates take fewer registers than a branch."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred is_first; setp.eq.s32 is_first, {$r3}, 0;"
+        "@is_first cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};"
+        "@!is_first cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2}; }",
+        read_only_args=[target.toint(), source.toint(), Int32(num_bytes), rank],
+    )
+
+
 @dataclass(frozen=True)
 class DQPart:
     """A part of the accumulators of an m_block: what one adder warp adds for a K/V tile."""

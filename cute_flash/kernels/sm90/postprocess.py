@@ -26,11 +26,10 @@ class BwdPostprocessSm90(BwdPostprocess):
         acc = cute.make_rmem_tensor(rows * columns // WARPGROUP_THREADS, Float32)
         acc.fill(0.0)
         block = seqlen.padded_q_block(m_block, self.tile.tile_m)
-        is_written = Boolean(True)
+        # If no K/V tile sees the block, it is uninitialised, and its gradient is 0.
+        is_written = Boolean(seqlen.slice_head(p.dq_progress, head)[block] != 0)
         if cutlass.const_expr(not self.static.deterministic):
-            # If no K/V tile sees the block, nobody has claimed it: it is uninitialised, and its gradient is 0.
-            is_claimed = seqlen.slice_head(p.dq_progress, head)[block] != 0
-            is_written = is_claimed or seqlen.q_len > self.tile.max_queries_claimed
+            is_written = is_written or seqlen.q_len > self.tile.max_queries_claimed
         if is_written:
             add_accumulators(seqlen.slice_head(p.dq_accum, head)[block, None], acc, wg, thread)
         acc.store(acc.load() * p.dq_scale)

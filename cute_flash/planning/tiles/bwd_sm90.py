@@ -13,6 +13,7 @@ from cute_flash.planning.tiles.common import (
     WARPGROUP_ROWS,
     Tile,
 )
+from cute_flash.spec.problem import Static
 
 # For up to `max_queries_claimed` queries, the first K/V tile that is ready stores dQ of an m_block, and the others add
 # to it (`device.dq_claims`). For more queries the preprocess kernel stores zeros, and all K/V tiles add.
@@ -45,6 +46,13 @@ class BwdTileSm90(Tile):
             raise ValueError(f"{self.head_dim=} must be 64 or 128")
         if self.stages != 2:
             raise ValueError(f"{self.stages=} must be 2: a warpgroup waits for a block before the other releases one")
+
+    def first_tile_stores(self, static: Static) -> bool:
+        """Whether deterministic dQ of an m_block begins with a store by the first K/V tile; otherwise with zeros.
+
+        In varlen batches and with block masks, the adder warps have no register for it.
+        """
+        return not (static.varlen or static.block_sparse)
 
     @property
     def dq_part(self) -> tuple[int, int]:
@@ -98,6 +106,9 @@ class BwdTileSm90Wide(Tile):
     registers: ClassVar[tuple[int, int]] = 24, 240  # per thread of the producer, and of the consumer warpgroups
     # Without a mask, zeros are 3 to 6 % faster from 2048 queries on ("claims 4" of 2026-11-17-bwd-sm90-dq-ab.txt).
     max_queries_claimed: ClassVar[int] = 1024
+
+    def first_tile_stores(self, static: Static) -> bool:
+        return True
 
     def __post_init__(self) -> None:
         if self.tile_m != 64:
