@@ -131,6 +131,8 @@ def _deterministic() -> list[Case]:
     # Wide heads, and head dims between the widths of tiles.
     cases += [Case(1, 4, 2, 1000, 1500, d, band) for d in (192, 256) for band in (FULL, CAUSAL)]
     cases += [Case(1, 4, 2, 700, 900, 72, Band(100, 30))]
+    # Blocks of queries without keys.
+    cases += [Case(1, 4, 2, 300, 60, d, CAUSAL) for d in (64, 128, 192, 256)]
     return [*cases, Case(2, 40, 20, 700, 900, 128), Case(1, 2, 2, 4000, 4000, 64)]
 
 
