@@ -4,7 +4,7 @@
 |----------------|----------------------------------------------------------------------------------------|
 | `BwdBlockBias` | every thread moves its own elements between global memory and registers                |
 | `BwdSmemBias`  | TMA moves tiles between global and shared memory; threads read and write them          |
-|                | transposed, with ldmatrix and stmatrix                                                 |
+|                | with ldmatrix and stmatrix, transposed if rows of the accumulators are keys            |
 
 `BwdBlockBias`: if rows of a block are keys, neighbouring elements of a thread are two queries of one key, which are not
 neighbours in memory. Vector accesses are then impossible. One access of a warp covers eight neighbouring keys of four
@@ -22,7 +22,7 @@ from cute_flash.device.gradient_sums import GradientSums
 from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.position import BwdBlockPosition
 from cute_flash.device.ptx import add_if, rederived, store_if
-from cute_flash.device.stmatrix import lane_offset, load_two_tiles, store_transposed
+from cute_flash.device.stmatrix import lane_offset, load_step, load_two_tiles, store_steps, store_transposed
 from cute_flash.device.tma import TmaTiles
 from cute_flash.score_mod.graph import COLUMN, ROW
 from cute_flash.smem.tile import SmemTile
@@ -117,7 +117,7 @@ class BwdBlockBias:
 
 @dataclass(frozen=True)
 class BwdBiasPipeline:
-    """Bias tiles in shared memory: 64 keys of each warpgroup. Iterations count m_blocks of all tiles of the CTA.
+    """Bias tiles in shared memory: the keys of each warpgroup. Iterations count m_blocks of all tiles of the CTA.
 
     If TMA also stores the gradient, the warpgroup overwrites the bias in its stage with the gradient and signals this
     (`gradient_ready`). A producer warp then stores the stage and releases it.
@@ -125,14 +125,17 @@ class BwdBiasPipeline:
 
     stages: BiasStages
     gradient_ready: Pipeline | None  # `full`: the gradient is in the stage; None: TMA does not store it
+    is_transposed: cutlass.Constexpr  # rows of the accumulators are keys, not queries
 
     @staticmethod
     def allocate(
-        smem, dtype, tile: SmemTile, num_warpgroups: int, stages: int, stores_gradient: bool
+        smem, dtype, tile: SmemTile, size: tuple[int, int], stores_gradient: bool, is_transposed: bool
     ) -> "BwdBiasPipeline":
+        """`size`: the number of warpgroups, and of stages of each. `is_transposed`: rows of accumulators are keys."""
+        num_warpgroups, stages = size
         found = BiasStages.allocate(smem, dtype, tile, num_warpgroups, stages, splits_rows=False)
         gradient_ready = Pipeline.allocate(smem, num_warpgroups * stages) if stores_gradient else None
-        return BwdBiasPipeline(found, gradient_ready)
+        return BwdBiasPipeline(found, gradient_ready, is_transposed)
 
     @cute.jit
     def init_barriers(self):
@@ -162,7 +165,8 @@ class BwdBiasPipeline:
     def block(self, plain: BwdBlockBias, warpgroup: Int32, thread: Int32, iteration: Int32) -> "BwdSmemBias":
         """A thread's bias of one iteration. Each load computes its address, which saves a register over the loop."""
         stage = self.stages.offset(warpgroup, iteration)
-        words = cute.make_rmem_tensor(self.stages.tile.rows // 4, Int32)
+        tile = self.stages.tile
+        words = cute.make_rmem_tensor((tile.rows if self.is_transposed else tile.cols) // 4, Int32)
         return BwdSmemBias(self, plain, warpgroup, iteration, stage, thread, words)
 
 
@@ -176,7 +180,7 @@ class BwdSmemBias:
     iteration: Int32
     stage: Int32  # bytes from the first stage of the first warpgroup
     thread: Int32
-    words: cute.Tensor  # 16-bit pairs of two queries: two words, one per row (key), for each n8 tile
+    words: cute.Tensor  # 16-bit pairs of two neighbouring columns: two words, one per row, for each n8 tile
 
     def wait(self) -> None:
         self.owner.stages.pipeline(self.warpgroup).wait_full(self.iteration)
@@ -189,7 +193,10 @@ class BwdSmemBias:
         """Load columns c to c + 3 if c is a multiple of 4; otherwise do nothing."""
         if c % 4 == 0:
             first = Int32(self.owner.stages.sBias.iterator.toint()) + self.stage
-            found = load_two_tiles(first + lane_offset(self.thread), c // 2)
+            if self.owner.is_transposed:
+                found = load_two_tiles(first + lane_offset(self.thread), c // 2)
+            else:
+                found = load_step(first, self.owner.stages.tile, self.thread, c // 4)
             for i in range(4):
                 self.words[c + i] = found[i]
 
@@ -216,8 +223,12 @@ class BwdSmemBias:
     def write_gradient(self, rdS: cute.Tensor):
         """Write the gradient to the stage, if TMA stores it. `publish_gradient` follows after a fence."""
         if cutlass.const_expr(self.owner.gradient_ready is not None):
-            sX = self.owner.stages.stage(self.warpgroup, self.iteration)
-            store_transposed(rdS, sX.iterator, rederived(self.thread))
+            if cutlass.const_expr(self.owner.is_transposed):
+                sX = self.owner.stages.stage(self.warpgroup, self.iteration)
+                store_transposed(rdS, sX.iterator, rederived(self.thread))
+            else:
+                first = Int32(self.owner.stages.sBias.iterator.toint()) + self.stage
+                store_steps(rdS, first, self.owner.stages.tile, rederived(self.thread))
 
 
 @cute.jit

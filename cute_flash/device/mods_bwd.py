@@ -370,16 +370,19 @@ class ModScores:
         return sums
 
     @cute.jit
-    def finish(self, sums: GradientSums, rdS: cute.Tensor | None):
-        """Finish a block after dS.
+    def finish_bias(self, rdS: cute.Tensor):
+        """Finish a bias in shared memory after dS, before a fence.
 
-        A bias in shared memory: release its stage if `differentiate` has read it, or write dS there if TMA stores the
-        gradient. Then finish the sums. `rdS`: dS in 16 bits; None if no bias is in shared memory.
+        Release its stage if `differentiate` has read it, or write dS there if TMA stores the gradient. `rdS`: dS in 16
+        bits.
         """
         if cutlass.const_expr(isinstance(self.bias, BwdSmemBias)):
             if cutlass.const_expr(self.keeps_tanh):
                 self.bias.release()
             self.bias.write_gradient(rdS)
+
+    def finish(self, sums: GradientSums) -> None:
+        """Finish the sums of `differentiate`."""
         sums.finish()
 
     def add_capture_gradients(self, sums: GradientSums, outputs: tuple, is_zero, r: int, c: int) -> None:

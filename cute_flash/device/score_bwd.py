@@ -161,7 +161,10 @@ class PlainScores:
             for r, c in self.elements(P_mn):
                 P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - self.of_query(rDelta, r, c))
 
-    def finish(self, sums, rdS: cute.Tensor | None) -> None:
+    def finish_bias(self, rdS: cute.Tensor) -> None:
+        """Nothing: there is no bias."""
+
+    def finish(self, sums) -> None:
         """Nothing: there is no bias and no captured tensor."""
 
     def elements(self, S_mn: cute.Tensor) -> list[tuple[int, int]]:
@@ -244,7 +247,10 @@ class BlockScores:
     def apply_mask(self, acc_S: cute.Tensor, is_partial=None) -> None:
         """Nothing: there is no mask_mod."""
 
-    def finish(self, sums, rdS: cute.Tensor | None) -> None:
+    def finish_bias(self, rdS: cute.Tensor) -> None:
+        """Nothing: there is no bias."""
+
+    def finish(self, sums) -> None:
         """Nothing: there is no bias and no captured tensor."""
 
     @cute.jit

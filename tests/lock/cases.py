@@ -441,6 +441,12 @@ def bwd_mods() -> Iterator[Case]:
     yield bwd(HOPPER, 256, mask="full", mask_mod="document_causal", block_map=True, deterministic=True)
     yield bwd(HOPPER, 192, mask="full", score_mod="capped", head_dim_v=128)
     yield bwd(HOPPER, 256, bias=Bias())
+    yield bwd(HOPPER, 256, bias=ALIGNED)
+    yield bwd(HOPPER, 256, bias=replace(ALIGNED, has_gradient=False))
+    yield bwd(HOPPER, 192, mask="full", bias=Bias(dims="hqk", layout="aligned"), head_dim_v=128)
+    yield bwd(HOPPER, 256, mask="full", score_mod="capped", bias=ALIGNED, block_map=True)
+    yield bwd(HOPPER, 192, "softcap", "dropout", mask="window", score_mod="alibi", bias=ALIGNED)
+    yield bwd(HOPPER, 256, "dropout", bias=ALIGNED, deterministic=True)
     yield bwd(HOPPER, 256, "softcap", "dropout", mask="window", score_mod="alibi", bias=Bias(dims="hqk"))
     yield bwd(HOPPER, 256, "varlen", score_mod="alibi", mask_mod="window")
 

@@ -346,7 +346,7 @@ class BwdSm80(Kernel):
         ds_pieces = self.ds_pieces(acc_S, factors.ds)
         for i, piece in enumerate(ds_pieces):
             state.store_ds.shifted(i).store(piece)
-        scores.finish(sums, None)
+        scores.finish(sums)
 
         # dK += dS^T Q
         if cutlass.const_expr(tile.p_in_registers):

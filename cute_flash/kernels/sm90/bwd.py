@@ -182,7 +182,7 @@ class BwdSm90(Kernel):
                 producer.add_dq(p, storage, warp_index - 1)
             if cutlass.const_expr(p.dbias is not None):
                 if warp_index == STORE_DBIAS_WARP:
-                    producer.store_dbias(p, storage)
+                    producer.store_dbias(p, storage, partial(producer.for_each_block, p, storage))
             if cutlass.const_expr(p.bias is not None):
                 if warp_index == LOAD_BIAS_WARP:
                     producer.load_bias(p, storage)
@@ -342,7 +342,8 @@ class BwdSm90(Kernel):
         warpgroup.wait_group(0)
         sums = scores.differentiate(acc_S, acc_dP, *self.statistics(state, stage), state.dalibi)
         convert(acc_S, rdS)
-        scores.finish(sums, rdS)
+        scores.finish_bias(rdS)
+        scores.finish(sums)
         return self.next_position(p, state, tile, position)
 
     @cute.jit

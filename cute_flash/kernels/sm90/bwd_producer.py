@@ -4,6 +4,7 @@ They load K, V, Q, dO, LSE, Δ and a bias, add dQ to global memory, and store th
 blocks that a band excludes.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import cutlass
@@ -88,20 +89,23 @@ def load_kv(p: Params, tma: TmaTiles | VarlenTmaTiles, pipeline: Pipeline, sX: c
 @cute.jit
 def load_block(p: Params, storage: SharedStorage, tile: KVTile, iteration: Int32, g: Int32, i: Int32):
     """Load the i-th m_block of the g-th head: Q with LSE, dO with Δ."""
-    load_q_and_do(p, storage, iteration, (tile.m_block(i), tile.head_kv * p.heads_per_kv + g, tile.seqlen))
+    load_q_and_do(p, storage, tile, iteration, (tile.m_block(i), tile.head_kv * p.heads_per_kv + g))
 
 
 @cute.jit
 def load_sparse_block(p: Params, storage: SharedStorage, tile: KVTile, iteration: Int32, i: Int32):
     """Load the i-th m_block that a block mask lists."""
     index = p.block_index(tile, i)
-    load_q_and_do(p, storage, iteration, (index.m_block, tile.head_kv * p.heads_per_kv + index.head, tile.seqlen))
+    load_q_and_do(p, storage, tile, iteration, (index.m_block, tile.head_kv * p.heads_per_kv + index.head))
 
 
 @cute.jit
-def load_q_and_do(p: Params, storage: SharedStorage, iteration: Int32, coord: tuple):
-    """Load Q with LSE, and dO with Δ; `coord`: (m_block, head, sequence)."""
+def load_q_and_do(p: Params, storage: SharedStorage, tile: KVTile, iteration: Int32, block: tuple):
+    """Load Q with LSE, and dO with Δ, and the bias unless another warp loads it; `block`: (m_block, head)."""
+    (m_block, head), coord = block, (*block, tile.seqlen)
     load_rows(p, p.q, storage.q, storage.sQ, (p.mLSE, storage.sLSE), iteration, coord)
+    if cutlass.const_expr(p.loads_bias_with_q):
+        storage.bias.stages.load(p.bias, iteration, (m_block, tile.n_block), (head, tile.batch))
     load_rows(p, p.do, storage.do, storage.sdO, (p.mDelta, storage.sDelta), iteration, coord)
 
 
@@ -175,22 +179,30 @@ def for_each_block(p: Params, storage: SharedStorage, visit: cutlass.Constexpr, 
     count, iteration = Int32(0), Int32(0)  # tiles and m_blocks so far
     coord = read_tile(storage, count)
     while coord[0] != NO_TILE:
-        tile = p.tile(count, iteration, coord)
-        if cutlass.const_expr(p.block_indices is None):
-            for g in cutlass.range(p.heads_per_kv, unroll=1):
-                if cutlass.const_expr(visit_empty is not None):
-                    if tile.block_iter.num == 0:
-                        visit_empty(tile, tile.head_kv * p.heads_per_kv + g)
-                for i in cutlass.range(tile.block_iter.num, unroll=1):
-                    visit(tile, tile.head_kv * p.heads_per_kv + g, tile.m_block(i), iteration)
-                    iteration += 1
-        else:
-            for i in cutlass.range(p.num_m_blocks(tile), unroll=1):
-                index = p.block_index(tile, i)
-                visit(tile, tile.head_kv * p.heads_per_kv + index.head, index.m_block, iteration)
-                iteration += 1
+        iteration = for_each_block_of_tile(p, p.tile(count, iteration, coord), iteration, visit, visit_empty)
         count += 1
         coord = read_tile(storage, count)
+
+
+@cute.jit
+def for_each_block_of_tile(
+    p: Params, tile: KVTile, iteration: Int32, visit: cutlass.Constexpr, visit_empty: cutlass.Constexpr
+):
+    """`for_each_block` for one tile. Returns the iteration after its blocks."""
+    if cutlass.const_expr(p.block_indices is None):
+        for g in cutlass.range(p.heads_per_kv, unroll=1):
+            if cutlass.const_expr(visit_empty is not None):
+                if tile.block_iter.num == 0:
+                    visit_empty(tile, tile.head_kv * p.heads_per_kv + g)
+            for i in cutlass.range(tile.block_iter.num, unroll=1):
+                visit(tile, tile.head_kv * p.heads_per_kv + g, tile.m_block(i), iteration)
+                iteration += 1
+    else:
+        for i in cutlass.range(p.num_m_blocks(tile), unroll=1):
+            index = p.block_index(tile, i)
+            visit(tile, tile.head_kv * p.heads_per_kv + index.head, index.m_block, iteration)
+            iteration += 1
+    return iteration
 
 
 @cute.jit
@@ -203,10 +215,11 @@ def load_bias(p: Params, storage: SharedStorage):
     for_each_block(p, storage, load)
 
 
-@cute.jit
-def store_dbias(p: Params, storage: SharedStorage):
-    """Store the gradient of the bias of every block, and zeros in blocks that a band excludes."""
+def store_dbias(p: Params, storage: SharedStorage, for_each: Callable[..., None]) -> None:
+    """Store the gradient of the bias of every block, and zeros in blocks that a band excludes.
 
+    `for_each`: calls the two functions that it takes, like `for_each_block`.
+    """
     excludes_blocks = p.config.static.is_bounded and p.block_indices is None
 
     def store(tile: KVTile, head: Int32, m_block: Int32, iteration: Int32):
@@ -219,7 +232,7 @@ def store_dbias(p: Params, storage: SharedStorage):
     def store_empty_tile(tile: KVTile, head: Int32):
         store_excluded_blocks(p, tile, head, Int32(0), Int32(1))
 
-    for_each_block(p, storage, store, store_empty_tile if excludes_blocks else None)
+    for_each(store, store_empty_tile if excludes_blocks else None)
 
 
 @cute.jit

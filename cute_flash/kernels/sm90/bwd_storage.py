@@ -22,7 +22,6 @@ from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.sm90.published_tiles import PublishedTiles
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
-from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import BlockRange, ceil_div
 from cute_flash.spec.problem import Static
@@ -69,8 +68,7 @@ class Config:
     @property
     def bias(self) -> SmemTile | None:
         """The bias of a warpgroup's keys, queries by keys; None if TMA loads none."""
-        has_bias = isinstance(self.tile, BwdTileSm90) and self.tile.bias_stages > 0
-        return SmemTile(self.tile.tile_m, WARPGROUP_ROWS) if has_bias else None
+        return SmemTile(self.tile.tile_m, self.tile.tile_n // NUM_WARPGROUPS) if self.tile.bias_stages else None
 
     @property
     def stores_dbias(self) -> bool:
@@ -139,6 +137,7 @@ class Params:
     score_params: BwdScoreParams | None  # None: no score features
     bias: TmaTiles | None = None  # (tile_m, 64)
     dbias: TmaTiles | None = None  # None: the bias has no gradient, or threads store it
+    loads_bias_with_q = False  # the bias has its own warp
 
     def tile_scheduler(self) -> PersistentTileScheduler:
         """The scheduler of this launch.
@@ -205,6 +204,15 @@ class Params:
         return self.num_adders + (self.bias is not None) + (self.dbias is not None)
 
 
+def allocate_bias(smem: SmemAllocator, config: Config, is_transposed: bool) -> BwdBiasPipeline | None:
+    """Shared memory for a bias; None: TMA loads none. `is_transposed`: rows of the accumulators are keys."""
+    if config.bias is None:
+        return None
+    dtype, stages = CUTE_DTYPES[config.static.mods.bias_dtype], config.tile.bias_stages
+    size = (NUM_WARPGROUPS, stages)
+    return BwdBiasPipeline.allocate(smem, dtype, config.bias, size, config.stores_dbias, is_transposed)
+
+
 @dataclass(frozen=True)
 class SharedStorage:
     """The shared memory: tiles, barriers, and the coordinates of tiles that the producer publishes."""
@@ -238,10 +246,7 @@ class SharedStorage:
         registers = tile.tile_m * tile.head_dim // MMA_THREADS
         layout = cute.make_layout((4, WARPGROUP_THREADS, registers // 4, NUM_WARPGROUPS))
         sdQ = smem.allocate_tensor(Float32, layout, 128)
-        bias = None
-        if config.bias is not None:
-            dtype, stages = CUTE_DTYPES[config.static.mods.bias_dtype], tile.bias_stages
-            bias = BwdBiasPipeline.allocate(smem, dtype, config.bias, NUM_WARPGROUPS, stages, config.stores_dbias)
+        bias = allocate_bias(smem, config, is_transposed=True)
         tiles = PublishedTiles.allocate(smem, config.num_tile_values)
         dq_stages = NUM_WARPGROUPS * DETERMINISTIC_ADDERS
         stages = (1, 1, tile.stages, tile.stages, dq_stages, DS_STAGES)

@@ -20,11 +20,12 @@ the other warpgroup. dQ0 and dQ1 complete at equal intervals, so that the additi
 
 | warpgroup | warps | role                                                           |
 |-----------|-------|----------------------------------------------------------------|
-| 0         | 0     | load K, V, Q, dO, LSE and Δ by TMA                             |
+| 0         | 0     | load K, V, Q, dO, LSE, Δ and a bias by TMA                     |
 | 0         | 1, 2  | adder warps: each adds one warpgroup's dQ to global memory by  |
 |           |       | bulk reductions, or stores it (`device/dq_claims.py`)          |
 | 0         | 1 - 3 | if deterministic: adder warps, which take the halves of dQ in  |
 |           |       | turn, each half in the order of a semaphore                    |
+| 0         | 3     | store the gradient of a bias by TMA, and its zeros             |
 | 1, 2      | all   | MMA: half of the keys, half of the columns of the gradients    |
 
 | shared memory | elements                    | lifetime                                    |
@@ -36,6 +37,8 @@ the other warpgroup. dQ0 and dQ1 complete at equal intervals, so that the additi
 | sdS           | tile_n x tile_m             | dS to dQ1                                   |
 | sdQ           | dQ0 or dQ1, or 7/8 of it    | a half at a time; see `stage_dq`            |
 | sLSE, sDelta  | stages x tile_m, fp32       | one m_block                                 |
+| bias          | 2 x tile_m x tile_n         | one m_block; then its gradient, until it    |
+|               |                             | is stored                                   |
 
 There are two tile sizes (`planning.tiles.bwd_sm90`). Plain calls have as many keys per tile as registers and shared
 memory allow. Calls with score features, varlen and deterministic calls have fewer keys. This leaves registers for the
@@ -53,6 +56,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from cute_flash.device.band import Band
+from cute_flash.device.bias_bwd import publish_gradient
 from cute_flash.device.block_sparse import BwdBlockIndex
 from cute_flash.device.mask import Mask
 from cute_flash.device.mods_bwd import AnyScores, ModScores
@@ -68,7 +72,14 @@ from cute_flash.device.views import as_mn, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.common.params import bwd_score_params
-from cute_flash.kernels.sm90.bwd_producer import load_first_block, load_kv, load_other_blocks, sparse_rank
+from cute_flash.kernels.sm90.bwd_producer import (
+    for_each_block_of_tile,
+    load_first_block,
+    load_kv,
+    load_other_blocks,
+    sparse_rank,
+    store_dbias,
+)
 from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile
 from cute_flash.kernels.sm90.bwd_wide_storage import DETERMINISTIC_ADDERS, HALVES, Params, SharedStorage
 from cute_flash.kernels.sm90.dq import DQPart, add_four, bulk_add_or_store
@@ -118,6 +129,8 @@ class BwdSm90Wide(Kernel):
         # Additions from registers (`add_rest`) have no fixed order.
         assert not static.deterministic or tile.dq_pieces == PIECES
         self.config = Config(static, tile)
+        # One warp has one role.
+        assert not (static.deterministic and self.config.stores_dbias)
         self.keys = tile.tile_n // NUM_WARPGROUPS  # of a warpgroup
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
         # k-steps of S and dP, whose widths may differ.
@@ -168,6 +181,8 @@ class BwdSm90Wide(Kernel):
             mma_dkv=make_mma(self.dtype, tile.tile_n, False, MN, K),
             mma_dq=make_mma(self.dtype, WARPGROUP_ROWS, False, MN, MN),
             score_params=bwd_score_params(static, tile, args),
+            bias=None if config.bias is None else TmaTiles.of(load, args.bias, config.bias),
+            dbias=TmaTiles.of(store, args.dbias, config.bias) if config.stores_dbias else None,
         )
         options = {"min_blocks_per_mp": 1, "use_pdl": True}
         self.launch(self.symbol("bwd_sm90_wide"), params, (args.num_ctas, 1, 1), tile.num_threads, stream, **options)
@@ -200,6 +215,8 @@ class BwdSm90Wide(Kernel):
                 self.load(p, storage)
             elif warp_index <= (DETERMINISTIC_ADDERS if self.static.deterministic else NUM_WARPGROUPS):
                 self.add_dq(p, storage, warp_index - 1)
+            elif cutlass.const_expr(p.dbias is not None):
+                self.store_dbias(p, storage)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             self.mma(p, storage, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
@@ -234,6 +251,13 @@ class BwdSm90Wide(Kernel):
         else:
             for i in cutlass.range(p.num_m_blocks(tile), unroll=1):
                 self.add_block(p, storage, tile, (adder, None, i), (Int32(0), i))
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def store_dbias(self, p: Params, storage: SharedStorage):
+        """Store the gradient of the bias of every m_block."""
+        store_dbias(p, storage, partial(for_each_block_of_tile, p, p.tile(), Int32(0)))
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
 
@@ -438,7 +462,7 @@ class BwdSm90Wide(Kernel):
     def first_scores(self, p: Params, state: MmaState, tile: KVTile):
         """Compute P and dS of the first block, and start its dV."""
         block = self.first_block(p, tile)
-        scores = self.block_scores(p, state, tile, block)
+        scores = self.block_scores(p, state, tile, Int32(0), block)
         self.start_s(p, state, Int32(0))
         self.start_dp(p, state, Int32(0))
         warpgroup.wait_group(1)
@@ -485,7 +509,7 @@ class BwdSm90Wide(Kernel):
         if cutlass.const_expr(p.score_params is not None):
             # Dropout bits are computed while products run, and before S takes registers.
             following = self.next_position(p, tile, position)
-            scores = self.block_scores(p, state, tile, following[1:])
+            scores = self.block_scores(p, state, tile, iteration + 1, following[1:])
         # wait for dQ0, and move it to shared memory while dK0 runs
         warpgroup.wait_group(1)
         rest = self.stage_dq(state, iteration, 0)
@@ -497,7 +521,7 @@ class BwdSm90Wide(Kernel):
         self.publish_dq(state, iteration, 0)
         if cutlass.const_expr(p.score_params is None):
             following = self.next_position(p, tile, position)
-            scores = self.block_scores(p, state, tile, following[1:])
+            scores = self.block_scores(p, state, tile, iteration + 1, following[1:])
         # wait for S; compute its exponentials while dK1 and dQ1 run
         rLSE = self.load_row_statistic(state, storage.sLSE[None, storage.q.stage(iteration + 1)])
         warpgroup.wait_group(2)
@@ -635,13 +659,16 @@ class BwdSm90Wide(Kernel):
         """Signal the adder warp that a half of dQ is in shared memory. Called after a fence."""
         cute.arch.mbarrier_arrive(state.storage.dq.full_barrier(self.dq_iteration(state, iteration, half)))
 
-    def block_scores(self, p: Params, state: MmaState, tile: KVTile, block: tuple) -> AnyScores:
+    def block_scores(self, p: Params, state: MmaState, tile: KVTile, iteration: Int32, block: tuple) -> AnyScores:
         """The scores of a block. `block`: as in `first_block`."""
         if p.score_params is None:
             return PlainScores(p.scale, is_transposed=False)
         m_block, head = self.block_and_head(p, tile, block)
         mask, first_key = self.mask(p, state, tile, m_block)
         scores = p.score_params.block(mask, head, tile.batch, first_key, is_transposed=False)
+        if state.storage.bias is not None:
+            bias = state.storage.bias.block(scores.bias, state.wg, state.thread, iteration)
+            return replace(scores, bias=bias)
         scores.prefetch()
         return scores
 
@@ -661,6 +688,8 @@ class BwdSm90Wide(Kernel):
         P replaces S, and is returned. With score features, P in 16 bits is returned, and the registers of S keep the
         values for `make_ds`.
         """
+        if cutlass.const_expr(state.storage.bias is not None):
+            scores.bias.wait()
         is_plain = p.score_params is None
         rP = None if is_plain else cute.make_fragment_like(state.acc_S, self.dtype)
         compute_probs(scores, state.acc_S, rP, rLSE, partial(self.apply_mask, p, state, tile, scores, block))
@@ -712,10 +741,14 @@ class BwdSm90Wide(Kernel):
         if cutlass.const_expr(p.score_params is not None):
             sLSE = self.row_statistic(state, storage.sLSE[None, storage.q.stage(iteration)])
         sums = scores.differentiate(state.acc_S, state.acc_dP, sLSE, rDelta, state.dalibi)
-        self.stage_transposed(state, state.acc_S, storage.sdS)
+        rdS = cute.make_fragment_like(state.acc_S, self.dtype)
+        convert(state.acc_S, rdS)
+        self.stage_transposed(state, rdS, storage.sdS)
+        scores.finish_bias(rdS)
         cute.arch.fence_proxy("async.shared", space="cta")
+        publish_gradient(storage.bias, state.wg, iteration)
         cute.arch.barrier(barrier_id=DS_STAGED, number_of_threads=MMA_THREADS)
-        scores.finish(sums, None)
+        scores.finish(sums)
         if cutlass.const_expr(state.dalibi is not None):
             if self.is_last_of_head(tile, block):
                 self.store_dalibi(p, state, tile, self.block_and_head(p, tile, block)[1])

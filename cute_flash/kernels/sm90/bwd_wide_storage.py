@@ -9,6 +9,7 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.band import Band
+from cute_flash.device.bias_bwd import BwdBiasPipeline
 from cute_flash.device.block_iterator import BlockIterator
 from cute_flash.device.block_sparse import BwdBlockIndex, BwdBlockIndices
 from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
@@ -18,7 +19,7 @@ from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.smem import allocate_stages
 from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
-from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile
+from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile, allocate_bias
 
 HALVES = 2  # of a warpgroup's dQ of an m_block, which are computed one after the other
 # The number of adder warps with deterministic gradients. They take halves in turn, so that several can wait at a time:
@@ -58,6 +59,13 @@ class Params:
     mma_dkv: cute.TiledMma  # dO^T P and Q^T dS
     mma_dq: cute.TiledMma  # dS K, half of a warpgroup's part
     score_params: BwdScoreParams | None  # None: no score features
+    bias: TmaTiles | None = None  # (tile_m, tile_n / 2)
+    dbias: TmaTiles | None = None  # None: the bias has no gradient, or threads store it
+
+    @property
+    def loads_bias_with_q(self) -> bool:
+        """Whether the warp that loads Q also loads the bias."""
+        return self.bias is not None
 
     def tile_exists(self) -> cutlass.Boolean:
         """Whether a varlen batch has a tile for this CTA. The grid has the size of the longest possible tile list."""
@@ -135,6 +143,7 @@ class SharedStorage:
     q: Pipeline  # with LSE
     do: Pipeline  # with Δ
     dq: Pipeline  # per warpgroup: memory for one half, barriers for one, or for DETERMINISTIC_HALVES
+    bias: BwdBiasPipeline | None  # None: TMA loads no bias
 
     @staticmethod
     def allocate(config: Config) -> "SharedStorage":
@@ -150,10 +159,11 @@ class SharedStorage:
         layout = cute.make_layout((4, WARPGROUP_THREADS, tile.dq_pieces, NUM_WARPGROUPS))
         sdQ = smem.allocate_tensor(Float32, layout, 128)
         sLSE, sDelta = allocate_rows(tile.q_stages), allocate_rows(tile.do_stages)
+        bias = allocate_bias(smem, config, is_transposed=False)
         dq_stages = NUM_WARPGROUPS * (DETERMINISTIC_HALVES if config.static.deterministic else 1)
         stages = (1, 1, tile.q_stages, tile.do_stages, dq_stages)
         k, v, q, do, dq = [Pipeline.allocate(smem, number) for number in stages]
-        return SharedStorage(sK, sV, sQ, sdO, sP, sdS, sdQ, sLSE, sDelta, k, v, q, do, dq)
+        return SharedStorage(sK, sV, sQ, sdO, sP, sdS, sdQ, sLSE, sDelta, k, v, q, do, dq, bias)
 
     @cute.jit
     def init_barriers(self):
@@ -163,3 +173,5 @@ class SharedStorage:
         # dO is released per thread, because every thread reads Δ with plain loads.
         self.do.init(1, MMA_THREADS)
         self.dq.init(WARPGROUP_THREADS, 1)
+        if cutlass.const_expr(self.bias is not None):
+            self.bias.init_barriers()

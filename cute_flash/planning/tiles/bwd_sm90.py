@@ -100,6 +100,7 @@ class BwdTileSm90Wide(Tile):
     # A warpgroup computes its dQ in two halves. A half is PIECES pieces of 2 KB. This many pieces of a half go through
     # shared memory. The last piece may be added to global memory from registers.
     dq_pieces: int = 7
+    bias_stages: int = 0  # of a bias that TMA loads; 0: threads load the bias, or there is none
 
     needs_wgmma: ClassVar[bool] = True
     num_threads: ClassVar[int] = 3 * 128
@@ -133,7 +134,7 @@ class BwdTileSm90Wide(Tile):
 
     def prefetches_bias(self, mod_ops: int, has_softcap: bool) -> bool:
         """Whether a block of the bias is loaded before S is computed; mods and softcap leave no registers for it."""
-        return mod_ops <= 4 and not has_softcap
+        return mod_ops <= 4 and not has_softcap and not self.bias_stages
 
     @property
     def separates_dp(self) -> bool:
@@ -149,9 +150,9 @@ class BwdTileSm90Wide(Tile):
     def smem_bytes(self) -> int:
         stages = self.q_stages + self.do_stages
         rows = 2 * self.tile_n + stages * self.tile_m
-        halves = rows * self.head_dim + 2 * self.tile_m * self.tile_n
-        staged = 2 * 2048 * self.dq_pieces
-        return ELEMENT_BYTES * halves + staged + 4 * stages * self.tile_m + 8 * (4 + 2 * stages + 4)
+        halves = rows * self.head_dim + (2 + self.bias_stages) * self.tile_m * self.tile_n
+        staged, barriers = 2 * 2048 * self.dq_pieces, 4 + 2 * stages + 4 + 8 * self.bias_stages
+        return ELEMENT_BYTES * halves + staged + 4 * stages * self.tile_m + 8 * barriers
 
 
 # Versions are those of profiling/notes/bwd_sm90.md.
@@ -190,6 +191,7 @@ SM90_BWD_BIAS = (
     BwdTileSm90( 64, 128, 128, bias_stages=1, max_cost=COST_USER_MOD, measured=_BIAS_64),
     BwdTileSm90( 64,  64, 128, bias_stages=2),
     BwdTileSm90(128,  64, 128, bias_stages=2, measured=_BIAS_128),
+    BwdTileSm90Wide(256, 64, 64, dq_pieces=8, bias_stages=2),
 )
 # With a cheap score_mod, or a block mask, whose mask_mod is evaluated in few blocks.
 SM90_BWD_CHEAP_MOD = BwdTileSm90(64, 128, 128, early_lse=True, max_cost=COST_USER_MOD, measured=_CHEAP_MOD)
