@@ -51,6 +51,7 @@ _BY_HEAD_DIM = {
     **_NAMES,
     "score_mod": "score_mod",
     "bias": "bias (1, H, S, S)",
+    "bias_gradient": "the same bias and its gradient",
     "varlen": "varlen, 4 x 4096",
     "deterministic": "deterministic",
 }

@@ -70,10 +70,15 @@ class AnySide(Protocol):
 
 
 def gradients_of(forward: Forward, inputs: Sequence[Tensor], is_bshd: bool = False) -> Contender:
-    """A call that computes the gradients of one forward pass again; dout is the same for all sides."""
+    """A call that computes the gradients of one forward pass again; dout is the same for all sides.
+
+    They are the gradients of the inputs, and of keyword arguments of a partial function that require one.
+    """
     leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         out = forward(*leaves)
+    keywords = forward.keywords.values() if isinstance(forward, partial) else ()
+    leaves += [x for x in keywords if isinstance(x, Tensor) and x.requires_grad]
     shape = out.transpose(1, 2).shape if is_bshd else out.shape
     generator = torch.Generator(out.device).manual_seed(1)
     values = torch.randn(shape, generator=generator, device=out.device, dtype=out.dtype)
@@ -175,6 +180,7 @@ OPTIONS: dict[str, Callable[[int, int, torch.device], dict[str, Any]]] = {
     "sinks": lambda heads, seqlen, device: {"sinks": torch.zeros(heads, device=device)},
     "score_mod": lambda heads, seqlen, device: {"score_mod": _later_keys},
     "bias": lambda heads, seqlen, device: {"bias": _bias(heads, seqlen, device)},
+    "bias_gradient": lambda heads, seqlen, device: {"bias": _bias(heads, seqlen, device).requires_grad_()},
     "deterministic": lambda heads, seqlen, device: {"deterministic": True},
 }
 # The features of `feature_cells`; `head_dim_cells` have all.

@@ -27,6 +27,7 @@ CAP, NEAR, DISTANCES, PREFIX, WINDOW = 20.0, 128, 256, 1024, 1024
 FIRST_SLOPE, LAST_SLOPE = 0.5, 0.01
 OURS, PEERS = "cute_flash", ("flex", "fa4")
 WITHOUT_BLOCK_MASK, WITH_BLOCK_MASK, PLAIN = "without a block mask", "with a block mask", "plain"
+WITH_GRADIENT = "and its gradient"  # of a bias
 FUNCTIONS = ("alibi", "capped", "relative", "causal", "prefix", "window")
 
 
@@ -171,6 +172,9 @@ def bias_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
         for what, shape in shapes.items():
             bias = torch.randn(shape, device=device, dtype=torch.bfloat16)
             sides[f"bias of {what}"] = Side(partial(attn, bias=bias), inputs)
+            if what != "each key":
+                leaf = bias.detach().requires_grad_()
+                sides[f"bias of {what} {WITH_GRADIENT}"] = Side(partial(attn, bias=leaf), inputs)
         yield Cell("bias", name, sides, PLAIN)
 
 

@@ -43,6 +43,11 @@ WIDE_KINDS = [
     Kind(136, mask="prefix", more={"softcap": 4.0, "sinks": True}),
     Kind(256, score="alibi", bias=torch.bfloat16, more={"softcap": 4.0}),
     Kind(192, score="alibi", bounds=(False, True), head_dim_v=128),
+    Kind(256, bias=torch.bfloat16, is_aligned=True, bounds=(False, True)),
+    Kind(192, bias=torch.float16, is_aligned=True, bounds=(True, True), dtype=torch.float16, head_dim_v=128),
+    Kind(192, mask="document", bias=torch.bfloat16, is_aligned=True, has_block_mask=True),
+    Kind(256, score="capped", bias=torch.bfloat16, is_aligned=True),
+    Kind(256, bias=torch.bfloat16, is_aligned=True, more={"softcap": 4.0}),
 ]
 KINDS = mod_cases.KINDS + WIDE_KINDS
 

@@ -49,7 +49,7 @@ def test_all_cells_run_and_what_fails_is_reported(short_sequences, tmp_path, cap
     assert len(data["cells"]) == 9 and data["settings"]["rounds"] == 2
     shown = features.tables(found)
     assert [table.title for table in shown] == list(features.KINDS)
-    assert [len(table.rows) for table in shown] == [10, 2, 4, 2, 18]
+    assert [len(table.rows) for table in shown] == [10, 2, 4, 2, 20]
 
 
 def test_sides_of_a_cell_compute_the_same(short_sequences):
@@ -63,6 +63,11 @@ def test_sides_of_a_cell_compute_the_same(short_sequences):
             torch.testing.assert_close(out[name].reshape(out["plain"].shape), out["plain"])
         for name in ("softcap", "dropout", "alibi", "sinks", "score_mod", "bias"):
             assert not torch.equal(out[name], out["plain"]), name
+        torch.testing.assert_close(out["bias_gradient"], out["bias"])
+        gradients = {name: cell.sides[name].prepare("bwd").call() for name in ("bias", "bias_gradient")}
+        for x, y in zip(gradients["bias"], gradients["bias_gradient"]):
+            torch.testing.assert_close(x, y)
+        assert len(gradients["bias"]) == 3 and gradients["bias_gradient"][3].abs().max() > 0
     cell = next(features.window_cells(SMALL, device))
     causal, window = (side.prepare("fwd").call() for side in cell.sides.values())
     torch.testing.assert_close(causal[:, :, :6], window[:, :, :6])

@@ -37,7 +37,7 @@ def test_all_cells_run():
     rows = {row[0]: row[1:] for row in mods_summary.summary(found).rows}
     assert rows["functions: cute_flash over flex"][0] == "12, 0"
     assert rows["documents: with a block mask over without a block mask"][0] == "2"
-    assert len([name for name in rows if name.startswith("bias")]) == 3
+    assert len([name for name in rows if name.startswith("bias")]) == 5
     assert not any("fa4" in name for name in rows)
 
 
