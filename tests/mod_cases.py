@@ -302,6 +302,8 @@ KINDS = [
     Kind(128, mask="document", bias=fp16, is_aligned=True, has_block_mask=True, dtype=fp16),
     Kind(64, score="alibi", bias=fp16, is_aligned=True, bounds=(True, True)),
     Kind(96, bias=bf16, is_aligned=True),
+    Kind(256, bias=bf16, is_aligned=True, bounds=(False, True)),
+    Kind(192, bias=fp16, is_aligned=True, dtype=fp16),
     Kind(64, mask="window"),
     Kind(128, score="alibi", mask="window", bias=bf16),
     Kind(64, score="gated", mask="document", bias=bf16, has_block_mask=True, bounds=(False, True)),

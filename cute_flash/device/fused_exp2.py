@@ -7,6 +7,8 @@ The pass is used with a speculative row max, which keeps Q K^T until the row sum
 
     LinearExp2     s scale + slope column + first(row) - m      ALiBi off the diagonal, where distances have one
                                                                 sign; or scores that are already transformed
+    RowExp2        s scale + first(row) - m                     the same, if S has the term of the column already
+                                                                (`device/alibi_step.py`)
     SoftcapExp2    s (c0 + s² (c1 + s² c2)) - m                 softcap of scores near 0; or scores already capped
     ModExp2        score_mod(s scale + bias) - m                user mods (`device/mods.py`); -inf where masked
 
@@ -78,6 +80,18 @@ class LinearExp2(FusedExp2):
         firsts = [self.first[r] - reference[r] for r in range(2)]
         terms = [[cute.math.fma(self.slope, column, first) for column in columns] for first in firsts]
         return [[cute.math.fma(scores[r][i], self.factor, terms[r][i]) for i in range(4)] for r in range(2)]
+
+
+@dataclass(frozen=True)
+class RowExp2(FusedExp2):
+    """Exponents with a term for each row."""
+
+    factor: Float32
+    first: tuple  # for each row, the ALiBi term at the first column of the block
+
+    def exponents(self, scores: list, k: int, reference: tuple) -> list:
+        firsts = [self.first[r] - reference[r] for r in range(2)]
+        return [[cute.math.fma(x, self.factor, firsts[r]) for x in scores[r]] for r in range(2)]
 
 
 @dataclass(frozen=True)

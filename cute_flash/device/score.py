@@ -9,6 +9,8 @@ Off the diagonal the distance has one sign, so ALiBi is linear in the column and
 
     s' - m = s scale + (±slope column + (∓slope (row + Sk - Sq) - m))
 
+Most kernels of the Hopper forward leave the first FMA to the tensor cores (`device/alibi_step.py`).
+
 tanh has two methods. If all scores of a warp are near 0, which is common, it is an odd polynomial: four instructions
 per score, none of them MUFU. Sums of squares bound the largest score. Otherwise it takes an exponential and a
 reciprocal: with e = exp(2 x),
@@ -27,7 +29,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_flash.device.fused_exp2 import PART_STEPS, LinearExp2, SoftcapExp2
+from cute_flash.device.alibi_step import SIGNS, fits
+from cute_flash.device.fused_exp2 import PART_STEPS, LinearExp2, RowExp2, SoftcapExp2
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
@@ -106,7 +109,7 @@ class Score:
         if cutlass.const_expr(has_slope and not looks_near):
             self.apply_abs_alibi(acc_S_mn, mask, first_col, reference)
         elif cutlass.const_expr(has_slope):
-            is_before, is_after = self.sides(mask, block)
+            is_before, is_after = self.sides(mask, block, False)
             if is_before | is_after:
                 slope = self.slope_log2 if is_before else -self.slope_log2
                 self.apply_linear_alibi(acc_S_mn, mask, first_col, slope, reference)
@@ -114,10 +117,13 @@ class Score:
                 self.apply_abs_alibi(acc_S_mn, mask, first_col, reference)
 
     @cute.jit
-    def fused_exp2(self, acc_S_mn: cute.Tensor, mask: Mask, block: tuple) -> LinearExp2 | SoftcapExp2:
+    def fused_exp2(
+        self, acc_S_mn: cute.Tensor, mask: Mask, block: tuple, has_alibi_step: cutlass.Constexpr
+    ) -> LinearExp2 | RowExp2 | SoftcapExp2:
         """The fused pass of a block, for softcap or ALiBi.
 
         Where its formula does not hold, scores are transformed in place first. `block`: as for `apply_relative`.
+        `has_alibi_step`: Q K^T has the k-step of `alibi_word`.
         """
         first_col = block[0]
         if cutlass.const_expr(self.rate is not None):
@@ -127,25 +133,43 @@ class Score:
                 if not is_near:
                     self.cap_all(acc_S_mn, part, None)
             return SoftcapExp2(self.series, are_near)
-        is_before, is_after = self.sides(mask, block)
+        is_before, is_after = self.sides(mask, block, has_alibi_step)
         is_linear = is_before | is_after
+        if cutlass.const_expr(has_alibi_step):
+            is_linear = is_linear & fits(self.slope_log2, self.scale_log2)
         if not is_linear:
             self.apply_abs_alibi(acc_S_mn, mask, first_col)
         factor = cutlass.select_(is_linear, self.scale_log2, Float32(1.0))
         slope = cutlass.select_(is_before, self.slope_log2, -self.slope_log2)
         slope = cutlass.select_(is_linear, slope, Float32(0.0))
         num = cute.size(acc_S_mn, mode=[0])
+        if cutlass.const_expr(has_alibi_step):
+            return RowExp2(factor, tuple(-slope * self.block_distance(mask, r, block) for r in range(num)))
         return LinearExp2(factor, slope, tuple(-slope * self.first_distance(mask, r, first_col) for r in range(num)))
+
+    def alibi_word(self, word: Int32, mask: Mask, block: tuple) -> Int32:
+        """The operand of the k-step of ALiBi for a block: `word` is that of positive slopes (`alibi_step.row_word`).
+
+        The sign is that of the side of the diagonal. Blocks on the diagonal have an operand of 0.
+        """
+        is_before, is_after = self.sides(mask, block, True)
+        return cutlass.select_(is_before, word, cutlass.select_(is_after, word ^ SIGNS, Int32(0)))
 
     def scaled(self, x: Float32) -> Float32:
         """The score times the scale, unless softcap has already applied it."""
         return x * self.scale_log2 if self.rate is None else x
 
-    def sides(self, mask: Mask, block: tuple) -> tuple:
-        """Whether all keys of a block are at or before the positions of its rows, and whether all are at or after."""
+    def sides(self, mask: Mask, block: tuple, has_alibi_step: bool) -> tuple:
+        """Whether all keys of a block are at or before the positions of its rows, and whether all are at or after.
+
+        With the k-step of ALiBi, whose slopes are not large, keys that a causal mask hides do not count.
+        """
         first_col, rows, columns = block
         first = mask.first_row + mask.seqlen_k - mask.seqlen_q
-        return first_col + columns <= first + 1, first_col >= first + rows - 1
+        is_before = first_col + columns <= first + 1
+        if has_alibi_step and mask.band.right is not None:
+            is_before = is_before | (mask.band.right <= 0)
+        return is_before, first_col >= first + rows - 1
 
     @cute.jit
     def apply_abs_alibi(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, reference: tuple | None = None):
@@ -221,6 +245,11 @@ class Score:
             return None
         row, column = as_mn(mask.tScS)[r, 0]
         return Float32(mask.first_row + row + mask.seqlen_k - mask.seqlen_q - first_col - column)
+
+    def block_distance(self, mask: Mask, r: int, block: tuple) -> Float32:
+        """The position of this thread's r-th row minus the middle column of the block."""
+        (row, _), (first_col, _, columns) = as_mn(mask.tScS)[r, 0], block
+        return Float32(mask.first_row + row + mask.seqlen_k - mask.seqlen_q - (first_col + columns // 2))
 
     def _capped(self, scores: Sequence) -> list:
         """Softcap of four scores, which share a reciprocal."""

@@ -24,10 +24,12 @@ def start_gemm(
     rB: cute.Tensor,
     accumulate: cutlass.Constexpr,
     steps: cutlass.Constexpr = None,
+    more: cutlass.Constexpr = None,
 ):
     """Start acc = A B, or acc += A B if `accumulate`, as one wgmma group.
 
     Registers of the product must not be touched before the wait for the group. `steps`: range of k-steps; None: all.
+    `more`: a function that adds other products to the group.
     """
     warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)
@@ -35,6 +37,8 @@ def start_gemm(
     for k in cutlass.range_constexpr(steps.start, steps.stop):
         atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > steps.start)
         cute.gemm(atom, acc, rA[None, None, k], rB[None, None, k], acc)
+    if cutlass.const_expr(more is not None):
+        more()
     warpgroup.commit_group()
 
 

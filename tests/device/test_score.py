@@ -18,6 +18,7 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.device import philox as device_philox
+from cute_flash.device.alibi_step import SIGNS, fits
 from cute_flash.device.band import Band
 from cute_flash.device.mask import Mask
 from cute_flash.device.score import Score
@@ -169,12 +170,19 @@ def test_scores_less_a_reference(shape: Any, softcap: float | None, slope: float
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    ("softcap", "slope", "place"),
-    [*((None, 0.03, place) for place in ("touching", "across", "after")), *((x, None, "across") for x in (30.0, 5.0))],
+    ("softcap", "slope", "place", "step"),
+    [
+        *((None, 0.03, place, step) for place in ("touching", "across", "after") for step in ("", "k-step")),
+        *((None, slope, "across", "causal k-step") for slope in (0.03, 6.0)),
+        *((x, None, "across", "") for x in (30.0, 5.0)),
+    ],
     ids=str,
 )
-def test_fused_exp2_of_products(softcap: float | None, slope: float | None, place: str) -> None:
-    """P and row maxima by the fused pass. Only the first columns have products near 0; some scores are masked."""
+def test_fused_exp2_of_products(softcap: float | None, slope: float | None, place: str, step: str) -> None:
+    """P and row maxima by the fused pass. Only the first columns have products near 0; some scores are masked.
+
+    `step`: whether the products have the k-step of ALiBi, which a slope of 6 is too large for.
+    """
     rows, _, threads, _ = SHAPES["wgmma"]
     columns = 96
     sq, sk, first_row = 300, 333, 128
@@ -182,9 +190,15 @@ def test_fused_exp2_of_products(softcap: float | None, slope: float | None, plac
     first_column = {"touching": 1 - columns, "across": 2 - columns, "after": rows - 1}[place] + position
     products = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) * 2
     products[:, 64:] *= 4
+    sign = {"touching": 1, "across": int(step == "causal k-step" and slope == 0.03), "after": -1}[place]
+    if step:
+        # As the tensor cores compute it: blocks across the diagonal have the step if the mask is causal.
+        multiplied = products + sign * slope / SCALE * (torch.arange(columns) - columns // 2)
+    else:
+        multiplied = products
 
     @cute.jit
-    def program(out, largest, sums, products, numbers, sizes):  # type: ignore[no-untyped-def]
+    def program(out, largest, sums, signs, products, numbers, sizes):  # type: ignore[no-untyped-def]
         mma = make_mma(cutlass.BFloat16, columns, True, OperandMajorMode.K, OperandMajorMode.K)
         score = Score.of(numbers[0], None if softcap is None else numbers[1])
         score = score.for_head(None if slope is None else numbers[2])
@@ -194,11 +208,18 @@ def test_fused_exp2_of_products(softcap: float | None, slope: float | None, plac
             acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((rows, columns)), Float32)
             for i in cutlass.range_constexpr(cute.size(acc)):
                 acc[i] = products[tScS[i]]
-            mask, acc_P = Mask(Band(), sizes[0], sizes[1], sizes[2], tScS), cute.make_fragment_like(acc)
-            fused = score.fused_exp2(as_mn(acc), mask, (sizes[3], rows, columns))
+            band = Band(None, Int32(0)) if cutlass.const_expr(step == "causal k-step") else Band()
+            mask, acc_P = Mask(band, sizes[0], sizes[1], sizes[2], tScS), cute.make_fragment_like(acc)
+            block = sizes[3], rows, columns
+            if cutlass.const_expr(step != ""):
+                word = cutlass.select_(fits(score.slope_log2, score.scale_log2), Int32(1), Int32(0))
+                signs[0] = score.alibi_word(word, mask, block)
+            fused = score.fused_exp2(as_mn(acc), mask, block, step != "")
             for i in cutlass.range_constexpr(cute.size(acc)):
                 row, column = tScS[i]
                 acc[i] = -Float32.inf if row + column == 9 else acc[i]
+            if cutlass.const_expr(step == "causal k-step"):
+                mask.apply(as_mn(acc), sizes[3])
             block_max, block_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
             fused.block_max(as_operand_a(acc), block_max)
             block_sum.fill(0.0)
@@ -216,12 +237,19 @@ def test_fused_exp2_of_products(softcap: float | None, slope: float | None, plac
     out = torch.full((rows, columns), torch.nan)
     largest, sums = torch.full((rows, 4), torch.nan), torch.full((rows, 4), torch.nan)
     numbers, sizes = torch.tensor([SCALE, softcap or 0.0, slope or 0.0]), (sq, sk, first_row, first_column)
-    tensors = (out, largest, sums, products, numbers, torch.tensor(sizes, dtype=torch.int32))
+    signs = torch.zeros(1, dtype=torch.int32)
+    tensors = (out, largest, sums, signs, multiplied, numbers, torch.tensor(sizes, dtype=torch.int32))
     arguments = [*map(from_dlpack, tensors)]
     cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
+    if step:
+        assert signs.item() == {1: 1, 0: 0, -1: 1 ^ SIGNS}[sign]
 
     expected = exact_scores(products, softcap, slope, sizes)
     expected[torch.arange(rows)[:, None] + torch.arange(columns) == 9] = -torch.inf
+    if step == "causal k-step":
+        hidden = torch.arange(columns) + first_column > torch.arange(rows)[:, None] + position
+        assert hidden.any()
+        expected[hidden] = -torch.inf
     of_threads = expected.view(rows, -1, 4, 2).transpose(1, 2).flatten(2)
     torch.testing.assert_close(largest.double(), of_threads.amax(2), rtol=1e-5, atol=1e-4)
     lowest = torch.tensor([1.5, -0.5]).repeat_interleave(8).repeat(rows // 16)[:, None].double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,6 +89,13 @@ def _cases() -> list[FeatureCase]:
     cases += [FeatureCase(Case(1, 8, 1, 1000, 1000, 64, Band(200, 0)), bf16, (SINKS,))]
     cases += [FeatureCase(Case(1, 4, 4, 2500, 2500, 128, FULL), bf16, names) for names in ((ALIBI,), (DROPOUT,))]
     cases += [FeatureCase(Case(1, 4, 2, 900, 2500, 256, FULL), bf16, (SOFTCAP,), softcap=50.0)]
+    # ALiBi on both sides of the diagonal, in several blocks of keys: the terms come from tensor cores.
+    wide = (64, 96, 128, 192, 256)
+    for d, band in itertools.product(wide, (FULL, CAUSAL, Band(500, 80))):
+        cases += [FeatureCase(Case(2, 4, 2, 700, 1100, d, band), fp16 if d == 96 else bf16, (ALIBI,))]
+    cases += [FeatureCase(Case(4, 40, 8, 300, 450, d, CAUSAL), bf16, (ALIBI,)) for d in (64, 128, 192)]
+    # Two stages of dropout masks.
+    cases += [FeatureCase(Case(2, 4, 2, 700, 1100, d, CAUSAL), bf16, (DROPOUT,)) for d in wide]
     # Few queries with GQA, with and without pack_gqa.
     cases += [FeatureCase(Case(2, 16, 2, rows, 700, 128, CAUSAL), bf16, (SOFTCAP,)) for rows in (1, 33)]
     cases += [FeatureCase(Case(2, 16, 2, 3, 700, 128, CAUSAL), bf16, ALL)]

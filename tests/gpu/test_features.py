@@ -134,6 +134,21 @@ def test_any_finite_scale(scale):
     cases.assert_close(out, lse, *exact, low)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("band", (FULL, CAUSAL, Band(200, 0)), ids=str)
+@pytest.mark.parametrize("scale", (0.0, 1e-5, 0.1))
+def test_slopes_of_any_size(scale, band, dtype):
+    """Slopes whose terms the tensor cores add, up to nearly the largest, and others."""
+    q, k, v = cases.make_inputs(cases.Case(1, 8, 4, 400, 700, 128, band), dtype, "cuda")
+    slopes = torch.tensor([[0.0, 1e-7, 0.3, -0.3, 1.5, -40.0, 3e4, -1e5]], device="cuda")
+    window = (band.left, band.right)
+    out, lse = cute_flash.attn(q, k, v, window=window, scale=scale, alibi=slopes, return_lse=True)
+    args = reference.plain_args(q, band, scale)._replace(alibi=slopes)
+    exact = reference.dense(q, k, v, args=args)
+    low, _ = reference.dense_low_precision(q, k, v, args=args)
+    cases.assert_close(out, lse, *exact, low)
+
+
 def test_nan_stays_in_the_rows_that_see_it():
     q, k, v = cases.make_inputs(cases.Case(1, 2, 2, 200, 200, 128, CAUSAL), torch.bfloat16, "cuda")
     k[:, 0, -1], q[:, 1, 77] = torch.nan, torch.nan

@@ -245,6 +245,10 @@ def fwd_features() -> Iterator[Case]:
         yield fwd(place, 128, "varlen", *ALL_SCORE, mask="window")
         yield fwd(place, 64, "varlen", "batch_invariant", "out_dtype")
         yield fwd(place, 192, "varlen", head_dim_v=128)
+    # ALiBi by tensor cores.
+    yield fwd(HOPPER, 64, "alibi", mask="full")
+    yield fwd(HOPPER, 192, "alibi", head_dim_v=128)
+    yield fwd(HOPPER, 96, "varlen", "alibi", mask="window")
     # pack_gqa; softcap is the only score feature that it supports.
     yield fwd(HOPPER, 128, "pack_gqa", seqlen_q=FEW_ROWS)
     yield fwd(HOPPER, 64, "pack_gqa", seqlen_q=FEW_ROWS, seqlen_k=SHORT)
@@ -384,6 +388,9 @@ def fwd_mods() -> Iterator[Case]:
     yield fwd(HOPPER, 256, mask="full", bias=Bias())
     yield fwd(HOPPER, 64, mask="full", bias=ALIGNED)
     yield fwd(HOPPER, 96, mask="full", bias=ALIGNED)
+    yield fwd(HOPPER, 192, bias=ALIGNED)
+    yield fwd(HOPPER, 192, mask="full", bias=ALIGNED, head_dim_v=128)
+    yield fwd(HOPPER, 256, mask="window", bias=ALIGNED)
     yield fwd(HOPPER, 64, mask="window", score_mod="alibi", bias=replace(ALIGNED, dtype="fp16"))
     yield fwd(HOPPER, 128, mask="full", mask_mod="document", bias=ALIGNED, block_map=True)
     yield fwd(HOPPER, 128, "batch_invariant", bias=ALIGNED)

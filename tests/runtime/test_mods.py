@@ -280,10 +280,11 @@ def test_tma_moves_a_bias_and_its_gradient(sm_90: FakeGpu) -> None:
         dbias, is_summed = sm_90.main["dbias"], bias.shape[0] == 1 and not expected[2]
         assert dbias.transpose(0, 1).is_contiguous() == is_summed, "torch sums over the batch, some heads at a time"
     check(whole, {}, (True, False, False))
-    check(whole, {"needs_grad": (True,)}, (False, False, False), width=192)
-    # Without TMA, the kernel adds to the gradient of a shared bias.
+    check(whole, {"needs_grad": (True,)}, (True, True, False), width=192)
     shared = torch.zeros(1, 4, 30, 64).bfloat16()
-    check(shared, {"needs_grad": (True,)}, (False, False, True), width=192)
+    check(shared, {"needs_grad": (True,)}, (True, True, False), width=192)
+    check(whole, {"needs_grad": (True,), "deterministic": True}, (True, False, False), width=192)
+    # Without TMA, the kernel adds to the gradient of a shared bias.
     check(shared, {"needs_grad": (True,), "kernel_family": "sm80"}, (False, False, True))
 
 

@@ -33,12 +33,15 @@ another.
 | dropout masks, bias | their stages x tile_m x tile_n | one block; only with dropout, and with a TMA bias   |
 """
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
+from cute_flash.device.alibi_step import AlibiStep, row_word, write_columns
 from cute_flash.device.block_iterator import OutwardBlockIterator
 from cute_flash.device.copies import row_tile
 from cute_flash.device.dropout_mask import DropoutMaskPipeline, NoDropoutMasks
@@ -88,7 +91,7 @@ class FwdSm90(Kernel):
         if cutlass.const_expr(static.varlen):
             tma, tile_list = VarlenTmaTiles, VarlenTileList(args.q_tile_list, heads, args.heads_per_l2_group)
         num_m_blocks = cute.ceil_div(num_rows, tile.tile_m)
-        batch_is_inner = score_params.batch_shares_bias()
+        batch_is_inner, K = score_params.batch_shares_bias(), OperandMajorMode.K
         params = Params(
             config=config,
             q=tma.of(load, args.q, tile.operand_smem("Q")),
@@ -109,8 +112,9 @@ class FwdSm90(Kernel):
             ),
             scheduler=PersistentTileScheduler(num_m_blocks * heads * batch, args.tile_counter, config.is_dynamic),
             tile_list=tile_list,
-            mma_qk=make_mma(self.dtype, tile.tile_n, False, OperandMajorMode.K, OperandMajorMode.K),
-            mma_pv=make_mma(self.dtype, tile.columns_pv, True, OperandMajorMode.K, OperandMajorMode.MN),
+            mma_qk=make_mma(self.dtype, tile.tile_n, False, K, K),
+            mma_pv=make_mma(self.dtype, tile.columns_pv, True, K, OperandMajorMode.MN),
+            mma_alibi=make_mma(self.dtype, tile.tile_n, True, K, K) if config.has_alibi_step else None,
             score_params=score_params,
         )
         options = {"min_blocks_per_mp": 1, "use_pdl": static.varlen}
@@ -124,6 +128,8 @@ class FwdSm90(Kernel):
         if warp_index == 0:
             with cute.arch.elect_one():
                 storage.init_barriers()
+        if cutlass.const_expr(storage.sColumns is not None):
+            write_columns(storage.sColumns, thread, self.tile.num_threads)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if cutlass.const_expr(self.static.varlen):
@@ -198,7 +204,11 @@ class FwdSm90(Kernel):
         mask = Mask(p.band, *lengths, first_row, state.tScS, self.static.pack_gqa)
         block_iter = p.block_iterator(m_block, head, seqlen, state.storage.block_counts(count))
         score_params = p.score_params.for_head(head, seqlen.batch)
-        return MmaTile(count, iteration, head, seqlen, mask, block_iter, score_params)
+        alibi_word = None
+        if state.alibi_step is not None:
+            score = score_params.score
+            alibi_word = row_word(score.slope_log2, score.scale_log2, state.thread, self.dtype)
+        return MmaTile(count, iteration, head, seqlen, mask, block_iter, score_params, alibi_word)
 
     def _seqlen_at_end(self, p: Params, state: MmaState, tile: MmaTile) -> SeqlenInfo:
         """The sequence of a tile. In a varlen batch it is read again at the end of the tile, which saves registers."""
@@ -232,6 +242,7 @@ class FwdSm90(Kernel):
             order=WarpgroupOrder(FIRST_ORDER_BARRIER, tile.num_warpgroups if tile.ping_pong else 1, warpgroup_index),
             tScS=p.mma_qk.get_slice(thread).partition_C(coords),
             max_logit=cute.make_rmem_tensor(1, Float32) if tracks_max_score else None,
+            alibi_step=None if storage.sColumns is None else AlibiStep.of(p.mma_alibi, storage.sColumns),
         )
 
     def _shape_S(self, mma_qk: cute.TiledMma):
@@ -321,6 +332,8 @@ class FwdSm90(Kernel):
 
         `masked`: True, False or MAYBE. `speculative_max`: compute P with the old row max (`device/softmax.py`).
         """
+        # `RowExp2` adds the rest of ALiBi.
+        assert state.alibi_step is None or speculative_max
         storage, softmax = state.storage, state.softmax
         i = iteration - tile.iteration
         # S = Q K^T, then O += P V of the previous block
@@ -379,8 +392,13 @@ class FwdSm90(Kernel):
         if cutlass.const_expr(tile.score_params.mods is not None):
             n_block = storage.n_block(tile.block_iter, iteration, i)
             bias = scores.load_bias(state, tile, iteration, n_block * self.tile.tile_n, masked is False)
+        word = None
+        if cutlass.const_expr(state.alibi_step is not None):
+            n_block = tile.block_iter.block(i)
+            block = n_block * self.tile.tile_n, WARPGROUP_ROWS, self.tile.tile_n
+            word = tile.score_params.score.alibi_word(tile.alibi_word, tile.mask, block)
         state.order.wait()
-        acc_S = self.start_qk(state, tile.count, iteration)
+        acc_S = self.start_qk(state, tile.count, iteration, word)
         storage.v.wait_full(iteration - 1)
         self.start_pv(state, iteration - 1)
         state.order.arrive()
@@ -557,13 +575,16 @@ class FwdSm90(Kernel):
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def start_qk(self, state: MmaState, count: Int32, iteration: Int32):
-        """Start S = Q K^T, and return the accumulator of S."""
+    def start_qk(self, state: MmaState, count: Int32, iteration: Int32, alibi_word: Int32 | None = None):
+        """Start S = Q K^T, with the k-step of ALiBi if there is an operand for it. Return the accumulator of S."""
         rQ = state.rQ[None, None, None, state.storage.q.stage(count)]
         rK = state.rK[None, None, None, state.storage.k.stage(iteration)]
         # A new tensor for every block, so that the compiler does not keep its values for the next block.
         acc_S = cute.make_rmem_tensor(self._shape_S(state.mma_qk), Float32)
-        start_gemm(state.mma_qk, acc_S, rQ, rK, False)
+        more = None
+        if cutlass.const_expr(alibi_word is not None):
+            more = partial(state.alibi_step.start, acc_S, state.alibi_step.operand(alibi_word))
+        start_gemm(state.mma_qk, acc_S, rQ, rK, False, more=more)
         return acc_S
 
     @cute.jit

@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_flash.device.alibi_step import AlibiStep
 from cute_flash.device.bias import BlockBias
 from cute_flash.device.block_sparse import AnyBlockIterator, BlockSparseIterator
 from cute_flash.device.fused_exp2 import FusedExp2
@@ -47,6 +48,7 @@ class MmaState:
     order: WarpgroupOrder
     tScS: cute.Tensor  # (row, column) of every element of S
     max_logit: cute.Tensor | None  # (1,), of the same rows
+    alibi_step: AlibiStep | None  # None: no ALiBi, or its terms are added to the scores
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class MmaTile:
     mask: Mask
     block_iter: AnyBlockIterator
     score_params: HeadScoreParams
+    alibi_word: Int32 | None  # the operand of `alibi_step` before the diagonal
 
     def has_blocks(self):
         return self.block_iter.num > 0
@@ -105,7 +108,7 @@ def transform_further(
         return None
     area = (first_column, WARPGROUP_ROWS, config.tile.tile_n)
     if cutlass.const_expr(fuses):
-        return tile.score_params.score.fused_exp2(as_mn(acc_S), tile.mask, area)
+        return tile.score_params.score.fused_exp2(as_mn(acc_S), tile.mask, area, config.has_alibi_step)
     tile.score_params.score.apply_relative(as_mn(acc_S), tile.mask, area, reference, looks_near)
     return None
 

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from cute_flash.device.alibi_step import allocate_columns
 from cute_flash.device.band import Band
 from cute_flash.device.bias import BiasPipeline
 from cute_flash.device.block_iterator import BlockIterator, OutwardBlockIterator
@@ -145,6 +146,16 @@ class Config:
         return has_one and (self.has_alibi or self.tile.num_warpgroups < 3)
 
     @property
+    def has_alibi_step(self) -> bool:
+        """Whether tensor cores add the terms of ALiBi after the first block of a tile (`device/alibi_step.py`).
+
+        The fused pass needs them. Without it, in tiles without a speculative row max, they were up to 4 % slower. The
+        masks of a dropout producer leave no shared memory for the columns.
+        """
+        is_fused = self.fuses_exp2 and self.tile.speculative_max and self.may_speculate
+        return self.has_alibi and is_fused and not (self.static.has_mods or self.tile.dropout_producer)
+
+    @property
     def bias(self) -> SmemTile:
         """The bias tile of one warpgroup."""
         return SmemTile(WARPGROUP_ROWS, self.tile.tile_n, variant=self.tile.layout)
@@ -173,6 +184,7 @@ class Params:
     tile_list: VarlenTileList | None  # of a varlen batch
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
+    mma_alibi: cute.TiledMma | None  # None: no k-step of ALiBi
     score_params: ScoreParams
 
     def seqlen_info(self, values: tuple) -> SeqlenInfo:
@@ -255,6 +267,7 @@ class SharedStorage:
     o_full: cute.Pointer  # (warpgroup, q stage): the warpgroup's output is in the stage
     tiles: PublishedTiles  # m_block, head, sequence...; valid after q.full
     n_blocks: cute.Tensor | None = None  # with a block mask, the n_block of each stage of K; valid after k.full
+    sColumns: cute.Tensor | None = None  # (tile_n, 32), of which 16 columns are used (`device/alibi_step.py`)
 
     @staticmethod
     def allocate(config: Config) -> "SharedStorage":
@@ -270,13 +283,14 @@ class SharedStorage:
         if tile.bias_stages:
             dtype = CUTE_DTYPES[config.static.mods.bias_dtype]
             bias = BiasPipeline.allocate(smem, dtype, config.bias, tile.num_warpgroups, tile.bias_stages)
+        sColumns = allocate_columns(smem, config.dtype, tile.tile_n) if config.has_alibi_step else None
         q, k, v = [Pipeline.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
         tiles = PublishedTiles.allocate(smem, config.num_tile_values)
         n_blocks = None
         if config.static.block_sparse:
             n_blocks = smem.allocate_tensor(Int32, cute.make_layout(tile.stages), 16)
-        return SharedStorage(config, sQ, sK, sV, dropout_masks, bias, q, k, v, o_full, tiles, n_blocks)
+        return SharedStorage(config, sQ, sK, sV, dropout_masks, bias, q, k, v, o_full, tiles, n_blocks, sColumns)
 
     @cute.jit
     def init_barriers(self):

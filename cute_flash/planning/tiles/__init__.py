@@ -49,7 +49,9 @@ def _fwd_rows(family: str, arch: ArchSpec, static: Static) -> tuple[AnyFwdTile, 
     elif "dropout" in static.features:
         rows = SM90_FWD_DROPOUT
     elif static.mods is not None and static.mods.bias_tma:
-        rows = (*SM90_FWD_BIAS, *SM90_FWD)
+        # A much wider tile would be slower than one whose threads load the bias.
+        near = tuple(row for row in SM90_FWD_BIAS if row.head_dim - static.head_dim < 64)
+        rows = (*near, *SM90_FWD)
     return tuple(row for row in rows if row.serves(static) and row.fits(arch))
 
 

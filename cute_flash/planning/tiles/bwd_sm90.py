@@ -164,6 +164,7 @@ _CHEAP_MOD = (
 
 _BIAS_64 = "H200, bf16, B=4, S=4096, hidden 2048, bias (B, H, S, S): 2.92 ms, causal 1.60; loaded by threads 5.71, 2.86"
 _BIAS_128 = "the same: 2.56 ms, causal 1.41; loaded by threads 3.76, 1.97"
+_BIAS_256 = "the same with bias (1, H, S, S): causal 1.72 ms, D=192 2.12; loaded by threads 2.22, 2.71"
 
 # Rules for rows that were not measured: many keys, two stages if they fit, no spills.
 # Columns: head_dim, tile_m, tile_n.
@@ -191,7 +192,7 @@ SM90_BWD_BIAS = (
     BwdTileSm90( 64, 128, 128, bias_stages=1, max_cost=COST_USER_MOD, measured=_BIAS_64),
     BwdTileSm90( 64,  64, 128, bias_stages=2),
     BwdTileSm90(128,  64, 128, bias_stages=2, measured=_BIAS_128),
-    BwdTileSm90Wide(256, 64, 64, dq_pieces=8, bias_stages=2),
+    BwdTileSm90Wide(256, 64, 64, dq_pieces=8, bias_stages=2, measured=_BIAS_256),
 )
 # With a cheap score_mod, or a block mask, whose mask_mod is evaluated in few blocks.
 SM90_BWD_CHEAP_MOD = BwdTileSm90(64, 128, 128, early_lse=True, max_cost=COST_USER_MOD, measured=_CHEAP_MOD)

@@ -141,6 +141,8 @@ _FOR_BLOCK_MASKS = "user mods and block masks: H200, bf16, B=4, S=4096, document
 _DROPOUT_128 = "H200, bf16, B=4, S=4096, hidden 2048: 1.13 ms; with 2 stages of Q and 1 of dropout masks 1.25 ms"
 _BIAS_64 = "H200, bf16, B=4, S=4096, hidden 2048: bias (B, H, S, S) 1.53 ms, (1, H, S, S) 1.57; 128x128: 1.50, 1.68"
 _BIAS_128 = "H200, bf16, B=4, S=4096, hidden 2048, bias (B, H, S, S): 1.09 ms; 2 stages of Q and 1 of the bias 1.33"
+_BIAS_192 = "the same with bias (1, H, S, S): 0.86 ms, causal 0.45; 128x64 without TMA 1.06, 0.57"
+_BIAS_256 = "the same: 0.87 ms, causal 0.45; 128x32 without TMA 1.08, 0.55"
 
 _with_dropout = partial(FwdTileSm90, dropout_producer=True, measured="not measured: for dropout")
 _with_bias = partial(FwdTileSm90, bias_stages=2, measured="not measured: for a bias")
@@ -210,7 +212,8 @@ SM90_FWD_DROPOUT = (
     _with_dropout( 64, 128,  64, 2, 1, True, head_dim_v=128, measured=_FOR_MODS),
     _with_dropout(128, 128, 128, 2, 2, True, head_dim_v=64, max_cost=COST_ALL_SCORE_FEATURES),
     _with_dropout(128, 128,  64, 2, 2, True, head_dim_v=64, measured=_FOR_MODS),
-    _with_dropout(192, 128,  96, 2, 1, head_dim_v=128, max_cost=COST_ALL_SCORE_FEATURES),
+    _with_dropout(192, 128,  96, 2, 1, True, head_dim_v=128, dropout_stages=2, max_cost=COST_DROPOUT + COST_ALIBI),
+    _with_dropout(192, 128,  96, 2, 1, head_dim_v=128, dropout_stages=2, max_cost=COST_ALL_SCORE_FEATURES),
     _with_dropout(192, 128,  64, 2, 1, head_dim_v=128, measured=_FOR_MODS),
     _with_dropout(256, 128,  64, 2, 1, head_dim_v=256, max_cost=COST_ALL_SCORE_FEATURES),
     _with_dropout(256, 128,  32, 2, 1, head_dim_v=256, measured=_FOR_MODS),
@@ -221,5 +224,8 @@ SM90_FWD_BIAS = (
     _with_bias( 64, 128, 128, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES),
     _with_bias( 96, 128, 128, 2, 2, True, max_cost=COST_USER_MOD),
     _with_bias(128, 128, 128, 2, 1, True, max_cost=COST_USER_MOD, measured=_BIAS_128),
+    _with_bias(192, 128,  96, 2, 1, bias_stages=1, max_cost=COST_USER_MOD, measured=_BIAS_192),
+    _with_bias(256, 128,  64, 2, 1, max_cost=COST_USER_MOD, measured=_BIAS_256),
+    _with_bias(192, 128,  96, 2, 1, True, head_dim_v=128, max_cost=COST_USER_MOD),
 )
 # fmt: on
