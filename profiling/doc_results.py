@@ -38,7 +38,9 @@ MOD_ROWS = {
     "the same, over FlexAttention": ("documents", "with a block mask", "flex"),
     "the same, over FlashAttention-4": ("documents", "with a block mask", "fa4"),
     "bias (B, H, S, S), over no bias": ("bias", "bias of all", "plain"),
+    "the same bias and its gradient, over no bias": ("bias", "bias of all and its gradient", "plain"),
     "bias (1, H, S, S), over no bias": ("bias", "bias of each head", "plain"),
+    "this bias and its gradient, over no bias": ("bias", "bias of each head and its gradient", "plain"),
     "bias (B, 1, 1, S), over no bias": ("bias", "bias of each key", "plain"),
 }
 HOST_ROWS = {
