@@ -310,12 +310,17 @@ def conditions() -> str:
 
 
 def steps_by_commit() -> dict[str, list[Step]]:
-    """The runs of the documents, by their commits; the commit of most runs is the first."""
+    """The runs of the documents, by their commits; the commit whose runs measure most kernels is the first."""
     found: dict[str, list[Step]] = {}
     for step, path in zip(STEPS, EVERY_RUN, strict=True):
         facts = json.loads((DATA / path).read_text(encoding="utf-8"))["machine"]
         found.setdefault(facts["git_commit"], []).append(step)
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+    def num_kernels(commit: str) -> int:
+        measured = json.loads((DATA / kernels_at(commit)).read_text(encoding="utf-8"))
+        return kernel_changes.changed(measured, tuple(x for step in found[commit] for x in step.kernels))[0]
+
+    return dict(sorted(found.items(), key=lambda item: -num_kernels(item[0])))
 
 
 def kernels_at(commit: str) -> str:

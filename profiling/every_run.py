@@ -26,7 +26,7 @@ UNFINISHED = "unfinished"
 ENDED = (0, 1)
 SM80 = "--kernels sm80 --providers cute_flash,sdpa-flash"
 FWD_SM90 = "fwd/sm90/*"
-FWD_PLAIN = ("fwd/sm90/*/plain/*", "fwd/sm90/*/pack_gqa/*")
+FWD_PLAIN = ("fwd/sm90/*/plain/*", "fwd/sm90/*/pack_gqa*")
 # Runs without features. Those of `host` have features, but host times do not depend on the machine code of kernels.
 PLAIN = ("*/sm_90/*/plain/*", "merge/sm_90/*")
 

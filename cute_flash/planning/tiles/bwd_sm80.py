@@ -95,7 +95,8 @@ _BWD_163 = (
                 measured=_H200 + "best of 6 tiles: 1.07/1.05; 1.06/1.09"),
     BwdTileSm80(head_dim=192, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=256, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2,
-                measured=_H200 + "0.98/0.97; 1.05/1.04 (two stages, too large for sm_80: 1.00/0.99; 1.06/1.05)"),
+                measured=_H200 + "0.98/0.97; 1.05/1.04 (two stages, too large for sm_80: 1.00/0.99; 1.06/1.05; "
+                "128x64, too large too: 1.10 times as fast as this row at S=4096)"),
 )
 _BWD_99 = (
     BwdTileSm80(head_dim=64, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=4, warps_q=4),
