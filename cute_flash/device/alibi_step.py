@@ -1,15 +1,15 @@
 """ALiBi as an additional k-step of Q K^T, in the Hopper forward.
 
-Off the diagonal ALiBi is linear in the column. In a block with the middle column j0, with positive slopes before the
-diagonal and negative slopes after it,
+Off the diagonal ALiBi is linear in the column. In a block with the middle column j0, where `slope` is that of the head
+before the diagonal, and its negative after it,
 
     scale s + slope (j - i) = scale (s + (slope / scale) (j - j0)) + slope (j0 - i)
 
-The tensor cores add the first term in brackets to S: it is the product of a row (a0 a1 a2 0 ...) and a column
-(c c c 0 ...) of 16 elements, where c = j - j0 is an integer from -128 to 127, and a0 + a1 + a2 is slope / scale in
-three 16-bit numbers, which together have the precision of fp32. The columns are constants in shared memory, and the
-rows are registers. The second term is the same for all columns, so the FMA that subtracts the row max adds it: a score
-takes as many instructions as without ALiBi.
+The tensor cores add (slope / scale) (j - j0) to S: it is the product of a row (a0 a1 a2 0 ...) and a column
+(c c c 0 ...) of 16 elements, where c = j - j0 is an integer of at most half of the block's keys, and a0 + a1 + a2 is
+slope / scale in three 16-bit numbers: in bf16 with the precision of fp32, in fp16 with an error of at most 2^-25. The
+columns are constants in shared memory, and the rows are registers. The second term is the same for all columns, so the
+FMA that subtracts the row max adds it: a score takes as many instructions as without ALiBi.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,10 @@ from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.smem.tile import SmemTile
 
 STEP, PIECES = 16, 3
-# The ratio slope / scale must be smaller, because S is rounded to 2^-23 of the ratio times c. Slopes up to 1 are usual.
+# |slope| / scale must be below this: S includes the ratio times c, and is rounded to about 2^-23 of it. Slopes up to 1
+# are usual.
 MAX_RATIO = 16.0
-SIGNS = 0x80008000 - (1 << 32)  # of both elements of a register
+SIGNS = 0x80008000 - (1 << 32)  # the sign bits of both elements of a register, as an int32
 
 
 def columns_tile(tile_n: int) -> SmemTile:
@@ -51,12 +52,15 @@ def write_columns(sColumns: cute.Tensor, thread: Int32, num_threads: cutlass.Con
 
 
 def fits(slope_log2: Float32, scale_log2: Float32):
-    """Whether slope / scale is small enough. The scale is positive, but may be tiny."""
+    """Whether |slope| / scale is below MAX_RATIO. The scale is positive, but may be tiny."""
     return cute.math.absf(slope_log2) < scale_log2 * MAX_RATIO
 
 
 def row_word(slope_log2: Float32, scale_log2: Float32, thread: Int32, dtype) -> Int32:
-    """The register of operand A with the elements 0 to 7 of a row: two elements of each of four threads."""
+    """The register of operand A with the elements 0 to 7 of a row: two elements of each of four threads.
+
+    0 if the ratio does not fit.
+    """
     rest, pieces = slope_log2 / scale_log2, []
     for _ in range(PIECES):
         pieces.append(Float32(dtype(rest)))
@@ -83,7 +87,7 @@ class AlibiStep:
 
     @cute.jit
     def operand(self, word: Int32) -> cute.Tensor:
-        """Operand A, all rows of which are `word`: a `row_word` with the sign of the block."""
+        """Operand A. All rows have the elements of `word`, a `row_word` with the sign of the block."""
         shape = self.mma.get_slice(0).partition_shape_A((WARPGROUP_ROWS, STEP))
         rA = cute.make_rmem_tensor(shape, self.mma.op.a_dtype)
         words = cute.recast_tensor(rA, Int32)

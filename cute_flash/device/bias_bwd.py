@@ -117,7 +117,9 @@ class BwdBlockBias:
 
 @dataclass(frozen=True)
 class BwdBiasPipeline:
-    """Bias tiles in shared memory: the keys of each warpgroup. Iterations count m_blocks of all tiles of the CTA.
+    """Bias tiles in shared memory, one with the keys of each warpgroup.
+
+    Iterations count m_blocks of all tiles of the CTA.
 
     If TMA also stores the gradient, the warpgroup overwrites the bias in its stage with the gradient and signals this
     (`gradient_ready`). A producer warp then stores the stage and releases it.

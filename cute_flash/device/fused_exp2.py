@@ -84,10 +84,10 @@ class LinearExp2(FusedExp2):
 
 @dataclass(frozen=True)
 class RowExp2(FusedExp2):
-    """Exponents with a term for each row."""
+    """Exponents of scores that have the ALiBi term of the column already; that of the row is added here."""
 
     factor: Float32
-    first: tuple  # for each row, the ALiBi term at the first column of the block
+    first: tuple  # for each row, the ALiBi term at the middle column of the block; 0 if the scores are transformed
 
     def exponents(self, scores: list, k: int, reference: tuple) -> list:
         firsts = [self.first[r] - reference[r] for r in range(2)]

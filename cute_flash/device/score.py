@@ -9,7 +9,8 @@ Off the diagonal the distance has one sign, so ALiBi is linear in the column and
 
     s' - m = s scale + (±slope column + (∓slope (row + Sk - Sq) - m))
 
-Most kernels of the Hopper forward leave the first FMA to the tensor cores (`device/alibi_step.py`).
+In Hopper tiles with a speculative row max, if ALiBi is the only transform, the tensor cores add the term of the column
+(`device/alibi_step.py`).
 
 tanh has two methods. If all scores of a warp are near 0, which is common, it is an odd polynomial: four instructions
 per score, none of them MUFU. Sums of squares bound the largest score. Otherwise it takes an exponential and a
@@ -148,9 +149,9 @@ class Score:
         return LinearExp2(factor, slope, tuple(-slope * self.first_distance(mask, r, first_col) for r in range(num)))
 
     def alibi_word(self, word: Int32, mask: Mask, block: tuple) -> Int32:
-        """The operand of the k-step of ALiBi for a block: `word` is that of positive slopes (`alibi_step.row_word`).
+        """The operand of the k-step of ALiBi for a block; `word`: before the diagonal (`alibi_step.row_word`).
 
-        The sign is that of the side of the diagonal. Blocks on the diagonal have an operand of 0.
+        Blocks that are on neither side, and slopes that do not fit, have an operand of 0.
         """
         is_before, is_after = self.sides(mask, block, True)
         return cutlass.select_(is_before, word, cutlass.select_(is_after, word ^ SIGNS, Int32(0)))
@@ -162,7 +163,7 @@ class Score:
     def sides(self, mask: Mask, block: tuple, has_alibi_step: bool) -> tuple:
         """Whether all keys of a block are at or before the positions of its rows, and whether all are at or after.
 
-        With the k-step of ALiBi, whose slopes are not large, keys that a causal mask hides do not count.
+        With the k-step, a right bound of at most 0 puts all blocks before: the mask hides the other keys afterwards.
         """
         first_col, rows, columns = block
         first = mask.first_row + mask.seqlen_k - mask.seqlen_q

@@ -5,7 +5,7 @@ Transposed: columns of a product are rows of a tile. `stmatrix.trans` and `ldmat
 columns, which is one atom wide. The first column of the accumulator is the first row of an atom.
 
 Not transposed (`load_step`, `store_steps`): an accumulator of 64 rows corresponds to a `SmemTile` of 64 rows. A step is
-16 columns, which are four matrices of each warp.
+16 columns: four 8 x 8 matrices for each warp.
 """
 
 import cutlass
@@ -58,7 +58,7 @@ def load_two_tiles(address: Int32, t: int) -> tuple:
 
 
 def _step_address(first: Int32, tile: SmemTile, thread: Int32, step: int) -> Int32:
-    """The address of this lane's 16 bytes of a step; `first`: of the tile."""
+    """The address of this lane's 16 bytes of a step. `first`: the address of the tile; `thread`: in the warpgroup."""
     # Bit operations, because divisions of signed integers take more instructions.
     row, chunk = (thread >> 5) * WARP_ROWS + (thread & (WARP_ROWS - 1)), (thread >> 4) & 1
     offset = (row * tile.row_stride + chunk * tile.chunk_cols) * tile.element_bytes

@@ -149,8 +149,9 @@ class Config:
     def has_alibi_step(self) -> bool:
         """Whether tensor cores add the terms of ALiBi after the first block of a tile (`device/alibi_step.py`).
 
-        The fused pass needs them. Without it, in tiles without a speculative row max, they were up to 4 % slower. The
-        masks of a dropout producer leave no shared memory for the columns.
+        Only the fused pass adds the rest. Tiles without a speculative row max have none; with the k-step they were 4 %
+        slower if causal. At D = 64 the masks of a dropout producer leave no shared memory for the columns; other tiles
+        with dropout were not tried.
         """
         is_fused = self.fuses_exp2 and self.tile.speculative_max and self.may_speculate
         return self.has_alibi and is_fused and not (self.static.has_mods or self.tile.dropout_producer)
