@@ -21,7 +21,7 @@ from cute_flash.device.bias_stages import BiasStages
 from cute_flash.device.ldmatrix import STEP, swizzled
 from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.ptx import rederived
-from cute_flash.planning.tiles.common import WARP_ROWS
+from cute_flash.device.stmatrix import step_offset
 from cute_flash.smem.tile import SmemTile
 
 STEP_VALUES = 8  # elements of a thread in a k-step
@@ -133,10 +133,8 @@ class BiasPipeline:
 
     def block(self, warpgroup: Int32, thread: Int32, iteration: Int32) -> "SmemBias":
         """The bias of one iteration for a thread. Its address is recomputed, which saves a register over the loop."""
-        thread, tile = rederived(thread), self.stages.tile
-        # Bit operations, because divisions of signed integers take more instructions.
-        row, chunk = (thread >> 5) * WARP_ROWS + (thread & (WARP_ROWS - 1)), (thread >> 4) & 1
-        offset = (row * tile.row_stride + chunk * tile.chunk_cols) * tile.element_bytes
+        tile = self.stages.tile
+        offset = step_offset(tile, rederived(thread))
         first = Int32(self.stages.sBias.iterator.toint())
         pipeline, stage = self.stages.pipeline(warpgroup), self.stages.offset(warpgroup, iteration)
         return SmemBias(self.stages, pipeline, swizzled(first + offset, tile) + stage, iteration)

@@ -57,12 +57,16 @@ def load_two_tiles(address: Int32, t: int) -> tuple:
     return cute.arch.inline_ptx(load, write_only_types=[Int32] * 4, read_only_args=[address + MATRIX_BYTES * t])
 
 
-def _step_address(first: Int32, tile: SmemTile, thread: Int32, step: int) -> Int32:
-    """The address of this lane's 16 bytes of a step. `first`: the address of the tile; `thread`: in the warpgroup."""
+def step_offset(tile: SmemTile, thread: Int32) -> Int32:
+    """Bytes from a tile to this lane's 16 bytes of the first step, before the swizzle. `thread`: in the warpgroup."""
     # Bit operations, because divisions of signed integers take more instructions.
     row, chunk = (thread >> 5) * WARP_ROWS + (thread & (WARP_ROWS - 1)), (thread >> 4) & 1
-    offset = (row * tile.row_stride + chunk * tile.chunk_cols) * tile.element_bytes
-    flipped, added = tile.column(STEP * step)
+    return (row * tile.row_stride + chunk * tile.chunk_cols) * tile.element_bytes
+
+
+def _step_address(first: Int32, tile: SmemTile, thread: Int32, step: int) -> Int32:
+    """The address of this lane's 16 bytes of a step; `first`: the address of the tile."""
+    offset, (flipped, added) = step_offset(tile, thread), tile.column(STEP * step)
     return (swizzled(first + offset, tile) ^ (flipped * tile.element_bytes)) + added * tile.element_bytes
 
 
