@@ -19,12 +19,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from cute_flash.device.ldmatrix import STEP
 from cute_flash.device.ptx import pack
 from cute_flash.device.smem import allocate_stages
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.smem.tile import SmemTile
 
-STEP, PIECES = 16, 3
+PIECES = 3  # 16-bit numbers whose sum is slope / scale
 # |slope| / scale must be below this: S includes the ratio times c, and is rounded to about 2^-23 of it. Slopes up to 1
 # are usual.
 MAX_RATIO = 16.0

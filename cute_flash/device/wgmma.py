@@ -24,12 +24,12 @@ def start_gemm(
     rB: cute.Tensor,
     accumulate: cutlass.Constexpr,
     steps: cutlass.Constexpr = None,
-    more: cutlass.Constexpr = None,
+    start_extra_step: cutlass.Constexpr = None,
 ):
     """Start acc = A B, or acc += A B if `accumulate`, as one wgmma group.
 
     Registers of the product must not be touched before the wait for the group. `steps`: range of k-steps; None: all.
-    `more`: a function that adds other products to the group.
+    `start_extra_step`: a function that starts a k-step with other operands in the same group.
     """
     warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)
@@ -37,8 +37,8 @@ def start_gemm(
     for k in cutlass.range_constexpr(steps.start, steps.stop):
         atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > steps.start)
         cute.gemm(atom, acc, rA[None, None, k], rB[None, None, k], acc)
-    if cutlass.const_expr(more is not None):
-        more()
+    if cutlass.const_expr(start_extra_step is not None):
+        start_extra_step()
     warpgroup.commit_group()
 
 

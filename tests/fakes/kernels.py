@@ -187,7 +187,10 @@ def _stores_first(key: CompileKey, num_queries: int) -> bool:
 
 
 def _prepare_dq(key: CompileKey, dq_accum: Tensor, num_queries: int) -> None:
-    """Zero the accumulators, or leave them as they are. Claimed ones may hold anything."""
+    """Zero the accumulators of dQ, as the preprocess kernel does; without zeros, keep them or fill them with NaN.
+
+    Deterministic accumulators are kept, because the host may have allocated zeros.
+    """
     if not _has_progress(key, num_queries):
         dq_accum.zero_()
     elif not key.static.deterministic:

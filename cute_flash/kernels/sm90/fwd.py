@@ -581,10 +581,10 @@ class FwdSm90(Kernel):
         rK = state.rK[None, None, None, state.storage.k.stage(iteration)]
         # A new tensor for every block, so that the compiler does not keep its values for the next block.
         acc_S = cute.make_rmem_tensor(self._shape_S(state.mma_qk), Float32)
-        more = None
+        start_extra_step = None
         if cutlass.const_expr(alibi_word is not None):
-            more = partial(state.alibi_step.start, acc_S, state.alibi_step.operand(alibi_word))
-        start_gemm(state.mma_qk, acc_S, rQ, rK, False, more=more)
+            start_extra_step = partial(state.alibi_step.start, acc_S, state.alibi_step.operand(alibi_word))
+        start_gemm(state.mma_qk, acc_S, rQ, rK, False, start_extra_step=start_extra_step)
         return acc_S
 
     @cute.jit

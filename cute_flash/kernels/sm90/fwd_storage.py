@@ -268,7 +268,7 @@ class SharedStorage:
     o_full: cute.Pointer  # (warpgroup, q stage): the warpgroup's output is in the stage
     tiles: PublishedTiles  # m_block, head, sequence...; valid after q.full
     n_blocks: cute.Tensor | None = None  # with a block mask, the n_block of each stage of K; valid after k.full
-    sColumns: cute.Tensor | None = None  # (tile_n, 32), of which 16 columns are used (`device/alibi_step.py`)
+    sColumns: cute.Tensor | None = None  # (tile_n, 32): operand B of the k-step of ALiBi in its first 16 columns
 
     @staticmethod
     def allocate(config: Config) -> "SharedStorage":
