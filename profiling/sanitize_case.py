@@ -45,6 +45,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bias_constant": {},
     # One bias for eight heads, which add to its gradient by atomic additions.
     "bias_shared": {},
+    # One bias for two heads, whose terms of its gradient are stored and then summed.
+    "bias_terms": {"causal": True},
     "block_mask": {},
     # mma.sync alone has kernels for fp32, up to D = 128.
     "fp32": {"causal": True},
@@ -53,7 +55,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     # Partial outputs of context parallelism.
     "merge": {},
 }
-DENSE_ONLY = ("bias", "bias_constant", "bias_shared", "block_mask", "many_tiles", "merge")
+DENSE_ONLY = ("bias", "bias_constant", "bias_shared", "bias_terms", "block_mask", "many_tiles", "merge")
 # Varlen kernels differ from dense ones only in lengths and tile lists. So all features run at the smallest head dim,
 # and only these at the others.
 VARLEN_WIDE = ("causal", "dropout")
@@ -127,7 +129,7 @@ def _options(launch: Launch, heads: int, lengths: tuple[int, int], device: str) 
     if launch.feature in ("sinks", "all"):
         options["sinks"] = _normal(heads, device=device, dtype=torch.float32)
     if launch.feature.startswith("bias"):
-        shape = (1, 1 if launch.feature == "bias_shared" else heads, *lengths)
+        shape = (1, 1 if launch.feature in ("bias_shared", "bias_terms") else heads, *lengths)
         options["bias"] = _normal(*shape, device=device).requires_grad_(launch.feature != "bias_constant")
     if launch.feature == "block_mask":
         options["block_mask"] = BlockMask.of(lambda b, h, i, j: (i - j).abs() < 60, (1, heads, *lengths), device=device)

@@ -4,7 +4,8 @@
 |----------------|----------------------------------------------------------------------------------------|
 | `BwdBlockBias` | every thread moves its own elements between global memory and registers                |
 | `BwdSmemBias`  | TMA moves tiles between global and shared memory; threads read and write them          |
-|                | with ldmatrix and stmatrix, transposed if rows of the accumulators are keys            |
+|                | with ldmatrix and stmatrix. If rows of the accumulators are keys, reads are transposed |
+|                | and the kernel stores its own dS tiles as the gradient                                 |
 
 `BwdBlockBias`: if rows of a block are keys, neighbouring elements of a thread are two queries of one key, which are not
 neighbours in memory. Vector accesses are then impossible. One access of a warp covers eight neighbouring keys of four
@@ -22,7 +23,7 @@ from cute_flash.device.gradient_sums import GradientSums
 from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.position import BwdBlockPosition
 from cute_flash.device.ptx import add_if, rederived, store_if
-from cute_flash.device.stmatrix import lane_offset, load_step, load_two_tiles, store_steps, store_transposed
+from cute_flash.device.stmatrix import lane_offset, load_step, load_two_tiles, store_steps
 from cute_flash.device.tma import TmaTiles
 from cute_flash.score_mod.graph import COLUMN, ROW
 from cute_flash.smem.tile import SmemTile
@@ -36,6 +37,7 @@ class BwdBiasParams:
     mdBias: cute.Tensor | None  # (B, H, Sq or 1, Sk or 1), in the gradient's dtype, or fp32 if it `accumulates`
     varies: cutlass.Constexpr  # bits of ROW (queries) and COLUMN (keys): dimensions in which it does not broadcast
     accumulates: cutlass.Constexpr  # several scores add to one entry of the gradient
+    tma_stores_gradient: cutlass.Constexpr  # TMA stores dS as the gradient; otherwise threads store or add it
 
     def block(self, position: BwdBlockPosition, size: tuple, lengths: tuple) -> "BwdBlockBias":
         """This thread's bias in the block at `position`.
@@ -91,9 +93,9 @@ class BwdBlockBias:
         return cutlass.min(self.position.key_at(r, c), self.lengths[1] - 1)
 
     def add_gradient(self, dS: Float32, r: int, c: int, sums: GradientSums) -> None:
-        """Add dS to the gradient, if the bias has one."""
+        """Add dS to the gradient, if the bias has one and TMA does not store it."""
         params, position = self.params, self.position
-        if params.mdBias is None:
+        if params.mdBias is None or params.tma_stores_gradient:
             return
         gdBias = params.mdBias[position.batch, position.head, None, None]
         varies = params.varies & (ROW | COLUMN)
@@ -121,22 +123,26 @@ class BwdBiasPipeline:
 
     Iterations count m_blocks of all tiles of the CTA.
 
-    If TMA also stores the gradient, the warpgroup overwrites the bias in its stage with the gradient and signals this
-    (`gradient_ready`). A producer warp then stores the stage and releases it.
+    In the kernel for wide heads, if TMA also stores the gradient, the warpgroup overwrites the bias in its stage with
+    the gradient and signals this (`gradient_ready`). A producer warp then stores the stage and releases it.
     """
 
     stages: BiasStages
-    gradient_ready: Pipeline | None  # `full`: the gradient is in the stage; None: TMA does not store it
+    gradient_ready: Pipeline | None  # `full`: the gradient is in the stage; None: stages hold no gradient
     is_transposed: cutlass.Constexpr  # rows of the accumulators are keys, not queries
 
     @staticmethod
     def allocate(
-        smem, dtype, tile: SmemTile, size: tuple[int, int], stores_gradient: bool, is_transposed: bool
+        smem, dtype, tile: SmemTile, size: tuple[int, int], keeps_gradient: bool, is_transposed: bool
     ) -> "BwdBiasPipeline":
-        """`size`: the number of warpgroups, and of stages of each. `is_transposed`: rows of accumulators are keys."""
+        """Allocate stages and barriers.
+
+        `size`: the number of warpgroups, and of stages of each. `keeps_gradient`: stages also hold the gradient.
+        `is_transposed`: rows of accumulators are keys.
+        """
         num_warpgroups, stages = size
         found = BiasStages.allocate(smem, dtype, tile, num_warpgroups, stages, splits_rows=False)
-        gradient_ready = Pipeline.allocate(smem, num_warpgroups * stages) if stores_gradient else None
+        gradient_ready = Pipeline.allocate(smem, num_warpgroups * stages) if keeps_gradient else None
         return BwdBiasPipeline(found, gradient_ready, is_transposed)
 
     @cute.jit
@@ -177,7 +183,7 @@ class BwdSmemBias:
     """This thread's bias elements of one block, in a stage of shared memory."""
 
     owner: BwdBiasPipeline
-    plain: BwdBlockBias  # stores the gradient element by element, if TMA does not
+    plain: BwdBlockBias  # stores the gradient element by element, unless TMA does
     warpgroup: Int32
     iteration: Int32
     stage: Int32  # bytes from the first stage of the first warpgroup
@@ -212,25 +218,20 @@ class BwdSmemBias:
         return Float32(cute.recast_tensor(self.words, dtype)[2 * index + c % 2])
 
     def add_gradient(self, dS: Float32, r: int, c: int, sums: GradientSums) -> None:
-        if self.owner.gradient_ready is None:
-            self.plain.add_gradient(dS, r, c, sums)
+        self.plain.add_gradient(dS, r, c, sums)
 
     @cute.jit
     def release(self):
-        """Release the stage after the last read. If TMA stores the gradient, the warp that stores it does this."""
+        """Release the stage after the last read. If it will hold the gradient, the warp that stores it does this."""
         if cutlass.const_expr(self.owner.gradient_ready is None):
             self.owner.stages.pipeline(self.warpgroup).release_per_thread(self.iteration)
 
     @cute.jit
     def write_gradient(self, rdS: cute.Tensor):
-        """Write the gradient to the stage, if TMA stores it. `publish_gradient` follows after a fence."""
+        """Write the gradient to the stage, if stages hold it. `publish_gradient` follows after a fence."""
         if cutlass.const_expr(self.owner.gradient_ready is not None):
-            if cutlass.const_expr(self.owner.is_transposed):
-                sX = self.owner.stages.stage(self.warpgroup, self.iteration)
-                store_transposed(rdS, sX.iterator, rederived(self.thread))
-            else:
-                first = Int32(self.owner.stages.sBias.iterator.toint()) + self.stage
-                store_steps(rdS, first, self.owner.stages.tile, rederived(self.thread))
+            first = Int32(self.owner.stages.sBias.iterator.toint()) + self.stage
+            store_steps(rdS, first, self.owner.stages.tile, rederived(self.thread))
 
 
 @cute.jit

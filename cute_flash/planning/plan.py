@@ -42,12 +42,23 @@ class SchedulerTile:
 
 
 @dataclass(frozen=True)
+class SumTile:
+    """The tile of `bwd_sum_dbias`: a block of the main kernel of the backward."""
+
+    tile_m: int
+    tile_n: int
+    num_threads: int = 256
+
+    smem_bytes = 0
+
+
+@dataclass(frozen=True)
 class CompileKey:
     """The key of a compiled kernel: all that determines its machine code, except the source files."""
 
     kernel: str  # name in `registry.KERNELS`
     static: Any  # Static, DecodeStatic or MergeStatic
-    tile: Any  # Tile, SchedulerTile, DecodeTile or MergeTile
+    tile: Any  # Tile, SchedulerTile, SumTile, DecodeTile or MergeTile
     target: str  # architecture of the compiler: "sm_80", "sm_90a"
     operands: tuple[str, ...]  # names of the launch's arguments, in order
 
@@ -68,7 +79,6 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: str = "float32"
     init: str = "empty"
-    heads_first: bool = False  # (B, H, ...) with the entries of one head next to each other in memory
 
 
 @dataclass(frozen=True)
@@ -403,13 +413,13 @@ def _bwd_launches(
     features = backward_features(static.features)
     if pads_with_dropout(tile, static):
         features = (*features, "dropout")
+    mods = None if static.mods is None else static.mods.for_backward(uses_tma=getattr(tile, "bias_stages", 0) > 0)
+    sums = () if mods is None or not mods.dbias_terms else (_sum_dbias(static, tile, target),)
+    if sums and not sums[0].static.is_bounded:
+        # `dbias_terms` changes only kernels that skip blocks: they write no zeros there.
+        mods = replace(mods, dbias_terms=False)
     main = replace(
-        static,
-        features=features,
-        mods=None if static.mods is None else static.mods.for_backward(uses_tma=getattr(tile, "bias_stages", 0) > 0),
-        out_fp32=False,
-        batch_invariant=False,
-        deterministic=deterministic,
+        static, features=features, mods=mods, out_fp32=False, batch_invariant=False, deterministic=deterministic
     )
     # Preprocess and postprocess do not depend on mask and features.
     rows = Static(static.dtype, static.head_dim, varlen=static.varlen, deterministic=deterministic)
@@ -424,7 +434,15 @@ def _bwd_launches(
         CompileKey.of("bwd_preprocess" + "_fp32" * static.is_fp32, preprocess, tile, target),
         CompileKey.of(f"bwd_{family}{kind}", main, tile, target),
         CompileKey.of(f"bwd_postprocess_{family}", postprocess, tile, target),
+        *sums,
     )
+
+
+def _sum_dbias(static: Static, tile: Any, target: str) -> CompileKey:
+    """The launch that sums the terms of the gradient of a bias. With a block mask, all terms exist."""
+    left, right = (bound and not static.block_sparse for bound in (static.has_left, static.has_right))
+    rows = Static(static.dtype, 8, has_left=left, has_right=right)
+    return CompileKey.of("bwd_sum_dbias", rows, SumTile(tile.tile_m, tile.tile_n), target)
 
 
 def _num_blocks(problem: Problem, seqlen: int, tile_rows: int) -> int:

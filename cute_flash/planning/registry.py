@@ -68,6 +68,9 @@ DQ_SCALE = Operand("dq_scale", "f32")
 Q_PIECES = Operand("q_pieces", "pieces", ("B", "H", "Sq"))
 K_PIECES, V_PIECES = (Operand(f"{name}_pieces", "pieces", ("B", "Hkv", "Sk")) for name in ("k", "v"))
 DOUT_PIECES = Operand("dout_cast_pieces", "pieces", ("B", "H", "Sq"))
+# One term per score of the gradient of a bias, and their sums over the batch or the heads that share the bias.
+DBIAS_TERMS = _rows("dbias_terms", "B", "H", "Sq", "Sk")
+DBIAS_SUM = _rows("dbias_sum", "sum B", "sum H", "Sq", "Sk")
 NORMS = Operand("norms", "compact f32", ("tensors", "norm batch", "H"))
 
 
@@ -147,6 +150,7 @@ KERNELS = {
     "bwd_preprocess_fp32": KernelSpec("common.preprocess:BwdPreprocess", (*_PREPROCESS, NORMS)),
     "bwd_postprocess_sm80": KernelSpec("sm80.postprocess:BwdPostprocessSm80", _POSTPROCESS),
     "bwd_postprocess_sm90": KernelSpec("sm90.postprocess:BwdPostprocessSm90", (*_POSTPROCESS, DQ_PROGRESS)),
+    "bwd_sum_dbias": KernelSpec("common.sum_dbias:SumDbias", (DBIAS_TERMS, DBIAS_SUM, *WINDOW)),
     "split_fp32_fwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, *_PIECES, *_OFFSETS)),
     "split_fp32_bwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, DOUT_CAST, *_BWD_PIECES, *_OFFSETS)),
     "decode": KernelSpec("common.decode:Decode", _DECODE),

@@ -102,16 +102,13 @@ class FunctionSource:
     def allocate(self, buffer: Buffer) -> None:
         name, dtype, shape = buffer.name, f"{buffer.name}_dtype", buffer.shape
         self.values[dtype] = getattr(torch, buffer.dtype)
-        if buffer.heads_first:
-            shape = (shape[1], shape[0], *shape[2:])
         if buffer.init == "empty":
             self.values |= {f"{name}_shape": shape, f"{name}_stride": compact_strides(shape)}
             call = f"empty_strided({name}_shape, {name}_stride"
         else:
             self.values[f"{name}_shape"] = shape
             call = f"zeros({name}_shape" if buffer.init == "zeros" else f"full({name}_shape, {buffer.init}"
-        view = ".transpose(0, 1)" if buffer.heads_first else ""
-        self.assign(name, f"{call}, dtype={dtype}, device=device){view}")
+        self.assign(name, f"{call}, dtype={dtype}, device=device)")
 
     def call(self, function: Callable[..., Any], **renamed: str) -> str:
         """The source of a call of `function` with local variables that have the names of its parameters.
@@ -334,7 +331,7 @@ def bind_backward(
             renamed[name] = f"{name}_target"
     f.mods(backward=True)
     if any(buffer.name == "dbias" for buffer in plan.workspace):
-        renamed["dbias"] = "dbias.expand(problem.batch, problem.heads, -1, -1)"
+        renamed |= {"dbias": "dbias.expand(problem.batch, problem.heads, -1, -1)", "dbias_terms": "dbias"}
     if captures:
         f.assign("dcaptures", f"[{', '.join(f'dcapture_{i}' for i in captures)}]")
         if plan.deterministic:
@@ -364,12 +361,13 @@ def _gradients(f: FunctionSource, captures: tuple[int, ...]) -> str:
     f.values["capture_indices"] = captures
     if captures and f.plan.deterministic:
         f.add(f.call(finalizers.sum_capture_terms))
+    summed = {"dbias": "dbias_sum"} if "dbias_sum" in names else {}
     capture_grads = "*captures_gradient(args, capture_indices, dcaptures)" if captures else ""
     return ", ".join(
         (
             f.call(finalizers.alibi_gradient) if "alibi" in features else "None",
             f.call(finalizers.sinks_gradient, dlse=dlse) if "sinks" in features else "None",
-            f.call(finalizers.bias_gradient) if "dbias" in names else "None",
+            f.call(finalizers.bias_gradient, **summed) if "dbias" in names else "None",
             capture_grads or "*(None,) * len(args.captures)",
         )
     )

@@ -2,7 +2,7 @@
 
     dalibi     sum of the partial sums of K/V blocks
     dsinks     -Σ exp(sink - LSE) Δ over rows, Δ = rowsum(dO O) - dLSE, or -dLSE for a query that sees no key
-    dbias      sum over the dimensions in which the bias broadcasts
+    dbias      if deterministic, the sum over the dimensions in which the bias broadcasts; otherwise kernels sum
     dcaptures  if deterministic, the sum of one term per score; otherwise the kernel accumulates it
 
 Sums in torch have a fixed order. The host does not read the offsets of a varlen batch.
@@ -123,29 +123,11 @@ def _sees_no_key(row: Tensor, sequence: Tensor, args: AttentionArgs) -> Tensor:
     return sees_no_key
 
 
-MAX_SUM_BYTES = 1 << 31
-
-
 def bias_gradient(args: AttentionArgs, dbias: Tensor) -> Tensor:
     """The gradient of the bias from the kernel's `dbias`, which has the shape of the bias or (B, H, Sq, Sk)."""
     assert args.bias is not None
     broadcast = [i for i in range(4) if dbias.shape[i] != args.bias.shape[i]]
-    return like(args.bias, _sum_by_parts(dbias, broadcast) if broadcast else dbias)
-
-
-def _sum_by_parts(terms: Tensor, dims: list[int]) -> Tensor:
-    """The sum over `dims`, which stay as dimensions of size 1.
-
-    torch takes about 2.5 times as long per byte if the elements span more than 2^31 bytes. Such a tensor is therefore
-    cut along its outermost dimension in memory, if that one is not summed.
-    """
-    outermost = max(range(terms.dim()), key=terms.stride)
-    num_bytes = terms.numel() * terms.element_size()
-    if num_bytes <= MAX_SUM_BYTES or outermost in dims:
-        return terms.sum(dim=dims, keepdim=True)
-    size = max(1, MAX_SUM_BYTES * terms.shape[outermost] // num_bytes)
-    parts = terms.split(size, dim=outermost)
-    return torch.cat([part.sum(dim=dims, keepdim=True) for part in parts], dim=outermost)
+    return like(args.bias, dbias.sum(dim=broadcast, keepdim=True) if broadcast else dbias)
 
 
 def sum_capture_terms(problem: Problem, dcaptures: list[Tensor], dcapture_terms: list[Tensor]) -> None:

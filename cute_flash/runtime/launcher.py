@@ -144,9 +144,8 @@ def _with_dbias(
     If the bias does not broadcast, the kernel stores the gradient. If it does, there are two methods:
 
     - The kernel adds to the gradient by fp32 atomic additions, in no fixed order.
-    - The kernel stores all terms, (B, H, Sq, Sk), and torch sums them. This is for deterministic gradients, with fp32
-      terms, and for 16-bit terms that TMA can store and that take at most twice the memory of the fp32 sums. On an
-      H200 at D = 128 a call with 16-bit terms takes 0.7 of the time with atomic additions, and 0.9 if causal.
+    - The kernel stores all terms, (B, H, Sq, Sk). TMA can store 16-bit terms, if they take at most twice the memory of
+      the fp32 sums, and `bwd_sum_dbias` sums them. Deterministic gradients have fp32 terms, which torch sums.
 
     `allows_tma`: False if the planned kernel does not store the gradient by TMA.
     """
@@ -167,20 +166,20 @@ def _with_dbias(
     tma = allows_tma and is_ds and mods.bias_tma and problem.seqlen_k % 8 == 0
     tma = tma and math.prod(full_shape) <= MAX_TERMS * bias.numel()
     # Zeros if the kernel skips blocks, because it does not write skipped blocks. If TMA stores the gradient, a producer
-    # warp stores zeros in the blocks that a band excludes.
+    # warp stores zeros in the blocks that a band excludes, or `bwd_sum_dbias` does.
     writes_all = not problem.block_sparse and (tma or not problem.static.is_bounded)
     if is_full or tma:
         dtype = str(bias.dtype) if str(bias.dtype) in BIAS_DTYPES else "float32"
         init = "empty" if writes_all else "zeros"
-        # If torch sums over the batch, it does so for some heads at a time (`finalizers.bias_gradient`).
-        heads_first = bias.shape[0] == 1 and not is_full
-        buffer = Buffer("dbias", full_shape, dtype.removeprefix("torch."), init, heads_first)
+        buffer = Buffer("dbias", full_shape, dtype.removeprefix("torch."), init)
     else:
         buffer = Buffer("dbias", full_shape if deterministic else tuple(bias.shape), init="zeros")
     accumulates = not (is_full or tma or deterministic)
     # With atomic additions, the kernel is faster if threads load the bias.
     mods = replace(mods, bias_tma=mods.bias_tma and not accumulates)
-    mods = replace(mods, dbias_dtype=buffer.dtype, dbias_tma=tma, dbias_accumulates=accumulates)
+    mods = replace(
+        mods, dbias_dtype=buffer.dtype, dbias_tma=tma, dbias_terms=tma and not is_full, dbias_accumulates=accumulates
+    )
     return replace(problem, mods=mods), buffer
 
 
@@ -212,6 +211,9 @@ def _bind_backward(
             problem, dbias = _with_dbias(described, args, deterministic, allows_tma=False)
             plan = plan_backward(problem, gpu, deterministic, dlse is not None, args.kernel_family)
     buffers = [] if dbias is None else [dbias]
+    if problem.mods is not None and problem.mods.dbias_terms:
+        assert dbias is not None and args.bias is not None
+        buffers.append(Buffer("dbias_sum", tuple(args.bias.shape), dbias.dtype))
     for i in captures:
         buffers.append(Buffer(f"dcapture_{i}", tuple(args.captures[i].shape) or (1,), init="zeros"))
     if captures and deterministic:

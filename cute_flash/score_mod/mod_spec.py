@@ -31,6 +31,7 @@ class ModSpec:
     bias_varies: int = 0  # backward: bits ROW and COLUMN, for the dimensions in which the bias does not broadcast
     dbias_dtype: str = ""  # as the backward kernel writes it; "": no gradient of the bias
     dbias_tma: bool = False  # TMA can store tiles of dbias, in the dtype of q
+    dbias_terms: bool = False  # dbias has a term per score, which `bwd_sum_dbias` sums over the batch or the heads
     dbias_accumulates: bool = False  # the kernel adds to dbias, because several scores share an element of the bias
 
     @property
@@ -109,8 +110,17 @@ class ModSpec:
     @property
     def for_forward(self) -> ModSpec:
         """The spec with only the fields that the forward uses, so that equal kernels have equal specs."""
-        spec = replace(self, graphs=Graphs(self.graphs.score, self.graphs.mask), bias_needs_grad=False, bias_varies=0)
-        return replace(spec, captures_needing_grad=(), dbias_dtype="", dbias_tma=False, dbias_accumulates=False)
+        return replace(
+            self,
+            graphs=Graphs(self.graphs.score, self.graphs.mask),
+            bias_needs_grad=False,
+            captures_needing_grad=(),
+            bias_varies=0,
+            dbias_dtype="",
+            dbias_tma=False,
+            dbias_terms=False,
+            dbias_accumulates=False,
+        )
 
     def for_backward(self, uses_tma: bool) -> ModSpec:
         """The spec with only the fields that the backward uses.
@@ -118,7 +128,7 @@ class ModSpec:
         `block_mask_tile` is dropped, because the backward's index lists are in units of kernel tiles. `uses_tma`: TMA
         loads the bias; with `dbias_tma` it also stores the gradient.
         """
-        spec = self if uses_tma else replace(self, bias_tma=False, dbias_tma=False)
+        spec = self if uses_tma else replace(self, bias_tma=False, dbias_tma=False, dbias_terms=False)
         return replace(spec, bias_varies_by_row=False, block_mask_tile=None, bias_needs_grad=False)
 
 

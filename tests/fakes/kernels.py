@@ -263,6 +263,8 @@ def _dense_backward(key: CompileKey, a: Arguments) -> None:
         a["dalibi_partial"][:, :, -1] = grads.alibi
     if a["dbias"] is not None:
         _store_dbias(a["dbias"], grads.bias, key.static.mods.dbias_accumulates)
+        if key.static.mods.dbias_terms:
+            a["dbias"].masked_fill_(~_visited(key, a, sq, sk), torch.nan)  # left uninitialized
     for into, grad in zip(a["dcaptures"] or (), grads.captures.values(), strict=True):
         into += grad.view_as(into)
 
@@ -374,6 +376,24 @@ def _store_dbias(dbias: Tensor, grad: Tensor, accumulates: bool) -> None:
     one = dbias[tuple(slice(1) if i in shared else slice(None) for i in range(4))]
     total = grad.sum(dim=shared, keepdim=True) if shared else grad
     one.copy_(one + total if accumulates else total)
+
+
+def _sum_dbias(key: CompileKey, a: Arguments) -> None:
+    """The sums of the terms, without terms of blocks that the band excludes."""
+    terms, sums = a["dbias_terms"].float(), a["dbias_sum"]
+    shared = [i for i in range(2) if sums.shape[i] != terms.shape[i]]
+    sums.copy_(torch.where(_visited(key, a, *terms.shape[2:]), terms, 0.0).sum(shared, keepdim=True))
+
+
+def _visited(key: CompileKey, a: Arguments, sq: int, sk: int) -> Tensor:
+    """(Sq, Sk): whether a score is in a block that the K/V tiles of the backward visit."""
+    band = Band(a["window_right"] if key.static.has_right else None, a["window_left"] if key.static.has_left else None)
+    tile_m, tile_n = key.tile.tile_m, key.tile.tile_n
+    visited = torch.zeros(sq, sk, dtype=torch.bool)
+    for n_block in range(-(-sk // tile_n)):
+        blocks = band.blocks(n_block, tile_n, tile_m, sk, sq)
+        visited[blocks.begin * tile_m : blocks.end * tile_m, n_block * tile_n : (n_block + 1) * tile_n] = True
+    return visited
 
 
 def _bwd_block_mask(key: CompileKey, num: Tensor, indices: Tensor, *ranks_and_shape: Any) -> BlockMask:
@@ -533,6 +553,7 @@ _KERNELS = {
     "fwd_sm": _forward,
     "bwd_preprocess": _preprocess,
     "bwd_postprocess": _postprocess,
+    "bwd_sum_dbias": _sum_dbias,
     "bwd_sm": _backward,
     "varlen_scheduler_fwd": _scheduler_fwd,
     "varlen_scheduler_bwd": _scheduler_bwd,

@@ -209,7 +209,7 @@ SIZES = ((2, 4, 4, 512, 512), (1, 4, 2, 1000, 1000), (2, 2, 1, 256, 1024), (1, 2
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("head_dim", (64, 128, 192, 256))
 def test_the_gradient_of_a_bias_is_written_everywhere(head_dim, size, window, family):
-    """Blocks that a band excludes have a gradient of 0; K/V tiles without queries, grouped heads, a shared bias."""
+    """Blocks that a band excludes have a gradient of 0; K/V tiles without queries, grouped heads, shared biases."""
     batch, heads, heads_kv, sq, sk = size
     generator = torch.Generator("cuda").manual_seed(5)
 
@@ -218,7 +218,8 @@ def test_the_gradient_of_a_bias_is_written_everywhere(head_dim, size, window, fa
 
     q, dout = normal(batch, heads, sq, head_dim), normal(batch, heads, sq, head_dim).detach()
     k, v = normal(batch, heads_kv, sk, head_dim), normal(batch, heads_kv, sk, head_dim)
-    for bias in (normal(batch, heads, sq, sk), normal(1, heads, sq, sk)):
+    for bias_batch, bias_heads in ((batch, heads), (1, heads), (batch, 1), (1, 1)):
+        bias = normal(bias_batch, bias_heads, sq, sk)
         scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double().repeat_interleave(heads // heads_kv, 1))
         scores = scores * head_dim**-0.5 + bias.double()
         offset = torch.arange(sk, device="cuda")[None] - torch.arange(sq, device="cuda")[:, None] - (sk - sq)
@@ -230,6 +231,9 @@ def test_the_gradient_of_a_bias_is_written_everywhere(head_dim, size, window, fa
         out = torch.einsum("bhqk,bhkd->bhqd", weights, v.double().repeat_interleave(heads // heads_kv, 1))
         leaves = q, k, v, bias
         expected = torch.autograd.grad(out, leaves, dout.double())
+        # The workspace of the backward gets memory with NaNs.
+        poison = [torch.full((batch, heads, sq, sk), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        del poison
         found = torch.autograd.grad(cute_flash.attn(q, k, v, bias=bias, window=window), leaves, dout)
         for x, y in zip(found, expected, strict=True):
             assert (x - y).abs().max() <= 0.02 * y.abs().max()

@@ -90,7 +90,8 @@ class Case:
     has_dlse: bool = False
     seqlen_q: int = SEQLEN_Q
     seqlen_k: int = SEQLEN_K
-    role: str = "main"  # "main", "scheduler", "split" (fp32 only), "preprocess" or "postprocess" (backward only)
+    # "main", "scheduler", "split" (fp32), "preprocess", "postprocess" or "sum_dbias" (the last three: backward)
+    role: str = "main"
 
     @property
     def name(self) -> str:
@@ -442,7 +443,15 @@ def bwd_mods() -> Iterator[Case]:
     yield bwd(HOPPER, 64, bias=ALIGNED, deterministic=True)
     yield bwd(HOPPER, 128, "dropout", bias=ALIGNED)
     yield bwd(HOPPER, 128, mask="left", bias=Bias(dtype="fp16", layout="aligned"))
+    # The sum of the terms of a gradient.
+    for mask in ("full", "causal", "window"):
+        yield bwd(HOPPER, 64, mask=mask, bias=Bias(dims="hqk", layout="aligned"), role="sum_dbias")
+    yield bwd(HOPPER, 64, bias=Bias(dims="hqk", layout="aligned"))
+    fp16 = Bias(dtype="fp16", dims="hqk", layout="aligned")
+    yield bwd(HOPPER, 128, bias=fp16, dtype="fp16", role="sum_dbias")
     # Wide heads.
+    yield bwd(HOPPER, 256, bias=Bias(dims="hqk", layout="aligned"), role="sum_dbias")
+    yield bwd(HOPPER, 256, bias=Bias(dims="hqk", layout="aligned"))
     yield bwd(HOPPER, 256, score_mod="relative", has_table_gradients=True)
     yield bwd(HOPPER, 256, mask="full", mask_mod="document_causal", block_map=True)
     yield bwd(HOPPER, 256, mask="full", mask_mod="document_causal", block_map=True, deterministic=True)
@@ -586,6 +595,7 @@ def compile_key(case: AnyCase) -> CompileKey:
         "split": "split_fp32",
         "preprocess": "bwd_preprocess",
         "postprocess": "bwd_postprocess",
+        "sum_dbias": "bwd_sum_dbias",
     }
     plan = plan_of(case)
     return plan.main if case.role == "main" else plan.launch(names[case.role])

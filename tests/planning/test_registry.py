@@ -48,6 +48,7 @@ READERS = {
     "bwd_preprocess_fp32": ("common.kernel",),
     "bwd_postprocess_sm80": ("common.kernel", "common.postprocess"),
     "bwd_postprocess_sm90": ("common.kernel", "common.postprocess"),
+    "bwd_sum_dbias": ("common.kernel",),
     "decode": ("common.kernel",),
     "merge_partials": ("common.kernel",),
     "varlen_scheduler_fwd": (),

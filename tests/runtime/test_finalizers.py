@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from cute_flash.planning.varlen import num_padded_blocks, padded_block
-from cute_flash.runtime import finalizers
 from cute_flash.runtime.finalizers import alibi_gradient, bias_gradient, num_queries_without_keys, sinks_gradient
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
@@ -85,24 +84,3 @@ def test_the_gradient_of_a_broadcast_bias_is_a_sum() -> None:
         expected = (whole.sum(dim=shared, keepdim=True) if shared else whole).bfloat16()
         found = bias_gradient(plain(bias=bias), whole)
         assert found.dtype == bias.dtype and torch.equal(found, expected)
-
-
-def test_large_sums_of_a_bias_are_cut_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finalizers, "MAX_SUM_BYTES", 100)
-    test_the_gradient_of_a_broadcast_bias_is_a_sum()
-    parts = []
-    monkeypatch.setattr(torch, "cat", lambda tensors, dim: parts.extend(tensors) or torch.concat(tensors, dim))
-    heads_first, batch_first = torch.zeros(3, 2, 4, 5).transpose(0, 1), torch.zeros(2, 3, 4, 5)
-    of_heads, of_sequences = torch.zeros(1, 3, 4, 5), torch.zeros(2, 1, 4, 5)
-    for limit, terms, bias, shapes in (
-        (200, heads_first, of_heads, [(1, 1, 4, 5)] * 3),
-        (320, heads_first, of_heads, [(1, 2, 4, 5), (1, 1, 4, 5)]),
-        (100, heads_first, of_heads, [(1, 1, 4, 5)] * 3),
-        (480, heads_first, of_heads, []),
-        (240, batch_first, of_sequences, [(1, 1, 4, 5)] * 2),
-        (240, batch_first, of_heads, []),
-    ):
-        parts.clear()
-        monkeypatch.setattr(finalizers, "MAX_SUM_BYTES", limit)
-        bias_gradient(plain(bias=bias), terms)
-        assert [tuple(x.shape) for x in parts] == shapes, "480 bytes, cut along the outermost dimension in memory"

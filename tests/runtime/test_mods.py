@@ -269,7 +269,8 @@ def test_tma_moves_a_bias_and_its_gradient(sm_90: FakeGpu) -> None:
     }
 
     def check(bias: Tensor, fields: dict[str, Any], expected: tuple[bool, bool, bool], width: int = 64) -> None:
-        inputs = [normal(2, 4, n, width, seed=n) for n in (30, bias.shape[3], bias.shape[3])]
+        inputs = [normal(2, 4, n, width, seed=n) for n in (bias.shape[2], bias.shape[3], bias.shape[3])]
+        sm_90.launches.clear()
         run_backward(inputs, plain(bias=bias, **fields), atol=0.03)
         mods, tile = sm_90.main.key.static.mods, sm_90.main.key.tile
         assert (mods.bias_tma, mods.dbias_tma, mods.dbias_accumulates) == expected
@@ -277,13 +278,26 @@ def test_tma_moves_a_bias_and_its_gradient(sm_90: FakeGpu) -> None:
 
     for bias, fields, expected in calls.values():
         check(bias, fields | {"needs_grad": (True,)}, expected)
-        dbias, is_summed = sm_90.main["dbias"], bias.shape[0] == 1 and not expected[2]
-        assert dbias.transpose(0, 1).is_contiguous() == is_summed, "torch sums over the batch, some heads at a time"
+        sums = [launch for launch in sm_90.launches if launch.kernel == "bwd_sum_dbias"]
+        assert len(sums) == (expected[1] and bias.shape != whole.shape), "a kernel sums the terms of a shared bias"
+        for launch in sums:
+            assert launch["dbias_sum"].shape == bias.shape
+            assert launch["dbias_terms"].data_ptr() == sm_90.main["dbias"].data_ptr()
     check(whole, {}, (True, False, False))
     check(whole, {"needs_grad": (True,)}, (True, True, False), width=192)
     shared = torch.zeros(1, 4, 30, 64).bfloat16()
     check(shared, {"needs_grad": (True,)}, (True, True, False), width=192)
     check(whole, {"needs_grad": (True,), "deterministic": True}, (True, False, False), width=192)
+    # Kernels write no zeros in blocks that a band excludes, and the sum does not read them.
+    for sizes, bounds, omits in (
+        ((1, 4), {"right": 0}, True),
+        ((2, 1), {"left": 3, "right": 2}, True),
+        ((1, 4), {}, False),
+        ((2, 4), {"right": 0}, False),
+    ):
+        bias = torch.zeros(*sizes, 300, 264).bfloat16()
+        check(bias, {"needs_grad": (True,), **bounds}, (True, True, False))
+        assert sm_90.main.key.static.mods.dbias_terms == omits
     # Without TMA, the kernel adds to the gradient of a shared bias.
     check(shared, {"needs_grad": (True,), "kernel_family": "sm80"}, (False, False, True))
 

@@ -52,13 +52,17 @@ class Kernel:
         left, right = self.static.has_left, self.static.has_right
         return Band(args.window_left if left else None, args.window_right if right else None)
 
+    @property
+    def mask_name(self) -> str:
+        """The mask in a symbol: "l", "r" or "lr" for the bounded sides, or "full"."""
+        return ("l" if self.static.has_left else "") + ("r" if self.static.has_right else "") or "full"
+
     def symbol(self, kernel: str) -> str:
         """The symbol of an attention kernel, which names its head dims, dtype, mask, tile and features."""
         static, tile = self.static, self.tile
-        mask = ("l" if static.has_left else "") + ("r" if static.has_right else "") or "full"
         layout = getattr(tile, "layout", "swizzled")
         tags = "".join(f"_{tag}" for tag in (*static.tags, *(() if layout == "swizzled" else (layout,))))
-        return f"cute_flash_{kernel}_d{static.widths}_{static.dtype}_{mask}_{tile.tile_m}x{tile.tile_n}{tags}"
+        return f"cute_flash_{kernel}_d{static.widths}_{static.dtype}_{self.mask_name}_{tile.tile_m}x{tile.tile_n}{tags}"
 
     def launch(self, symbol: str, params: Any, grid: tuple, num_threads: int, stream: CUstream, **options: Any):
         """Launch `kernel` under the name `symbol`.

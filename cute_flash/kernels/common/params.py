@@ -153,7 +153,13 @@ def bwd_score_params(static: Static, tile: BwdTileSm80 | BwdTileSm90, args: Simp
         arguments = spec.graphs.split(*(() if x is None else tuple(x) for x in (args.captures, args.scalars)))
         bias = None
         if args.bias is not None:
-            bias = BwdBiasParams(args.bias, args.dbias, spec.bias_varies, spec.dbias_accumulates)
+            bias = BwdBiasParams(
+                mBias=args.bias,
+                mdBias=args.dbias,
+                varies=spec.bias_varies,
+                accumulates=spec.dbias_accumulates,
+                tma_stores_gradient=spec.dbias_tma,
+            )
         mods = BwdModParams(
             graphs=BwdGraphs.of(spec.graphs, spec.captures_needing_grad),
             scale=args.scale,

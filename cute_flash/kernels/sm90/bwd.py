@@ -24,10 +24,11 @@ For each K/V tile, over the query heads that share it and their m_blocks i, in p
 |---------------|-----------------------------|------------------------------------------------------|
 | sK, sV        | tile_n x tile_d             | the tile                                             |
 | sQ, sdO       | stages x tile_m x tile_d    | one block, until dK and dV, one block later          |
-| sdS           | 2 x tile_n x tile_m         | one block, until dQ, two blocks later                |
+| sdS           | 2 x tile_n x tile_m         | one block, until dQ, two blocks later; TMA stores    |
+|               |                             | it as the gradient of a bias                         |
 | sdQ           | tile_m x tile_d, fp32       | one block, in register order                         |
 | sLSE, sDelta  | stages x tile_m, fp32       | one m_block                                          |
-| bias          | stages x tile_m x tile_n    | one m_block; then its gradient, until it is stored   |
+| bias          | stages x tile_m x tile_n    | one m_block                                          |
 """
 
 from dataclasses import dataclass, replace
@@ -40,7 +41,6 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from cute_flash.device.band import Band
-from cute_flash.device.bias_bwd import publish_gradient
 from cute_flash.device.block_sparse import BwdBlockIndex
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_rows
@@ -51,6 +51,7 @@ from cute_flash.device.ptx import rederived
 from cute_flash.device.score_bwd import PlainScores, compute_probs
 from cute_flash.device.semaphore import DQSemaphore
 from cute_flash.device.seqlen import SeqlenInfo
+from cute_flash.device.stmatrix import store_transposed
 from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
@@ -152,7 +153,7 @@ class BwdSm90(Kernel):
             tile_list=tile_list,
             mma_s=make_mma(self.dtype, tile.tile_m, False, K, K),
             mma_dkv=make_mma(self.dtype, tile.head_dim, True, K, MN),
-            mma_dq=make_mma(self.dtype, tile.dq_part[1], False, MN, MN),
+            mma_dq=make_mma(self.dtype, tile.dq_part[1], False, K if config.stores_ds else MN, MN),
             score_params=bwd_score_params(static, tile, args),
             bias=None if config.bias is None else TmaTiles.of(load, args.bias, config.bias),
             dbias=TmaTiles.of(store, args.dbias, config.bias) if config.stores_dbias else None,
@@ -167,7 +168,7 @@ class BwdSm90(Kernel):
         storage = SharedStorage.allocate(self.config)
         if warp_index == 0:
             with cute.arch.elect_one():
-                storage.init_barriers(p.num_tile_readers)
+                storage.init_barriers(p.num_tile_readers, self.config.stores_ds)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Wait for the end of the preprocess kernel. Allow the postprocess kernel to be launched; it waits for this one.
@@ -203,6 +204,7 @@ class BwdSm90(Kernel):
         rows = (WARPGROUP_ROWS, tile.head_dim)
         acc_dK = cute.make_rmem_tensor(dkv.partition_shape_C(rows), Float32)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, tile.tile_m))
+        sdSt = storage.sdS if self.config.stores_ds else transposed(storage.sdS)
         return MmaState(
             wg=wg,
             thread=thread,
@@ -213,7 +215,7 @@ class BwdSm90(Kernel):
             rdO=s.make_fragment_B(s.partition_B(storage.sdO)),
             rQt=dkv.make_fragment_B(dkv.partition_B(transposed(storage.sQ))),
             rdOt=dkv.make_fragment_B(dkv.partition_B(transposed(storage.sdO))),
-            rdSt=dq.make_fragment_A(dq.partition_A(self._part(transposed(storage.sdS), tile.dq_part[0], wg))),
+            rdSt=dq.make_fragment_A(dq.partition_A(self._part(sdSt, tile.dq_part[0], wg))),
             rKt=dq.make_fragment_B(dq.partition_B(self._part(transposed(storage.sK), tile.dq_part[1], wg))),
             acc_dK=acc_dK,
             acc_dV=cute.make_fragment_like(acc_dK),
@@ -277,7 +279,6 @@ class BwdSm90(Kernel):
             self.stage_ds(p, state, operands[1], last)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(storage.ds.full_barrier(last))
-            publish_gradient(storage.bias, state.wg, last)
             if total > 1:
                 self.last_dq(p, state, last - 1)
             self.last_dq(p, state, last)
@@ -393,7 +394,6 @@ class BwdSm90(Kernel):
         if cutlass.const_expr(blocks_before > 0):
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(state.storage.ds.full_barrier(iteration - 1))
-            publish_gradient(state.storage.bias, state.wg, iteration - 1)
         if cutlass.const_expr(blocks_before > 1):
             self.publish_dq(state, iteration - 2)
 
@@ -530,11 +530,14 @@ class BwdSm90(Kernel):
         """Write dS to shared memory, for both warpgroups. The caller's fence and arrival publish it."""
         pipeline = state.storage.ds
         pipeline.wait_empty(iteration)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, p.mma_s).get_slice(state.thread)
         stage = state.storage.sdS[None, None, pipeline.stage(iteration)]
-        sdS = cute.local_tile(stage, (WARPGROUP_ROWS, self.tile.tile_m), (state.wg, 0))
-        cute.copy(atom, copy.retile(rdS), copy.partition_D(sdS))
+        if cutlass.const_expr(self.config.stores_ds):
+            store_transposed(rdS, stage.iterator + state.wg * (WARPGROUP_ROWS * self.tile.tile_m), state.thread)
+        else:
+            atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+            copy = cute.make_tiled_copy_C(atom, p.mma_s).get_slice(state.thread)
+            sdS = cute.local_tile(stage, (WARPGROUP_ROWS, self.tile.tile_m), (state.wg, 0))
+            cute.copy(atom, copy.retile(rdS), copy.partition_D(sdS))
 
     @cute.jit
     def stage_dq(self, state: MmaState, acc_dQ: cute.Tensor, iteration: Int32):

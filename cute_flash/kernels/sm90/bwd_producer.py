@@ -218,12 +218,14 @@ def load_bias(p: Params, storage: SharedStorage):
 def store_dbias(p: Params, storage: SharedStorage, for_each: Callable[..., None]) -> None:
     """Store the gradient of the bias of every block, and zeros in blocks that a band excludes.
 
-    `for_each`: calls the two functions that it takes, like `for_each_block`.
+    If `bwd_sum_dbias` sums the terms, it does not read excluded blocks, and they stay uninitialized. `for_each`: calls
+    the two functions that it takes, like `for_each_block`.
     """
-    excludes_blocks = p.config.static.is_bounded and p.block_indices is None
+    static = p.config.static
+    excludes_blocks = static.is_bounded and p.block_indices is None and not static.mods.dbias_terms
 
     def store(tile: KVTile, head: Int32, m_block: Int32, iteration: Int32):
-        storage.bias.store_gradient(p.dbias, iteration, (m_block, tile.n_block), (head, tile.batch))
+        storage.store_dbias(p.dbias, iteration, (m_block, tile.n_block), (head, tile.batch))
         if cutlass.const_expr(excludes_blocks):
             # Each visit stores its share of the zeros, so that the gradient of the next block does not wait for long.
             visit = (iteration - tile.iteration) % tile.block_iter.num

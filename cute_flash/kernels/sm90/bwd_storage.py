@@ -62,8 +62,9 @@ class Config:
 
     @property
     def ds(self) -> SmemTile:
-        """dS or P, keys by queries."""
-        return SmemTile(self.tile.tile_n, self.tile.tile_m)
+        """dS or P: keys by queries, or queries by keys if `stores_ds`."""
+        rows, cols = self.tile.tile_n, self.tile.tile_m
+        return SmemTile(cols, rows) if self.stores_ds else SmemTile(rows, cols)
 
     @property
     def bias(self) -> SmemTile | None:
@@ -74,6 +75,11 @@ class Config:
     def stores_dbias(self) -> bool:
         """Whether TMA stores the gradient of the bias."""
         return self.bias is not None and self.static.mods.dbias_tma
+
+    @property
+    def stores_ds(self) -> bool:
+        """Whether TMA stores sdS as the gradient of the bias. The kernel for wide heads stores a copy of dS."""
+        return self.stores_dbias and isinstance(self.tile, BwdTileSm90)
 
     @property
     def out(self) -> SmemTile:
@@ -209,8 +215,8 @@ def allocate_bias(smem: SmemAllocator, config: Config, is_transposed: bool) -> B
     if config.bias is None:
         return None
     dtype, stages = CUTE_DTYPES[config.static.mods.bias_dtype], config.tile.bias_stages
-    size = (NUM_WARPGROUPS, stages)
-    return BwdBiasPipeline.allocate(smem, dtype, config.bias, size, config.stores_dbias, is_transposed)
+    size, keeps_gradient = (NUM_WARPGROUPS, stages), config.stores_dbias and not config.stores_ds
+    return BwdBiasPipeline.allocate(smem, dtype, config.bias, size, keeps_gradient, is_transposed)
 
 
 @dataclass(frozen=True)
@@ -221,7 +227,7 @@ class SharedStorage:
     sV: cute.Tensor
     sQ: cute.Tensor  # (tile_m, tile_d, stage)
     sdO: cute.Tensor
-    sdS: cute.Tensor  # (tile_n, tile_m, stage)
+    sdS: cute.Tensor  # (tile_n, tile_m, stage), or (tile_m, tile_n, stage) if `Config.stores_ds`
     sLSE: cute.Tensor  # (tile_m, stage)
     sDelta: cute.Tensor
     sdQ: cute.Tensor  # (4, thread, register / 4, warpgroup) fp32
@@ -231,7 +237,7 @@ class SharedStorage:
     q: Pipeline  # with LSE
     do: Pipeline  # with Δ
     dq: Pipeline  # per warpgroup: memory for one block, barriers for DETERMINISTIC_ADDERS blocks
-    ds: Pipeline  # full: both warpgroups have written dS; empty: both have read it
+    ds: Pipeline  # full: both warpgroups have written dS; empty: both have read it, and TMA has stored it
     bias: BwdBiasPipeline | None  # None: TMA loads no bias
 
     @staticmethod
@@ -254,7 +260,7 @@ class SharedStorage:
         return SharedStorage(sK, sV, sQ, sdO, sdS, sLSE, sDelta, sdQ, tiles, k, v, q, do, dq, ds, bias)
 
     @cute.jit
-    def init_barriers(self, num_tile_readers: cutlass.Constexpr):
+    def init_barriers(self, num_tile_readers: cutlass.Constexpr, stores_ds: cutlass.Constexpr):
         """Called by one thread, before a fence and a CTA barrier."""
         # An MMA warp releases K with one arrival, a producer warp that reads tiles with one arrival per thread.
         self.k.init(1, 4 * NUM_WARPGROUPS + 32 * num_tile_readers)
@@ -262,9 +268,23 @@ class SharedStorage:
         self.q.init(1, MMA_THREADS)
         self.do.init(1, MMA_THREADS)
         self.dq.init(WARPGROUP_THREADS, 1)
-        self.ds.init(MMA_THREADS, 4 * NUM_WARPGROUPS)
+        self.ds.init(MMA_THREADS, 4 * NUM_WARPGROUPS + stores_ds)
         if cutlass.const_expr(self.bias is not None):
             self.bias.init_barriers()
+
+    @cute.jit
+    def store_dbias(self, tma: TmaTiles, iteration: Int32, block: tuple, head_batch: tuple):
+        """Store dS of the block (m_block, n_block) as the gradient of the bias, then release it. Called by one warp."""
+        self.ds.wait_full(iteration)
+        sdS = self.sdS[None, None, self.ds.stage(iteration)]
+        for w in cutlass.range_constexpr(NUM_WARPGROUPS):
+            row, column = self.bias.stages.coord(block, w)
+            with cute.arch.elect_one():
+                tma.store(cute.local_tile(sdS, (tma.rows, tma.cols), (0, w)), row, *head_batch, column)
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.ds.release(iteration)
 
     def read_tile(self, count: Int32) -> tuple:
         """After k.full: (n_block, head, sequence...); n_block is NO_TILE after the last tile."""

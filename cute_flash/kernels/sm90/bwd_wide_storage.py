@@ -165,6 +165,10 @@ class SharedStorage:
         k, v, q, do, dq = [Pipeline.allocate(smem, number) for number in stages]
         return SharedStorage(sK, sV, sQ, sdO, sP, sdS, sdQ, sLSE, sDelta, k, v, q, do, dq, bias)
 
+    def store_dbias(self, tma: TmaTiles, iteration: Int32, block: tuple, head_batch: tuple) -> None:
+        """Store the gradient of the bias of the block (m_block, n_block). Called by one warp."""
+        self.bias.store_gradient(tma, iteration, block, head_batch)
+
     @cute.jit
     def init_barriers(self):
         """Called by one thread, before a fence and a CTA barrier."""

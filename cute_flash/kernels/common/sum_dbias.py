@@ -1,0 +1,97 @@
+"""Sums the terms of the gradient of a bias that batch entries or heads share.
+
+The main kernel of the backward stores one term per score, in 16 bits. This kernel adds the terms of an element of the
+bias in fp32, in a fixed order. It reads no blocks that the band excludes, and writes zeros there.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64
+
+from cute_flash.device.band import Band
+from cute_flash.kernels.common.kernel import Kernel
+
+VECTOR = 8  # 16-bit elements of a 16-byte load
+ROWS_AT_ONCE = 4  # rows of a thread whose loads are in flight together
+TERMS_AT_ONCE = 4  # and terms of each
+
+
+@dataclass(frozen=True)
+class Params:
+    """The argument of the kernel."""
+
+    terms: cute.Tensor  # (B, H, Sq, Sk)
+    sums: cute.Tensor  # (B or 1, H or 1, Sq, Sk)
+    num_terms: Int32  # of an element of `sums`
+    term_stride: Int64  # elements of `terms` from one term of an element to the next
+    band: Band  # rows are keys, columns are queries, as in the main kernel: left and right are swapped
+
+
+class SumDbias(Kernel):
+    """One CTA sums one block of the main kernel: `tile.tile_m` queries and `tile.tile_n` keys."""
+
+    @cute.jit
+    def __call__(self, stream: CUstream, **operands):
+        args = self.read_operands(operands)
+        (batch, heads, seqlen_q, seqlen_k), (sum_batch, sum_heads, _, _) = args.dbias_terms.shape, args.dbias_sum.shape
+        by_batch, by_head, _, _ = args.dbias_terms.stride
+        band = self.band(args)
+        params = Params(
+            terms=args.dbias_terms,
+            sums=args.dbias_sum,
+            num_terms=(batch * heads) // (sum_batch * sum_heads),
+            # The heads of a batch entry are contiguous, so this is right if batch and heads share the element too.
+            term_stride=cutlass.select_(sum_heads < heads, Int64(by_head), Int64(by_batch)),
+            band=Band(band.right, band.left),
+        )
+        num_blocks = cute.ceil_div(seqlen_q, self.tile.tile_m) * cute.ceil_div(seqlen_k, self.tile.tile_n)
+        symbol = f"cute_flash_bwd_sum_dbias_{self.static.dtype}_{self.mask_name}_{self.tile.tile_m}x{self.tile.tile_n}"
+        self.launch(symbol, params, (num_blocks, sum_heads, sum_batch), self.tile.num_threads, stream)
+
+    @cute.kernel
+    def kernel(self, p: Params):
+        thread, _, _ = cute.arch.thread_idx()
+        block, head, batch = cute.arch.block_idx()
+        (tile_m, tile_n), (_, _, seqlen_q, seqlen_k) = (self.tile.tile_m, self.tile.tile_n), p.sums.shape
+        num_n_blocks = cute.ceil_div(seqlen_k, tile_n)
+        m_block, n_block = block // num_n_blocks, block % num_n_blocks
+        visited = p.band.blocks(n_block, tile_n, tile_m, seqlen_k, seqlen_q)
+        is_visited = (m_block >= visited.begin) & (m_block < visited.end)
+        num_terms = cutlass.select_(is_visited, p.num_terms, Int32(0))
+        lanes = tile_n // VECTOR
+        rows_per_pass = self.tile.num_threads // lanes
+        first, key = m_block * tile_m + thread // lanes, n_block * tile_n + thread % lanes * VECTOR
+        for i in cutlass.range_constexpr(0, tile_m // rows_per_pass, ROWS_AT_ONCE):
+            count = min(ROWS_AT_ONCE, tile_m // rows_per_pass - i)
+            rows = [first + (i + j) * rows_per_pass for j in range(count)]
+            self.sum_rows(p, (batch, head), rows, key, num_terms)
+
+    @cute.jit
+    def sum_rows(self, p: Params, where: tuple, rows: list, key: Int32, num_terms: Int32):
+        """Sum the vectors at `key` of some rows, and store them. Rows and keys past the end load others instead."""
+        gTerms, gSums = p.terms[(*where, None, None)], p.sums[(*where, None, None)]
+        seqlen_q, seqlen_k = gSums.shape
+        inside = cutlass.min(key, seqlen_k - VECTOR)
+        sums = [cute.make_rmem_tensor(VECTOR, Float32) for _ in rows]
+        for total in sums:
+            total.fill(0.0)
+        for term in cutlass.range(num_terms, unroll=TERMS_AT_ONCE):
+            for row, total in zip(rows, sums):
+                found = cute.make_rmem_tensor(VECTOR, gTerms.element_type)
+                row = cutlass.min(row, seqlen_q - 1)
+                cute.autovec_copy(_vector(gTerms, row, inside, term * p.term_stride), found)
+                total.store(total.load() + found.load().to(Float32))
+        for row, total in zip(rows, sums):
+            if row < seqlen_q and key < seqlen_k:
+                rounded = cute.make_rmem_tensor(VECTOR, gSums.element_type)
+                rounded.store(total.load().to(gSums.element_type))
+                cute.autovec_copy(rounded, _vector(gSums, row, key, Int64(0)))
+
+
+def _vector(gX: cute.Tensor, row: Int32, column: Int32, offset: Int64) -> cute.Tensor:
+    """The 16 bytes at (row, column) in a matrix that begins `offset` elements after gX."""
+    pointer = (gX.iterator + (offset + Int64(row) * gX.stride[0] + column)).align(16)
+    return cute.make_tensor(pointer, cute.make_layout(VECTOR))
