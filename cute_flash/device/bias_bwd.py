@@ -175,7 +175,9 @@ class BwdBiasPipeline:
         stage = self.stages.offset(warpgroup, iteration)
         tile = self.stages.tile
         words = cute.make_rmem_tensor((tile.rows if self.is_transposed else tile.cols) // 4, Int32)
-        return BwdSmemBias(self, plain, warpgroup, iteration, stage, thread, words)
+        loaded = cute.make_rmem_tensor(1, Int32)
+        loaded[0] = Int32(0)
+        return BwdSmemBias(self, plain, warpgroup, iteration, stage, thread, words, loaded)
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ class BwdSmemBias:
     stage: Int32  # bytes from the first stage of the first warpgroup
     thread: Int32
     words: cute.Tensor  # 16-bit pairs of two neighbouring columns: two words, one per row, for each n8 tile
+    loaded: cute.Tensor  # (1): a word that depends on all loads; see `Pipeline.empty_barrier`
 
     def wait(self) -> None:
         self.owner.stages.pipeline(self.warpgroup).wait_full(self.iteration)
@@ -207,6 +210,7 @@ class BwdSmemBias:
                 found = load_step(first, self.owner.stages.tile, self.thread, c // 4)
             for i in range(4):
                 self.words[c + i] = found[i]
+            self.loaded[0] = self.loaded[0] | found[0]
 
     def at(self, r: int, c: int) -> Float32:
         index, dtype = c // 2 * 2 + r, self.owner.stages.sBias.element_type
@@ -224,7 +228,7 @@ class BwdSmemBias:
     def release(self):
         """Release the stage after the last read. If it will hold the gradient, the warp that stores it does this."""
         if cutlass.const_expr(self.owner.gradient_ready is None):
-            self.owner.stages.pipeline(self.warpgroup).release_per_thread(self.iteration)
+            self.owner.stages.pipeline(self.warpgroup).release_per_thread(self.iteration, self.loaded[0])
 
     @cute.jit
     def write_gradient(self, rdS: cute.Tensor):

@@ -104,9 +104,12 @@ class DropoutMaskPipeline:
                 packed[REGISTERS * k + i] = packed[REGISTERS * k + i] & quad[i]
 
     @cute.jit
-    def release(self, warpgroup: Int32, iteration: Int32):
-        """Called by every consumer thread after its last read of the masks."""
-        self.pipeline(warpgroup).release_per_thread(iteration)
+    def release(self, packed: cute.Tensor, warpgroup: Int32, iteration: Int32):
+        """Called by every consumer thread after it has applied the masks to `packed`, the registers of all k-steps."""
+        loaded = packed[0]
+        for k in cutlass.range_constexpr(1, cute.size(packed) // REGISTERS):
+            loaded = loaded | packed[REGISTERS * k]
+        self.pipeline(warpgroup).release_per_thread(iteration, loaded)
 
 
 class NoDropoutMasks:
@@ -116,4 +119,4 @@ class NoDropoutMasks:
 
     def apply(self, packed: cute.Tensor, steps: range, warpgroup: Int32, thread: Int32, iteration: Int32): ...
 
-    def release(self, warpgroup: Int32, iteration: Int32): ...
+    def release(self, packed: cute.Tensor, warpgroup: Int32, iteration: Int32): ...

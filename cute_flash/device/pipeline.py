@@ -71,18 +71,32 @@ class Pipeline:
             cute.arch.mbarrier_arrive_and_expect_tx(self.full_barrier(iteration), num_bytes)
 
     @cute.jit
-    def release_per_thread(self, iteration: Int32):
-        """Arrive at the `empty` barrier once per thread, for data that threads have read with plain loads."""
-        cute.arch.mbarrier_arrive(self.empty + self.stage(iteration))
+    def release_per_thread(self, iteration: Int32, loaded: Int32 | None = None):
+        """Arrive at the `empty` barrier once per thread, for data that threads have read with plain loads.
+
+        `loaded`: see `empty_barrier`. It is needed if the next write may come soon.
+        """
+        cute.arch.mbarrier_arrive(self.empty_barrier(iteration, loaded))
 
     @cute.jit
-    def release(self, iteration: Int32):
+    def release(self, iteration: Int32, loaded: Int32 | None = None):
         """Arrive at the `empty` barrier once per warp, for data that tensor cores have read.
 
-        After plain loads, a warp barrier must come before it.
+        After plain loads, a warp barrier must come before it, and `loaded` is needed (`empty_barrier`).
         """
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty + self.stage(iteration))
+            cute.arch.mbarrier_arrive(self.empty_barrier(iteration, loaded))
+
+    def empty_barrier(self, iteration: Int32, loaded: Int32 | None) -> cute.Pointer:
+        """The `empty` barrier of an iteration, for an arrival.
+
+        An arrival does not wait for earlier loads of its thread. These can be queued behind the exponentials of other
+        warps for so long that the other side overwrites the stage first. `loaded` is a value computed from all loaded
+        registers. The address depends on it, so the arrival waits for the loads. Its bits do not matter: addresses in
+        shared memory have no sign bit, but the compiler does not know that.
+        """
+        barrier = self.empty + self.stage(iteration)
+        return barrier if loaded is None else barrier + (loaded & (Int32(self.empty.toint()) >> 31))
 
 
 @dataclass(frozen=True)

@@ -282,7 +282,7 @@ class FwdSm90(Kernel):
         """Convert P of a tile's first block to the dtype of q, and apply dropout."""
         self.dropout_masks(state).wait(state.warpgroup, tile.iteration)
         self.round(state, acc_P, range(self.config.steps), tile.iteration)
-        self.dropout_masks(state).release(state.warpgroup, tile.iteration)
+        self.release_dropout_masks(state, tile.iteration)
 
     @cute.jit
     def round(self, state: MmaState, acc_P: cute.Tensor, steps: cutlass.Constexpr, iteration: Int32):
@@ -290,6 +290,11 @@ class FwdSm90(Kernel):
         convert(acc_P, state.rP, steps)
         packed = cute.recast_tensor(state.rP, Int32)
         self.dropout_masks(state).apply(packed, steps, state.warpgroup, state.thread, iteration)
+
+    @cute.jit
+    def release_dropout_masks(self, state: MmaState, iteration: Int32):
+        """Release the dropout masks of a block, after `round` of all k-steps."""
+        self.dropout_masks(state).release(cute.recast_tensor(state.rP, Int32), state.warpgroup, iteration)
 
     def dropout_masks(self, state: MmaState) -> DropoutMaskPipeline | NoDropoutMasks:
         return state.storage.dropout_masks if self.tile.dropout_producer else NoDropoutMasks()
@@ -378,7 +383,7 @@ class FwdSm90(Kernel):
             self.redo_if_outgrown(state, (acc_S, acc_P), (block_max, block_sum), fused, reference, iteration)
         if cutlass.const_expr(fused is not None):
             fused.release()
-        self.dropout_masks(state).release(state.warpgroup, iteration)
+        self.release_dropout_masks(state, iteration)
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)
         if grew:
