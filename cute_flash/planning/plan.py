@@ -414,10 +414,11 @@ def _bwd_launches(
     if pads_with_dropout(tile, static):
         features = (*features, "dropout")
     mods = None if static.mods is None else static.mods.for_backward(uses_tma=getattr(tile, "bias_stages", 0) > 0)
-    sums = () if mods is None or not mods.dbias_terms else (_sum_dbias(static, tile, target),)
-    if sums and not sums[0].static.is_bounded:
+    sums: tuple[CompileKey, ...] = ()
+    if mods is not None and mods.dbias_terms:
+        sums = (_sum_dbias(static, tile, target),)
         # `dbias_terms` changes only kernels that skip blocks: they write no zeros there.
-        mods = replace(mods, dbias_terms=False)
+        mods = replace(mods, dbias_terms=sums[0].static.is_bounded)
     main = replace(
         static, features=features, mods=mods, out_fp32=False, batch_invariant=False, deterministic=deterministic
     )
