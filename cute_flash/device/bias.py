@@ -43,7 +43,7 @@ class BlockBias:
 
     def wait(self): ...
 
-    def release(self): ...
+    def release(self, scores: cute.Tensor | None = None): ...
 
     def step(self, k: int) -> list:
         """The elements of the k-th k-step as fp32: [row][column], two rows of four columns."""
@@ -133,13 +133,11 @@ class BiasPipeline:
 
     def block(self, warpgroup: Int32, thread: Int32, iteration: Int32) -> "SmemBias":
         """The bias of one iteration for a thread. Its address is recomputed, which saves a register over the loop."""
-        loaded = cute.make_rmem_tensor(1, Int32)
-        loaded[0] = Int32(0)
         tile = self.stages.tile
         offset = step_offset(tile, rederived(thread))
         first = Int32(self.stages.sBias.iterator.toint())
         pipeline, stage = self.stages.pipeline(warpgroup), self.stages.offset(warpgroup, iteration)
-        return SmemBias(self.stages, pipeline, swizzled(first + offset, tile) + stage, iteration, loaded)
+        return SmemBias(self.stages, pipeline, swizzled(first + offset, tile) + stage, iteration)
 
 
 @dataclass(frozen=True)
@@ -150,33 +148,28 @@ class SmemBias(BlockBias):
     pipeline: Pipeline
     address: Int32  # of this thread's 16 bytes of the first k-step
     iteration: Int32
-    loaded: cute.Tensor  # (1): a word that depends on all loads of `add_to`; see `Pipeline.empty_barrier`
 
     def wait(self):
         self.pipeline.wait_full(self.iteration)
 
     @cute.jit
-    def release(self):
+    def release(self, scores: cute.Tensor | None = None):
         """Called by all lanes of a warp after their last read of the bias.
 
-        After `step`, the caller must have branched on a value that depends on the bias, as the check of row sums does.
+        `scores`: those of `add_to`; the arrival waits until the loads of all k-steps have completed
+        (`Pipeline.empty_barrier`). After `step` it is None, and the caller must have branched on a value that depends
+        on all of the bias, as the check of row sums does.
         """
+        loaded = None
+        if cutlass.const_expr(scores is not None):
+            bits = cute.recast_tensor(scores, Int32)
+            loaded = bits[0, 0]
+            for k in cutlass.range_constexpr(1, cute.size(scores, mode=[1]) // 4):
+                loaded = loaded | bits[0, 4 * k]
         cute.arch.sync_warp()
-        self.pipeline.release(self.iteration, self.loaded[0])
-
-    def add_to(self, acc_S_mn: cute.Tensor):
-        for k in range(cute.size(acc_S_mn, mode=[1]) // 4):
-            values = self._load(k)
-            self.loaded[0] = self.loaded[0] | cute.recast_tensor(values, Int32)[0]
-            rows = _rows_of_step(values)
-            for r in range(2):
-                for i in range(4):
-                    acc_S_mn[r, 4 * k + i] = acc_S_mn[r, 4 * k + i] + rows[r][i]
+        self.pipeline.release(self.iteration, loaded)
 
     def step(self, k: int) -> list:
-        return _rows_of_step(self._load(k))
-
-    def _load(self, k: int) -> cute.Tensor:
         tile, dtype = self.stages.tile, self.stages.sBias.element_type
         values = cute.make_rmem_tensor(STEP_VALUES, dtype)
         flipped, added = tile.column(STEP * k)
@@ -185,10 +178,5 @@ class SmemBias(BlockBias):
         atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
         layout = cute.make_layout(((STEP_VALUES, 1),), stride=((1, 0),))
         cute.copy(atom, cute.make_tensor(source, layout), cute.make_tensor(values.iterator, layout))
-        return values
-
-
-def _rows_of_step(values: cute.Tensor) -> list:
-    """The elements of a k-step as fp32, [row][column], from the registers of ldmatrix."""
-    pairs = cute.logical_divide(values, cute.make_layout(2))
-    return [pair_to_floats(pairs[None, r]) + pair_to_floats(pairs[None, 2 + r]) for r in range(2)]
+        pairs = cute.logical_divide(values, cute.make_layout(2))
+        return [pair_to_floats(pairs[None, r]) + pair_to_floats(pairs[None, 2 + r]) for r in range(2)]

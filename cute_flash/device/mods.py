@@ -115,7 +115,7 @@ class HeadMods:
         if cutlass.const_expr(bias is not None):
             bias.wait()
             bias.add_to(acc_S_mn)
-            bias.release()
+            bias.release(acc_S_mn)
         score_mod = self.in_block("score", mask, first_col)
         if cutlass.const_expr(score_mod is not None):
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):

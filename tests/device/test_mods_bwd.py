@@ -154,7 +154,7 @@ def block(  # type: ignore[no-untyped-def]
         num = [len(x[1]) for x in (parts.score, parts.mask)]
         of_score = captures[: split[0]], floats[: num[0]]
         of_mask = captures[split[0] : sum(split)], floats[num[0] :]
-        bias_params = None if mBias is None else BwdBiasParams(mBias, mdBias, varies, accumulates)
+        bias_params = None if mBias is None else BwdBiasParams(mBias, mdBias, varies, accumulates, False)
         mods = BwdModParams(
             graphs, numbers[0], softcap, of_score, of_mask, of_score, bias_params, dcaptures,
             dcapture_terms=None if terms is None else tuple(terms),

@@ -11,6 +11,8 @@ import torch
 import cute_flash
 from tests.gpu import families
 
+pytestmark = pytest.mark.gpu
+
 RUNS = 30
 BATCH, HEADS, LENGTH = 2, 16, 1024
 

@@ -41,8 +41,9 @@ RESULTS = sorted((Path(record.__file__).parent / "results").rglob("*-paper*.json
 def test_results_of_earlier_days_can_be_read_reported_and_compared(path):
     earlier = record.load(path)
     is_backward = earlier.settings.get("direction") == "bwd"
-    # Full and causal of each head dim, over six lengths.
-    assert earlier.is_complete and len(report.cell_tables(earlier)) == 6
+    # Full and causal of each head dim, over six lengths, unless the run was cut off.
+    num_cells = 36 if earlier.is_complete else len(earlier.cells)
+    assert len(report.cell_tables(earlier)) == -(-num_cells // 6) and 0 < num_cells <= 36
     table = report.accuracy_table(earlier)
     assert table is not None
     inputs = ["normal", "outliers"] if earlier.settings["outliers"] else ["normal"]
@@ -50,7 +51,7 @@ def test_results_of_earlier_days_can_be_read_reported_and_compared(path):
     assert list(table.columns[1::4]) == [f"{name}: Frobenius" for name in names]
     assert "-" not in {row[-1] for row in report.cell_tables(earlier)[0].rows}
     unchanged = compare.changes(earlier, earlier)
-    assert len(unchanged) == 36 and all(change.relative == 0.0 for change in unchanged)
+    assert len(unchanged) == num_cells and all(change.relative == 0.0 for change in unchanged)
 
 
 def test_there_are_results_of_earlier_days():
