@@ -48,7 +48,13 @@ WIDE_KINDS = [
     Kind(256, score="capped", bias=torch.bfloat16, is_aligned=True),
     Kind(256, bias=torch.bfloat16, is_aligned=True, more={"softcap": 4.0}),
 ]
-KINDS = mod_cases.KINDS + WIDE_KINDS
+# TMA stores the gradient of the bias, in the smaller tile at D = 64 and with a block mask inside a band.
+TMA_KINDS = [
+    Kind(64, score="alibi", bias=torch.bfloat16, is_aligned=True),
+    Kind(128, score="alibi", bias=torch.float16, is_aligned=True, dtype=torch.float16),
+    Kind(64, mask="document", bias=torch.bfloat16, is_aligned=True, has_block_mask=True, bounds=(False, True)),
+]
+KINDS = mod_cases.KINDS + WIDE_KINDS + TMA_KINDS
 
 
 def leaves_of(case: Case) -> dict[str, Tensor]:

@@ -140,6 +140,7 @@ class BwdBiasPipeline:
         `size`: the number of warpgroups, and of stages of each. `keeps_gradient`: stages also hold the gradient.
         `is_transposed`: rows of accumulators are keys.
         """
+        assert not (keeps_gradient and is_transposed), "`write_gradient` does not transpose"
         num_warpgroups, stages = size
         found = BiasStages.allocate(smem, dtype, tile, num_warpgroups, stages, splits_rows=False)
         gradient_ready = Pipeline.allocate(smem, num_warpgroups * stages) if keeps_gradient else None

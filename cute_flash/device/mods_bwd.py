@@ -373,8 +373,8 @@ class ModScores:
     def finish_bias(self, rdS: cute.Tensor):
         """Finish a bias in shared memory after dS, before a fence.
 
-        Release its stage if `differentiate` has read it, or write dS there if TMA stores the gradient. `rdS`: dS in 16
-        bits.
+        Release its stage if `differentiate` has read it. In the kernel for wide heads, write dS there if TMA stores the
+        gradient. `rdS`: dS in 16 bits.
         """
         if cutlass.const_expr(isinstance(self.bias, BwdSmemBias)):
             if cutlass.const_expr(self.keeps_tanh):

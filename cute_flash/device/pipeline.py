@@ -74,7 +74,8 @@ class Pipeline:
     def release_per_thread(self, iteration: Int32, loaded: Int32 | None = None):
         """Arrive at the `empty` barrier once per thread, for data that threads have read with plain loads.
 
-        `loaded`: see `empty_barrier`. It is needed if the next write may come soon.
+        `loaded`: see `empty_barrier`. It may be None if every loaded value has been used before, or if the memory is
+        written again only after a later release of the same thread (published tiles have two slots).
         """
         cute.arch.mbarrier_arrive(self.empty_barrier(iteration, loaded))
 
@@ -82,7 +83,7 @@ class Pipeline:
     def release(self, iteration: Int32, loaded: Int32 | None = None):
         """Arrive at the `empty` barrier once per warp, for data that tensor cores have read.
 
-        After plain loads, a warp barrier must come before it, and `loaded` is needed (`empty_barrier`).
+        After plain loads, a warp barrier must come before it. `loaded`: as in `release_per_thread`.
         """
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty_barrier(iteration, loaded))
@@ -90,10 +91,10 @@ class Pipeline:
     def empty_barrier(self, iteration: Int32, loaded: Int32 | None) -> cute.Pointer:
         """The `empty` barrier of an iteration, for an arrival.
 
-        An arrival does not wait for earlier loads of its thread. These can be queued behind the exponentials of other
-        warps for so long that the other side overwrites the stage first. `loaded` is a value computed from all loaded
-        registers. The address depends on it, so the arrival waits for the loads. Its bits do not matter: addresses in
-        shared memory have no sign bit, but the compiler does not know that.
+        An arrival does not wait for earlier loads of its thread, and the other side may overwrite the stage before
+        they have read it (profiling/notes/mods.md). `loaded` is a value computed from all loaded registers. The address
+        depends on it, so the arrival waits for the loads. Its bits do not matter: addresses in shared memory have no
+        sign bit, but the compiler does not know that.
         """
         barrier = self.empty + self.stage(iteration)
         return barrier if loaded is None else barrier + (loaded & (Int32(self.empty.toint()) >> 31))

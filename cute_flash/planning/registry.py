@@ -68,7 +68,7 @@ DQ_SCALE = Operand("dq_scale", "f32")
 Q_PIECES = Operand("q_pieces", "pieces", ("B", "H", "Sq"))
 K_PIECES, V_PIECES = (Operand(f"{name}_pieces", "pieces", ("B", "Hkv", "Sk")) for name in ("k", "v"))
 DOUT_PIECES = Operand("dout_cast_pieces", "pieces", ("B", "H", "Sq"))
-# One term per score of the gradient of a bias, and their sums over the batch or the heads that share the bias.
+# One term per score of the gradient of a bias, and their sums over the batch, the heads, or both, that share the bias.
 DBIAS_TERMS = _rows("dbias_terms", "B", "H", "Sq", "Sk")
 DBIAS_SUM = _rows("dbias_sum", "sum B", "sum H", "Sq", "Sk")
 NORMS = Operand("norms", "compact f32", ("tensors", "norm batch", "H"))

@@ -144,8 +144,9 @@ def _with_dbias(
     If the bias does not broadcast, the kernel stores the gradient. If it does, there are two methods:
 
     - The kernel adds to the gradient by fp32 atomic additions, in no fixed order.
-    - The kernel stores all terms, (B, H, Sq, Sk). TMA can store 16-bit terms, if they take at most twice the memory of
-      the fp32 sums, and `bwd_sum_dbias` sums them. Deterministic gradients have fp32 terms, which torch sums.
+    - The kernel stores all terms, (B, H, Sq, Sk). TMA can store 16-bit terms, and `bwd_sum_dbias` sums them; at most
+      MAX_TERMS per sum, so that they take at most twice the memory of fp32 sums. Deterministic gradients have fp32
+      terms, which torch sums.
 
     `allows_tma`: False if the planned kernel does not store the gradient by TMA.
     """
@@ -166,7 +167,7 @@ def _with_dbias(
     tma = allows_tma and is_ds and mods.bias_tma and problem.seqlen_k % 8 == 0
     tma = tma and math.prod(full_shape) <= MAX_TERMS * bias.numel()
     # Zeros if the kernel skips blocks, because it does not write skipped blocks. If TMA stores the gradient, a producer
-    # warp stores zeros in the blocks that a band excludes, or `bwd_sum_dbias` does.
+    # warp stores zeros in the blocks that a band excludes, or `bwd_sum_dbias` does not read them.
     writes_all = not problem.block_sparse and (tma or not problem.static.is_bounded)
     if is_full or tma:
         dtype = str(bias.dtype) if str(bias.dtype) in BIAS_DTYPES else "float32"

@@ -31,7 +31,9 @@ class ModSpec:
     bias_varies: int = 0  # backward: bits ROW and COLUMN, for the dimensions in which the bias does not broadcast
     dbias_dtype: str = ""  # as the backward kernel writes it; "": no gradient of the bias
     dbias_tma: bool = False  # TMA can store tiles of dbias, in the dtype of q
-    dbias_terms: bool = False  # dbias has a term per score, which `bwd_sum_dbias` sums over the batch or the heads
+    # dbias has a term per score, which `bwd_sum_dbias` sums. In a compile key: and the kernel writes no zeros in blocks
+    # that a band excludes.
+    dbias_terms: bool = False
     dbias_accumulates: bool = False  # the kernel adds to dbias, because several scores share an element of the bias
 
     @property

@@ -1,6 +1,7 @@
 """Repeated calls have equal bits: the output, and the gradients that no atomic additions sum.
 
-A race between warps changes a few scores in some of the calls. The bias is larger than L2, so that its loads take long.
+A race between warps changes a few scores in some of the calls. The bias is larger than L2 (except the shared one), so
+that its loads take long.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from cute_flash.jit.resources import nvdisasm
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* (0x[0-9a-f]{16}) \*/")
 _SECOND_HALF = re.compile(r"^\s*/\* (0x[0-9a-f]{16}) \*/")
+_LABEL, _TARGET = re.compile(r"^(\.L\w+):"), re.compile(r"^BRA.*`\((\.L\w+)\)")
 _GUARD = re.compile(r"^@!?U?P\w+\s+")
 NUM_SCOREBOARDS = 6
 NONE = 7  # the instruction sets no scoreboard
@@ -30,6 +31,7 @@ class Instruction:
     text: str  # without the guard predicate
     sets: int  # scoreboard that it sets when its result has arrived, or NONE
     waits: frozenset[int]  # scoreboards that it waits for
+    jumps_back: bool = False  # to a label before it
 
     @property
     def opcode(self) -> str:
@@ -47,27 +49,32 @@ def instructions(cubin: bytes) -> list[Instruction]:
 
 
 def _parse(lines: list[str]) -> Iterator[Instruction]:
+    labels: set[str] = set()
     for line, following in pairwise(lines):
+        if label := _LABEL.match(line):
+            labels.add(label[1])
         first, second = _LINE.search(line), _SECOND_HALF.search(following)
         if first is not None and second is not None:
             bits = int(second[1], 16)
             waits = frozenset(i for i in range(NUM_SCOREBOARDS) if bits >> (_WAITS + i) & 1)
             text = _GUARD.sub("", first[2])
-            yield Instruction(int(first[1], 16), text, bits >> _SETS & 7, waits)
+            target = _TARGET.search(text)
+            yield Instruction(int(first[1], 16), text, bits >> _SETS & 7, waits, bool(target and target[1] in labels))
 
 
 def loads_before_arrivals(code: list[Instruction], is_load: re.Pattern[str]) -> list[tuple[Instruction, Instruction]]:
     """(load, arrival) of every mbarrier arrival that may happen before the data of an earlier load has arrived.
 
     Loads are those whose opcode matches `is_load`. Loads of a warp complete in order, so of several loads only the last
-    one may set a scoreboard. Instructions are taken in the order of their addresses; jumps are ignored.
+    one may set a scoreboard. Instructions are taken in the order of their addresses. A jump back with pending loads
+    counts as an arrival, because the code there is not followed.
     """
     pending: dict[int, list[Instruction]] = {NONE: []}
     found = []
     for one in code:
         for scoreboard in one.waits:
             pending.pop(scoreboard, None)
-        if one.opcode.startswith("SYNCS.ARRIVE"):
+        if one.opcode.startswith("SYNCS.ARRIVE") or one.jumps_back:
             found += [(load, one) for loads in pending.values() for load in loads]
         if is_load.match(one.opcode):
             if one.sets != NONE:

@@ -48,7 +48,7 @@ def test_arrivals_wait_for_loads(name: str) -> None:
     code, is_load = instructions(kernel_resources(compile_key(CASES[name])).cubin), KERNELS[name]
     loads = [one for one in code if is_load.match(one.opcode)]
     assert sum(one.sets != NONE for one in loads) > len(loads) // 4, "the control bits are read at their positions"
-    assert any(one.opcode.startswith("SYNCS.ARRIVE") for one in code)
+    assert any(one.opcode.startswith("SYNCS.ARRIVE") for one in code) and any(one.jumps_back for one in code)
     early = loads_before_arrivals(code, is_load)
     assert not early, "\n".join(f"{load.address:x} {load.text} is pending at {one.address:x}" for load, one in early)
 
@@ -64,6 +64,7 @@ def test_a_pending_load_is_found() -> None:
     assert found(load, arrival) == [(load, arrival)]
     assert found(load, other, use, arrival) == []
     assert found(load, replace(use, waits=frozenset({2})), arrival) == [(load, arrival)]
+    assert found(load, replace(use, waits=frozenset(), jumps_back=True))
     silent = replace(load, sets=NONE)
     assert found(silent, use, arrival) == [(silent, arrival)]
     assert found(silent, load, use, arrival) == []

@@ -447,6 +447,7 @@ def bwd_mods() -> Iterator[Case]:
     for mask in ("full", "causal", "window"):
         yield bwd(HOPPER, 64, mask=mask, bias=Bias(dims="hqk", layout="aligned"), role="sum_dbias")
     yield bwd(HOPPER, 64, bias=Bias(dims="hqk", layout="aligned"))
+    yield bwd(HOPPER, 64, "dropout", mask="full", score_mod="alibi", bias=ALIGNED)
     fp16 = Bias(dtype="fp16", dims="hqk", layout="aligned")
     yield bwd(HOPPER, 128, bias=fp16, dtype="fp16", role="sum_dbias")
     # Wide heads.

@@ -13,6 +13,8 @@ from cutlass import Float32, Int32, Int64
 
 from cute_flash.device.band import Band
 from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.planning.plan import SumTile
+from cute_flash.spec.problem import Static
 
 VECTOR = 8  # 16-bit elements of a 16-byte load
 ROWS_AT_ONCE = 4  # rows of a thread whose loads are in flight together
@@ -27,11 +29,17 @@ class Params:
     sums: cute.Tensor  # (B or 1, H or 1, Sq, Sk)
     num_terms: Int32  # of an element of `sums`
     term_stride: Int64  # elements of `terms` from one term of an element to the next
-    band: Band  # rows are keys, columns are queries, as in the main kernel: left and right are swapped
+    band: Band  # rows are keys, columns are queries: left and right are swapped
 
 
 class SumDbias(Kernel):
     """One CTA sums one block of the main kernel: `tile.tile_m` queries and `tile.tile_n` keys."""
+
+    def __init__(self, static: Static, tile: SumTile):
+        super().__init__(static, tile)
+        self.lanes = tile.tile_n // VECTOR  # threads of a row
+        self.rows_per_pass = tile.num_threads // self.lanes
+        assert self.rows_per_pass * self.lanes == tile.num_threads and tile.tile_m % self.rows_per_pass == 0
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
@@ -61,8 +69,7 @@ class SumDbias(Kernel):
         visited = p.band.blocks(n_block, tile_n, tile_m, seqlen_k, seqlen_q)
         is_visited = (m_block >= visited.begin) & (m_block < visited.end)
         num_terms = cutlass.select_(is_visited, p.num_terms, Int32(0))
-        lanes = tile_n // VECTOR
-        rows_per_pass = self.tile.num_threads // lanes
+        lanes, rows_per_pass = self.lanes, self.rows_per_pass
         first, key = m_block * tile_m + thread // lanes, n_block * tile_n + thread % lanes * VECTOR
         for i in cutlass.range_constexpr(0, tile_m // rows_per_pass, ROWS_AT_ONCE):
             count = min(ROWS_AT_ONCE, tile_m // rows_per_pass - i)
