@@ -149,15 +149,15 @@ def _instructions(cubin: bytes) -> Counter[str]:
     return Counter(_INSTRUCTION.findall(disassemble(cubin)))
 
 
-def disassemble(cubin: bytes) -> str:
-    """The SASS of a cubin; empty without `nvdisasm`."""
+def disassemble(cubin: bytes, *options: str) -> str:
+    """The SASS of a cubin, with further options of `nvdisasm`; empty without that tool."""
     tool = nvdisasm()
     if tool is None:
         return ""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, "-c", *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
 @lru_cache(maxsize=1)

@@ -7,13 +7,11 @@ the result waits for that scoreboard. Both numbers are control bits of the 128-b
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cute_flash.jit.resources import nvdisasm
+from cute_flash.jit.resources import disassemble
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* (0x[0-9a-f]{16}) \*/")
 _SECOND_HALF = re.compile(r"^\s*/\* (0x[0-9a-f]{16}) \*/")
@@ -39,13 +37,7 @@ class Instruction:
 
 
 def instructions(cubin: bytes) -> list[Instruction]:
-    tool = nvdisasm()
-    assert tool is not None
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        listing = subprocess.run([tool, "-c", "-hex", file.name], capture_output=True, text=True, check=True).stdout
-    return list(_parse(listing.splitlines()))
+    return list(_parse(disassemble(cubin, "-hex").splitlines()))
 
 
 def _parse(lines: list[str]) -> Iterator[Instruction]:
