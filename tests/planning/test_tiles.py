@@ -365,10 +365,17 @@ def test_every_head_dim_has_a_backward_tile_that_fits(arch: str) -> None:
         assert tile.fits(ARCHS[arch])
         # It is the narrowest row that is wide enough.
         assert tile.head_dim == min(row.head_dim for row in SM80_BWD[arch] if row.head_dim >= head_dim)
-        # dK and dV stay in registers, beside S and dP, and later beside dQ.
-        dq = tile.tile_m * tile.head_dim // tile.num_threads
+        # dK and dV stay in registers, beside S and dP, and later beside dQ. Without a semaphore ptxas adds each part of
+        # dQ as soon as it is complete.
+        dq = tile.tile_m * tile.head_dim // tile.num_threads if tile.allows_deterministic else 0
         kept = 2 * tile.tile_n * tile.head_dim // tile.num_threads
         assert max(tile.accumulator_registers, kept + dq) <= MAX_REGISTERS - OTHER_REGISTERS
+        # Deterministic gradients and fp16 have a tile of the same width.
+        for dtype, deterministic in (("bfloat16", True), ("float16", False), ("float16", True)):
+            static = dataclasses.replace(problem_of(head_dim, Band()), dtype=dtype).static
+            other = bwd_tile("sm80", ARCHS[arch], static, deterministic)
+            assert isinstance(other, BwdTileSm80) and other.head_dim == tile.head_dim
+            assert other.allows(dtype, deterministic)
     for widths in ((128, 64), (64, 128)):
         wider = bwd_tile("sm80", ARCHS[arch], problem_of(widths[0], Band(), head_dim_v=widths[1]).static)
         assert wider is bwd_tile("sm80", ARCHS[arch], problem_of(128, Band()).static)

@@ -73,6 +73,7 @@ def _bwd_rows(family: str, arch: ArchSpec, static: Static, cost: int, determinis
         # The large tiles would spill with features, and with the semaphore of a varlen batch.
         is_small = cost > 0 or (deterministic and static.varlen)
         rows = (SM80_BWD_SCORE if is_small else SM80_BWD)[arch.name]
+        rows = tuple(row for row in rows if row.allows(static.dtype, deterministic))
         return (SM80_BWD_LONG_MOD, *rows) if mod_ops > MAX_MOD_OPS else rows
     if deterministic and static.mods is not None and static.mods.captures_needing_grad:
         # Storing each score's term of a captured tensor's gradient takes too many registers.

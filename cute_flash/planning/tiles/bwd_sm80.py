@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cute_flash.planning.tiles.common import ELEMENT_BYTES, WARP_KEYS, WARP_ROWS, Tile, copy_rows
 
@@ -22,6 +22,9 @@ class BwdTileSm80(Tile):
     warps_q: int = 4  # along the queries of dQ (queries x head_dim)
     num_warps: int = 8
     pieces: int = 1  # 16-bit pieces per element of Q, K, V, dO, P and dS; 2 for fp32
+    # False: the row is not for deterministic gradients or not for fp16, which would spill.
+    allows_deterministic: bool = field(default=True, compare=False)
+    allows_fp16: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
         if self.num_warps not in (4, 8) or self.stages not in (1, 2):
@@ -44,6 +47,9 @@ class BwdTileSm80(Tile):
         at_once = copy_rows(self.row_cols, self.num_threads)
         if self.tile_n % at_once or self.tile_m % at_once:
             raise ValueError(f"{self.tile_m=}, {self.tile_n=} must be multiples of {at_once}: rows of one copy")
+
+    def allows(self, dtype: str, deterministic: bool) -> bool:
+        return (self.allows_fp16 or dtype != "float16") and (self.allows_deterministic or not deterministic)
 
     @property
     def num_threads(self) -> int:
@@ -85,18 +91,32 @@ class BwdTileSm80(Tile):
 # Rules: many keys, because each K/V tile reads all of Q and dO and adds to all of dQ; warp grids that read little
 # shared memory per MMA; two stages if they fit; no spills on sm_80. Rows without `measured` were not compared with
 # other tiles. The numbers in table names are the KB of shared memory that a CTA can have.
-_H200 = "H200, bf16, 16384 tokens, hidden 2048, speed over FA2 of S=1024/4096 full; causal, "
+_H200 = "H200, bf16, 16384 tokens, hidden 2048, TFLOP/s of S=1024/4096 full; causal: "
 # fmt: off
 _BWD_163 = (
     BwdTileSm80(head_dim=64, tile_m=128, tile_n=128, stages=2, warps_s=2, warps_kv=4, warps_q=4,
-                measured=_H200 + "1.05/1.04; 1.08/1.10 (warps_s=4: 1.03/1.02; 1.08/1.09)"),
-    BwdTileSm80(head_dim=96, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=4, warps_q=4),
+                measured=_H200 + "best of 28 tiles: 259/291; 203/275"),
+    BwdTileSm80(head_dim=96, tile_m=128, tile_n=128, stages=1, warps_s=2, warps_kv=4, warps_q=4,
+                allows_deterministic=False, measured=_H200 + "268/307; 207/285"),
+    BwdTileSm80(head_dim=96, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=4, warps_q=4,
+                measured=_H200 + "249/279; 199/266"),
     BwdTileSm80(head_dim=128, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=2, warps_q=2,
-                measured=_H200 + "best of 6 tiles: 1.07/1.05; 1.06/1.09"),
-    BwdTileSm80(head_dim=192, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=2, warps_q=2),
+                measured=_H200 + "best of 32 tiles: 281/319; 222/300"),
+    BwdTileSm80(head_dim=192, tile_m=64, tile_n=96, stages=1, warps_s=2, warps_kv=2, warps_q=2,
+                allows_deterministic=False, allows_fp16=False, measured=_H200 + "236/265; 202/267"),
+    BwdTileSm80(head_dim=192, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=2, warps_q=2,
+                measured=_H200 + "214/237; 182/229"),
     BwdTileSm80(head_dim=256, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2,
-                measured=_H200 + "0.98/0.97; 1.05/1.04 (two stages, too large for sm_80: 1.00/0.99; 1.06/1.05; "
-                "128x64, too large too: 1.10 times as fast as this row at S=4096)"),
+                measured=_H200 + "223/248; 191/241"),
+)
+_BWD_227 = (
+    *_BWD_163[:4],
+    BwdTileSm80(head_dim=192, tile_m=64, tile_n=96, stages=2, warps_s=2, warps_kv=2, warps_q=2,
+                allows_deterministic=False, measured=_H200 + "249/282; 211/282"),
+    _BWD_163[-2],
+    BwdTileSm80(head_dim=256, tile_m=128, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=4,
+                allows_deterministic=False, measured=_H200 + "249/281; 198/266"),
+    _BWD_163[-1],
 )
 _BWD_99 = (
     BwdTileSm80(head_dim=64, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=4, warps_q=4),
@@ -105,7 +125,7 @@ _BWD_99 = (
     BwdTileSm80(head_dim=192, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=256, tile_m=32, tile_n=32, num_warps=4, stages=1, warps_s=2, warps_kv=1, warps_q=1),
 )
-SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_163}
+SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_227}
 # With score features or a block mask, and deterministic with varlen: smaller tiles, which do not spill.
 _SCORE_163 = (
     _BWD_99[0],
