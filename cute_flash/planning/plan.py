@@ -21,6 +21,8 @@ from cute_flash.spec.problem import Problem, Static, check_tile_fits_mods
 
 # Fraction of L2 for the K and V of one L2 group of heads; the rest is for Q, O and data in flight.
 L2_SHARE = 0.4
+# The same for Q, dO and dQ in deterministic backward passes of wide heads.
+WIDE_L2_SHARE = 0.9
 # CUDA's limit of CTAs along y and z of a grid.
 MAX_GRID_YZ = 65535
 # Keeps the sum of two lengths and a window below 2^31.
@@ -263,7 +265,12 @@ def _packing_pays(problem: Problem, tile_m: int) -> bool:
 
 
 def _kv_heads_in_l2(problem: Problem, arch: ArchSpec, head_bytes: int) -> int:
-    """The largest number of K/V heads that fit into `L2_SHARE` of L2 and divide all K/V heads into equal groups.
+    """The number of K/V heads in an L2 group: the heads fit into `L2_SHARE` of L2."""
+    return _equal_groups(problem, int(arch.l2_bytes * L2_SHARE) // max(1, head_bytes))
+
+
+def _equal_groups(problem: Problem, most: int) -> int:
+    """The largest number of K/V heads up to `most`, and at least 1, that divides all K/V heads into equal groups.
 
     Heads are counted over the batch; a head of a varlen batch has the keys of all sequences. Groups are equal because a
     small last group would start its longest tiles with no other tiles to overlap.
@@ -271,8 +278,39 @@ def _kv_heads_in_l2(problem: Problem, arch: ArchSpec, head_bytes: int) -> int:
     kv_heads = problem.heads_kv * problem.batch_dim
     if kv_heads == 0:
         return 1
-    most = min(max(1, int(arch.l2_bytes * L2_SHARE) // max(1, head_bytes)), kv_heads)
-    return next(n for n in range(most, 0, -1) if kv_heads % n == 0)
+    return next(n for n in range(min(max(1, most), kv_heads), 0, -1) if kv_heads % n == 0)
+
+
+def _heads_of_waves(arch: ArchSpec, waves: int, head_tiles: int) -> int:
+    """The number of heads whose tiles are at least so many waves; a wave is one tile for every SM."""
+    return ceil_div(waves * arch.num_sms, max(1, head_tiles))
+
+
+def _bwd_heads_in_l2(
+    problem: Problem, arch: ArchSpec, tile: AnyBwdTile, deterministic: bool, head_bytes: int, head_tiles: int
+) -> int:
+    """The number of K/V heads in an L2 group of the backward. `head_tiles`: K/V tiles of a head.
+
+    Some calls are faster with larger groups, although Q, dO and dQ then take more of L2; measured in
+    `profiling/notes/bwd_sm90.md`, "L2 groups":
+
+    - deterministic: the tiles of a head start at different times, and wait less for each other;
+    - wide heads, or head dims up to 64, with a bounded mask: long tiles overlap short tiles of more heads.
+    """
+    in_l2 = int(arch.l2_bytes * L2_SHARE) // max(1, head_bytes)
+    is_wide, is_bounded = isinstance(tile, BwdTileSm90Wide), problem.static.is_bounded
+    if problem.varlen or not tile.needs_wgmma:
+        return _equal_groups(problem, in_l2)
+    if is_bounded and tile.head_dim == 64 and not deterministic:
+        return _equal_groups(problem, max(in_l2, _heads_of_waves(arch, 4, head_tiles)))
+    # With more heads, fewer tiles of a head would run at a time and share Q and dO in L2.
+    most = arch.num_sms // (8 if is_wide else 4)
+    if deterministic and is_wide:
+        fitting = int(arch.l2_bytes * WIDE_L2_SHARE) // max(1, head_bytes)
+        in_l2 = max(in_l2, min(fitting, _heads_of_waves(arch, 4, head_tiles), most))
+    if deterministic or (is_bounded and is_wide):
+        in_l2 = max(in_l2, min(_heads_of_waves(arch, 2, head_tiles), most))
+    return _equal_groups(problem, in_l2)
 
 
 # ---- varlen
@@ -375,7 +413,7 @@ def _plan_backward(
         init = "zeros" if problem.varlen else "empty"
         workspace.append(Buffer("dq_progress", (batch, problem.heads, num_m_blocks), "int32", init))
     sizes = {
-        "heads_per_l2_group": _kv_heads_in_l2(problem, arch, l2_bytes),
+        "heads_per_l2_group": _bwd_heads_in_l2(problem, arch, tile, deterministic, l2_bytes, num_kv_tiles),
         "num_tiles": num_tiles,
         "num_ctas": min(num_tiles, arch.num_sms) if is_persistent else num_tiles,
     }

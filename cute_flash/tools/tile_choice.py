@@ -42,7 +42,7 @@ BARRIER_BYTES = 512
 MAX_REGISTERS = 255
 # The part of a thread's registers that accumulators can take. The rest holds fragments of Q, K and V, m, l, addresses
 # and temporaries. No row of the tile tables for plain attention takes more.
-ACCUMULATOR_SHARE = {"sm80": 0.73, "sm90": 0.8}
+ACCUMULATOR_SHARE = {"sm80": 0.73, "sm90": 0.83}
 # Number of warpgroups with MMAs -> registers per thread, after setmaxnreg moved some from the producer to them.
 SM90_REGISTERS = {1: 256, 2: 240, 3: 160}
 # Rows: four or eight warps of 16 or 32 rows on mma.sync, one to three warpgroups of 64 rows on Hopper.

@@ -47,6 +47,44 @@ def test_the_sums_of_narrow_keys_leave_more_heads_in_l2() -> None:
     )
 
 
+H200 = dataclasses.replace(ARCHS["sm_90"], l2_bytes=60 << 20, num_sms=132)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "deterministic", "groups"),
+    [
+        # S = 512, 1024, 4096, 16384. 40 % of L2 without a mask, and at D = 128 with one.
+        (64, False, False, (64, 32, 8, 2)),
+        (128, False, False, (32, 16, 4, 1)),
+        (128, True, False, (32, 16, 4, 1)),
+        (256, False, False, (16, 8, 2, 1)),
+        # With a mask: four waves of tiles of 128 keys, or two of 80 keys.
+        (64, True, False, (128, 64, 16, 4)),
+        (256, True, False, (16, 16, 4, 2)),
+        # Two waves; wide heads up to four, if they fit into 90 % of L2, but at most 132 / 8 heads.
+        (64, True, True, (64, 32, 8, 2)),
+        (128, True, True, (32, 32, 8, 2)),
+        (192, True, True, (32, 16, 8, 2)),
+        (256, True, True, (16, 16, 4, 2)),
+        (256, False, True, (16, 16, 4, 2)),
+    ],
+)
+def test_l2_groups_of_heads(head_dim: int, causal: bool, deterministic: bool, groups: tuple[int, ...]) -> None:
+    """On an H200, 16384 tokens, hidden size 2048. The sizes were measured: profiling/notes/bwd_sm90.md."""
+    band, heads = Band(None, 0) if causal else Band(), 2048 // head_dim
+    problems = [Problem(16384 // s, heads, heads, s, s, head_dim, "bfloat16", band) for s in (512, 1024, 4096, 16384)]
+    found = [plan_backward(one, H200, deterministic).sizes["heads_per_l2_group"] for one in problems]
+    assert tuple(found) == groups
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_l2_groups_of_mma_sync_and_of_varlen_batches_have_a_share_of_l2(deterministic: bool) -> None:
+    causal = Problem(4, 8, 8, 4096, 4096, 256, "bfloat16", Band(None, 0))
+    assert plan_backward(causal, H200, deterministic, family="sm80").sizes["heads_per_l2_group"] == 2
+    varlen = dataclasses.replace(causal, seqlen_q=16384, seqlen_k=16384, varlen=True)
+    assert plan_backward(varlen, H200, deterministic).sizes["heads_per_l2_group"] == 1
+
+
 @pytest.mark.parametrize(
     ("arch", "head_dim", "family", "kernel"),
     [

@@ -62,7 +62,9 @@ def test_there_is_a_table_for_every_architecture() -> None:
 # Features of every cost, and whether there is a block mask, whose blocks not all tiles divide.
 FEATURES: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("alibi",), False),
+    (("softcap",), False),
     (("dropout",), False),
+    (("sinks", "dropout"), False),
     (("softcap", "dropout"), False),
     (("softcap", "alibi"), False),
     (("softcap", "sinks"), False),
@@ -210,6 +212,10 @@ def test_rows_for_short_sequences_and_for_masks() -> None:
     wide = dataclasses.replace(row, is_bounded=None, max_keys=None, head_dim_v=128)
     for head_dim_v in (8, 128, None, 136):
         assert wide.serves(problem_of(64, full, head_dim_v=head_dim_v).static) == (head_dim_v in (8, 128))
+    softcap = dataclasses.replace(whole, only="softcap")
+    for features in ((), ("softcap",), ("softcap", "sinks"), ("alibi",)):
+        with_features = dataclasses.replace(problem_of(64, full), features=features).static
+        assert softcap.serves(with_features) == (features == ("softcap",))
     first = fwd_tile("sm90", SM_90, problem_of(64, causal, 1024))
     assert first.max_keys == 1024 and fwd_tile("sm90", SM_90, problem_of(64, causal, 1025)).max_keys is None
 

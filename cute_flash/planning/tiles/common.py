@@ -20,6 +20,7 @@ ELEMENT_BYTES = 2  # of Q, K, V, O and their gradients: fp16 or bf16
 # Feature cost: additional registers of a thread over plain attention (`spec.features.feature_cost`). The unit is the
 # cost of an attention sink, the cheapest feature. Costs are estimates and add up. A table row supports calls that cost
 # at most its `max_cost`; beyond it the kernel would spill.
+COST_SINKS = FEATURE["sinks"].cost
 COST_ALIBI = FEATURE["alibi"].cost
 COST_SOFTCAP = FEATURE["softcap"].cost
 COST_DROPOUT = FEATURE["dropout"].cost

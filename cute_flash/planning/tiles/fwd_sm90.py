@@ -10,6 +10,7 @@ from cute_flash.planning.tiles.common import (
     COST_ALIBI,
     COST_ALL_SCORE_FEATURES,
     COST_DROPOUT,
+    COST_SINKS,
     COST_SOFTCAP,
     COST_USER_MOD,
     ELEMENT_BYTES,
@@ -38,6 +39,7 @@ class FwdTileSm90(Tile):
     layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
     # True: the row is only for masks with a bound; False: only for masks without one; None: for both.
     is_bounded: bool | None = field(default=None, compare=False)
+    only: str = field(default="", compare=False)  # a feature; the row is for calls with this feature and no other
 
     needs_wgmma: ClassVar[bool] = True
     dropout_producer_registers: ClassVar[int] = 56  # of a thread
@@ -128,12 +130,16 @@ class FwdTileSm90(Tile):
         # With batch_invariant the choice must not depend on the lengths of other sequences, nor on varlen.
         is_for_any_length = self.max_keys is None or not static.batch_invariant
         is_for_mask = self.is_bounded in (None, static.is_bounded)
+        is_for_features = not self.only or static.features == (self.only,)
         has_room = self.max_cost >= static.feature_cost and self.divides_block_mask(static)
-        return is_wide_enough and is_as_wide and is_for_any_length and is_for_mask and has_room
+        return is_wide_enough and is_as_wide and is_for_any_length and is_for_mask and is_for_features and has_room
 
 
 # Versions are those of profiling/notes/fwd_sm90.md.
 _SWEEP = "H200, bf16, 16384 tokens, hidden 2048, kernel version 7, 2026-11-15, TFLOP/s of S=512/1024/8192: "
+_SWEEP_18 = "H200, bf16, 16384 tokens, hidden 2048, 2026-11-18, TFLOP/s of S=1024/4096/16384: "
+_SWEEP_192 = _SWEEP_18 + "567/678/735; causal 450/630/719 (128x112: 555/691/748; causal 438/654/722)"
+_FEATURES = "H200, bf16, B=4, S=4096, hidden 2048, 2026-11-18, ms of full; causal: "
 _BY_WIDTH = "not measured: like its neighbours, as far as registers and shared memory allow"
 _FOR_FEATURES = "not measured: for features that would spill in the row before"
 _FOR_MODS = "not measured: for mods and features that would spill in the rows before"
@@ -141,7 +147,7 @@ _FOR_BLOCK_MASKS = "user mods and block masks: H200, bf16, B=4, S=4096, document
 _DROPOUT_128 = "H200, bf16, B=4, S=4096, hidden 2048: 1.13 ms; with 2 stages of Q and 1 of dropout masks 1.25 ms"
 _BIAS_64 = "H200, bf16, B=4, S=4096, hidden 2048: bias (B, H, S, S) 1.53 ms, (1, H, S, S) 1.57; 128x128: 1.50, 1.68"
 _BIAS_128 = "H200, bf16, B=4, S=4096, hidden 2048, bias (B, H, S, S): 1.09 ms; 2 stages of Q and 1 of the bias 1.33"
-_BIAS_192 = "the same with bias (1, H, S, S): 0.86 ms, causal 0.45; 128x64 without TMA 1.06, 0.57"
+_BIAS_192 = "the same with bias (1, H, S, S): 0.86 ms, causal 0.45; without speculation 0.89, 0.47"
 _BIAS_256 = "the same: 0.87 ms, causal 0.45; 128x32 without TMA 1.08, 0.55"
 
 _with_dropout = partial(FwdTileSm90, dropout_producer=True, measured="not measured: for dropout")
@@ -160,14 +166,30 @@ SM90_FWD = (
     FwdTileSm90( 64, 128,  96, 4, 2, True, speculative_max_masked=True, max_cost=COST_ALL_SCORE_FEATURES,
                 measured=_FOR_FEATURES),
     FwdTileSm90( 64, 128,  64, 4, 2, True, speculative_max_masked=True, measured=_FOR_MODS),
-    FwdTileSm90( 96, 128, 128, 2, 2, True, max_cost=COST_ALIBI, measured=_BY_WIDTH),
+    FwdTileSm90( 96, 128, 128, 2, 2, True, only="softcap", is_bounded=True,
+                measured=_FEATURES + "0.61 causal; 128x96 0.68"),
+    FwdTileSm90( 96, 192, 112, 2, 2, True, only="softcap", is_bounded=False,
+                measured=_FEATURES + "1.12 full; 128x128 1.17, 128x96 1.27"),
+    FwdTileSm90( 96, 128, 128, 2, 2, True, max_keys=1024, is_bounded=False, max_cost=COST_ALIBI,
+                measured=_SWEEP_18 + "534/597/618"),
+    FwdTileSm90( 96, 128, 128, 2, 2, True, max_keys=2048, is_bounded=True, max_cost=COST_ALIBI,
+                measured=_SWEEP_18 + "causal 422/585/621"),
+    FwdTileSm90( 96, 192, 112, 2, 2, True, speculative_max_masked=True, max_cost=COST_SINKS,
+                measured=_SWEEP_18 + "488/702/749; causal 367/596/710"),
+    FwdTileSm90( 96, 128, 128, 2, 2, True, max_cost=COST_ALIBI, measured=_FEATURES + "ALiBi 0.97; 0.52"),
     FwdTileSm90( 96, 128,  96, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
     FwdTileSm90( 96, 128,  64, 2, 2, True, measured=_FOR_MODS),
     FwdTileSm90(128, 128, 128, 2, 2, True, max_cost=COST_USER_MOD, measured=_SWEEP + "547/613/700; causal 357/491/719"),
     FwdTileSm90(128, 128,  96, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
     FwdTileSm90(128, 128,  64, 2, 2, True, measured=_FOR_MODS),
-    FwdTileSm90(192, 128,  96, 2, 1, max_cost=COST_ALL_SCORE_FEATURES, measured=_BY_WIDTH),
+    FwdTileSm90(192, 128, 112, 2, 1, True, only="softcap",
+                measured=_FEATURES + "0.85; 0.45; 128x96 without speculation 0.97; 0.51"),
+    FwdTileSm90(192, 128,  96, 2, 1, True, only="alibi",
+                measured=_FEATURES + "0.78; 0.41; without speculation 0.82; 0.43"),
+    FwdTileSm90(192, 128,  96, 2, 1, max_cost=COST_ALL_SCORE_FEATURES, measured=_SWEEP_192),
     FwdTileSm90(192, 128,  64, 2, 1, measured=_FOR_MODS),
+    FwdTileSm90(256, 128,  80, 2, 1, True, only="softcap",
+                measured=_FEATURES + "0.84; 0.46; 128x64 without speculation 0.93; 0.49"),
     FwdTileSm90(256, 128,  64, 2, 1, is_bounded=True, max_cost=COST_ALL_SCORE_FEATURES,
                 measured=_SWEEP + "causal 363/492/690"),
     FwdTileSm90(256, 128,  64, 2, 1, max_keys=2048, is_bounded=False, max_cost=COST_ALL_SCORE_FEATURES,
@@ -191,6 +213,8 @@ SM90_FWD = (
 )
 # With dropout.
 SM90_FWD_DROPOUT = (
+    _with_dropout( 64, 128, 128, 2, 2, True, speculative_max_masked=True, dropout_stages=4, max_cost=COST_DROPOUT,
+                  measured=_FEATURES + "1.53; 0.79; 4 stages of K and V, 2 of masks: 1.60; 0.82"),
     _with_dropout( 64, 128, 128, 4, 2, True, speculative_max_masked=True, dropout_stages=2,
                   max_cost=COST_DROPOUT + COST_ALIBI),
     _with_dropout( 64, 128,  96, 4, 2, True, dropout_stages=2, max_cost=COST_ALL_SCORE_FEATURES),
@@ -204,14 +228,20 @@ SM90_FWD_DROPOUT = (
     _with_dropout(128, 128, 128, 2, 2, True, max_cost=COST_DROPOUT + COST_ALIBI),
     _with_dropout(128, 128,  96, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES),
     _with_dropout(128, 128,  64, 2, 2, True, measured=_FOR_MODS),
+    _with_dropout(192, 128,  64, 2, 1, True, dropout_stages=2, max_cost=COST_DROPOUT,
+                  measured=_FEATURES + "0.91; 0.49; 128x96, 1 stage, without speculation: 0.98; 0.53"),
     _with_dropout(192, 128,  96, 2, 1, max_cost=COST_ALL_SCORE_FEATURES),
     _with_dropout(192, 128,  64, 2, 1, measured=_FOR_MODS),
+    _with_dropout(256, 128,  64, 2, 1, True, max_cost=COST_DROPOUT,
+                  measured=_FEATURES + "0.87; 0.47; without speculation 0.91; 0.48"),
     _with_dropout(256, 128,  64, 2, 1, max_cost=COST_ALL_SCORE_FEATURES),
     _with_dropout(256, 128,  32, 2, 1, measured=_FOR_MODS),
     _with_dropout( 64, 128, 128, 2, 1, True, head_dim_v=128, max_cost=COST_ALL_SCORE_FEATURES),
     _with_dropout( 64, 128,  64, 2, 1, True, head_dim_v=128, measured=_FOR_MODS),
     _with_dropout(128, 128, 128, 2, 2, True, head_dim_v=64, max_cost=COST_ALL_SCORE_FEATURES),
     _with_dropout(128, 128,  64, 2, 2, True, head_dim_v=64, measured=_FOR_MODS),
+    _with_dropout(192, 128,  64, 2, 1, True, head_dim_v=128, dropout_stages=2, max_cost=COST_DROPOUT,
+                  measured=_FEATURES + "1.32; 0.68 with 16 heads; 128x96: 1.35; 0.72"),
     _with_dropout(192, 128,  96, 2, 1, True, head_dim_v=128, dropout_stages=2, max_cost=COST_DROPOUT + COST_ALIBI),
     _with_dropout(192, 128,  96, 2, 1, head_dim_v=128, dropout_stages=2, max_cost=COST_ALL_SCORE_FEATURES),
     _with_dropout(192, 128,  64, 2, 1, head_dim_v=128, measured=_FOR_MODS),
@@ -224,7 +254,7 @@ SM90_FWD_BIAS = (
     _with_bias( 64, 128, 128, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES),
     _with_bias( 96, 128, 128, 2, 2, True, max_cost=COST_USER_MOD),
     _with_bias(128, 128, 128, 2, 1, True, max_cost=COST_USER_MOD, measured=_BIAS_128),
-    _with_bias(192, 128,  96, 2, 1, bias_stages=1, max_cost=COST_USER_MOD, measured=_BIAS_192),
+    _with_bias(192, 128,  96, 2, 1, True, bias_stages=1, max_cost=COST_USER_MOD, measured=_BIAS_192),
     _with_bias(256, 128,  64, 2, 1, max_cost=COST_USER_MOD, measured=_BIAS_256),
     _with_bias(192, 128,  96, 2, 1, True, head_dim_v=128, max_cost=COST_USER_MOD),
 )
