@@ -185,7 +185,8 @@ def _gpu() -> list[Case]:
         cases += [Case(4, 16, 16, 300, 400, d, band) for band in (FULL, CAUSAL, Band(100, 30))]
     cases += [Case(1, 6, 3, 1500, 7000, 64), Case(1, 6, 3, 1500, 7000, 128)]
     # Tiles for more keys than the cases above have.
-    cases += [Case(1, 2, 1, 130, 2600, d, band) for d in (64, 256) for band in (FULL, CAUSAL, window)]
+    cases += [Case(1, 2, 1, 130, 2600, d, band) for d in (64, 96, 256) for band in (FULL, CAUSAL, window)]
+    cases += [Case(2, 20, 4, 700, 2300, 80, band) for band in (FULL, CAUSAL, Band(1000, 30))]
     # Empty calls, and a call in which 996 of 999 queries see no key.
     cases += [Case(1, 2, 2, 5, 0, 64), Case(1, 2, 1, 0, 7, 64), Case(0, 2, 2, 4, 4, 64)]
     cases += [Case(1, 2, 2, 999, 3, 64, CAUSAL)]

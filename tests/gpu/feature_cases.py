@@ -96,6 +96,14 @@ def _cases() -> list[FeatureCase]:
     cases += [FeatureCase(Case(4, 40, 8, 300, 450, d, CAUSAL), bf16, (ALIBI,)) for d in (64, 128, 192)]
     # Two stages of dropout masks.
     cases += [FeatureCase(Case(2, 4, 2, 700, 1100, d, CAUSAL), bf16, (DROPOUT,)) for d in wide]
+    # Tiles for calls with a single feature: softcap and dropout at widths with a tile of their own.
+    for d, names, band in itertools.product((80, 192, 256), ((SOFTCAP,), (DROPOUT,)), (FULL, CAUSAL, Band(500, 80))):
+        cases += [FeatureCase(Case(2, 4, 2, 700, 1100, d, band), bf16, names)]
+    for d, names in itertools.product((64, 96, 192, 256), ((SOFTCAP,), (DROPOUT,))):
+        cases += [FeatureCase(Case(4, 40, 8, 300, 450, d, CAUSAL), fp16, names, softcap=50.0)]
+    # Three warpgroups at head dim 96, for many keys.
+    for names, band in itertools.product(((SINKS,), (MAX_LOGIT,)), (FULL, CAUSAL, Band(1000, 30))):
+        cases += [FeatureCase(Case(2, 4, 2, 700, 2300, 96, band), bf16, names)]
     # Few queries with GQA, with and without pack_gqa.
     cases += [FeatureCase(Case(2, 16, 2, rows, 700, 128, CAUSAL), bf16, (SOFTCAP,)) for rows in (1, 33)]
     cases += [FeatureCase(Case(2, 16, 2, 3, 700, 128, CAUSAL), bf16, ALL)]
