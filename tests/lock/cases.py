@@ -172,6 +172,7 @@ def plain() -> Iterator[Case]:
     # Rows for short sequences.
     yield from (fwd(HOPPER, 64, mask=mask, seqlen_k=SHORT) for mask in ("causal", "left", "window"))
     yield fwd(HOPPER, 256, mask="full", seqlen_k=SHORT)
+    yield from (fwd(HOPPER, 96, mask=mask, seqlen_k=SHORT) for mask in MASKS)
     for place in PLACES:
         for head_dim, mask in product(HOPPER_BWD_DIMS if place == HOPPER else HEAD_DIMS, MASKS):
             yield bwd(place, head_dim, mask=mask)
@@ -214,6 +215,7 @@ def samples() -> Iterator[Case]:
     yield fwd(HOPPER, 136, mask="full")
     yield fwd(HOPPER, 72, head_dim_v=248)
     yield fwd(AMPERE, 192, head_dim_v=128)
+    yield bwd(AMPERE, 192, dtype="fp16")
     yield fwd(AMPERE_86, 128, head_dim_v=64, mask="window")
     yield bwd(HOPPER, 136, dtype="fp16", mask="window")
     yield bwd(HOPPER, 128, head_dim_v=64, deterministic=True)
@@ -261,6 +263,15 @@ def fwd_features() -> Iterator[Case]:
     yield fwd(HOPPER, 192, *ALL_SCORE, head_dim_v=128, mask="full")
     yield fwd(HOPPER, 256, "dropout", head_dim_v=128, mask="window")
     yield fwd(HOPPER, 128, "dropout", mask="full")
+    # Rows of the tile tables for one feature.
+    yield fwd(HOPPER, 96, "softcap")
+    yield fwd(HOPPER, 96, "softcap", mask="full")
+    yield fwd(HOPPER, 192, "softcap", mask="window")
+    yield fwd(HOPPER, 256, "softcap")
+    yield fwd(HOPPER, 192, "alibi")
+    yield fwd(HOPPER, 192, "dropout")
+    yield fwd(HOPPER, 192, "dropout", head_dim_v=128)
+    yield fwd(HOPPER, 256, "dropout", mask="full")
     yield fwd(AMPERE_86, 128, *ALL_SCORE, mask="window")
     yield fwd(AMPERE_ON_90, 128, "softcap", "alibi", mask="full")
     yield fwd(AMPERE_86, 64, "varlen")
