@@ -25,8 +25,14 @@ UNFINISHED = "unfinished"
 # Exit statuses of a run that measured everything: success, and a missed goal or a failed peer.
 ENDED = (0, 1)
 SM80 = "--kernels sm80 --providers cute_flash,sdpa-flash"
-FWD_PLAIN = ("fwd/sm90/*/plain/*", "fwd/sm90/*/pack_gqa*")
-BWD_PLAIN = ("fwd/sm90/*/plain/*", "bwd/sm90/*/plain/*")
+# The head dims of all runs without features.
+_FORWARD = (
+    *(f"fwd/sm90/*/d{d}/*/plain/*" for d in (64, 128, 256)),
+    "fwd/sm90/*/d64/*/k512/*",
+    "fwd/sm90/*/d256/*/k512/*",
+)
+FWD_PLAIN = (*_FORWARD, "fwd/sm90/*/pack_gqa*")
+BWD_PLAIN = (*_FORWARD, "bwd/sm90/*/plain/*")
 # Runs without features, by wgmma. Those of `host` have features, but host times do not depend on machine code.
 PLAIN = (*BWD_PLAIN, "merge/sm_90/*")
 

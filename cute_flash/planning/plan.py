@@ -19,10 +19,9 @@ from cute_flash.spec.family import FAMILIES, check_family
 from cute_flash.spec.features import backward_features
 from cute_flash.spec.problem import Problem, Static, check_tile_fits_mods
 
-# Fraction of L2 for the K and V of one L2 group of heads; the rest is for Q, O and data in flight.
+# Fraction of L2 for one L2 group of heads: K and V in the forward, Q, dO and dQ in the backward. The rest is for the
+# other tensors and data in flight. Some backward passes have larger shares (`_bwd_heads_in_l2`).
 L2_SHARE = 0.4
-# The same for Q, dO and dQ in deterministic backward passes of wide heads.
-WIDE_L2_SHARE = 0.9
 # CUDA's limit of CTAs along y and z of a grid.
 MAX_GRID_YZ = 65535
 # Keeps the sum of two lengths and a window below 2^31.
@@ -282,7 +281,7 @@ def _equal_groups(problem: Problem, most: int) -> int:
 
 
 def _heads_of_waves(arch: ArchSpec, waves: int, head_tiles: int) -> int:
-    """The number of heads whose tiles are at least so many waves; a wave is one tile for every SM."""
+    """The smallest number of heads whose tiles fill `waves` waves; a wave is one tile for every SM."""
     return ceil_div(waves * arch.num_sms, max(1, head_tiles))
 
 
@@ -297,20 +296,22 @@ def _bwd_heads_in_l2(
     - deterministic: the tiles of a head start at different times, and wait less for each other;
     - wide heads, or head dims up to 64, with a bounded mask: long tiles overlap short tiles of more heads.
     """
-    in_l2 = int(arch.l2_bytes * L2_SHARE) // max(1, head_bytes)
-    is_wide, is_bounded = isinstance(tile, BwdTileSm90Wide), problem.static.is_bounded
+
+    def fitting(share: float) -> int:
+        return int(arch.l2_bytes * share) // max(1, head_bytes)
+
+    heads, is_wide, is_bounded = fitting(L2_SHARE), isinstance(tile, BwdTileSm90Wide), problem.static.is_bounded
     if problem.varlen or not tile.needs_wgmma:
-        return _equal_groups(problem, in_l2)
+        return _equal_groups(problem, heads)
     if is_bounded and tile.head_dim == 64 and not deterministic:
-        return _equal_groups(problem, max(in_l2, _heads_of_waves(arch, 4, head_tiles)))
+        return _equal_groups(problem, max(heads, min(_heads_of_waves(arch, 4, head_tiles), fitting(0.7))))
     # With more heads, fewer tiles of a head would run at a time and share Q and dO in L2.
     most = arch.num_sms // (8 if is_wide else 4)
     if deterministic and is_wide:
-        fitting = int(arch.l2_bytes * WIDE_L2_SHARE) // max(1, head_bytes)
-        in_l2 = max(in_l2, min(fitting, _heads_of_waves(arch, 4, head_tiles), most))
+        heads = max(heads, min(_heads_of_waves(arch, 4, head_tiles), fitting(0.9), most))
     if deterministic or (is_bounded and is_wide):
-        in_l2 = max(in_l2, min(_heads_of_waves(arch, 2, head_tiles), most))
-    return _equal_groups(problem, in_l2)
+        heads = max(heads, min(_heads_of_waves(arch, 2, head_tiles), fitting(1.1), most))
+    return _equal_groups(problem, heads)
 
 
 # ---- varlen

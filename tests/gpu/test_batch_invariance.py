@@ -17,7 +17,7 @@ from tests.fakes.recording import forward_keys
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 
 SQ, SK, NEIGHBOURS = 150, 700, (1, 2, 7, 64, 300)
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 96, 128, 256)
 OPTIONS: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (200, 50)}, {"softcap": 8.0, "causal": True}]
 
 

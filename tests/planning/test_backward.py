@@ -77,6 +77,13 @@ def test_l2_groups_of_heads(head_dim: int, causal: bool, deterministic: bool, gr
     assert tuple(found) == groups
 
 
+@pytest.mark.parametrize(("head_dim", "deterministic", "group"), [(64, False, 4), (256, False, 2), (256, True, 2)])
+def test_l2_groups_of_grouped_heads_fit_into_l2(head_dim: int, deterministic: bool, group: int) -> None:
+    """A K/V head has the Q, dO and dQ of four query heads."""
+    problem = Problem(4, 32, 8, 4096, 4096, head_dim, "bfloat16", Band(None, 0))
+    assert plan_backward(problem, H200, deterministic).sizes["heads_per_l2_group"] == group
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_l2_groups_of_mma_sync_and_of_varlen_batches_have_a_share_of_l2(deterministic: bool) -> None:
     causal = Problem(4, 8, 8, 4096, 4096, 256, "bfloat16", Band(None, 0))

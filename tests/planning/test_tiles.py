@@ -63,6 +63,7 @@ def test_there_is_a_table_for_every_architecture() -> None:
 FEATURES: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("alibi",), False),
     (("softcap",), False),
+    (("softcap",), True),
     (("dropout",), False),
     (("sinks", "dropout"), False),
     (("softcap", "dropout"), False),
@@ -216,6 +217,7 @@ def test_rows_for_short_sequences_and_for_masks() -> None:
     for features in ((), ("softcap",), ("softcap", "sinks"), ("alibi",)):
         with_features = dataclasses.replace(problem_of(64, full), features=features).static
         assert softcap.serves(with_features) == (features == ("softcap",))
+        assert not softcap.serves(dataclasses.replace(with_features, block_sparse=True))
     first = fwd_tile("sm90", SM_90, problem_of(64, causal, 1024))
     assert first.max_keys == 1024 and fwd_tile("sm90", SM_90, problem_of(64, causal, 1025)).max_keys is None
 

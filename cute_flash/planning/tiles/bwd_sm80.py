@@ -22,9 +22,8 @@ class BwdTileSm80(Tile):
     warps_q: int = 4  # along the queries of dQ (queries x head_dim)
     num_warps: int = 8
     pieces: int = 1  # 16-bit pieces per element of Q, K, V, dO, P and dS; 2 for fp32
-    # False: the row is not for deterministic gradients or not for fp16, which would spill.
-    allows_deterministic: bool = field(default=True, compare=False)
-    allows_fp16: bool = field(default=True, compare=False)
+    allows_deterministic: bool = field(default=True, compare=False)  # False: deterministic gradients would spill
+    allows_fp16: bool = field(default=True, compare=False)  # False: fp16 would spill
 
     def __post_init__(self) -> None:
         if self.num_warps not in (4, 8) or self.stages not in (1, 2):
@@ -101,7 +100,7 @@ _BWD_163 = (
     BwdTileSm80(head_dim=96, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=4, warps_q=4,
                 measured=_H200 + "249/279; 199/266"),
     BwdTileSm80(head_dim=128, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=2, warps_q=2,
-                measured=_H200 + "best of 32 tiles: 281/319; 222/300"),
+                measured=_H200 + "best of 32 tiles that fit sm_80: 281/319; 222/300"),
     BwdTileSm80(head_dim=192, tile_m=64, tile_n=96, stages=1, warps_s=2, warps_kv=2, warps_q=2,
                 allows_deterministic=False, allows_fp16=False, measured=_H200 + "236/265; 202/267"),
     BwdTileSm80(head_dim=192, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=2, warps_q=2,

@@ -39,7 +39,8 @@ class FwdTileSm90(Tile):
     layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
     # True: the row is only for masks with a bound; False: only for masks without one; None: for both.
     is_bounded: bool | None = field(default=None, compare=False)
-    only: str = field(default="", compare=False)  # a feature; the row is for calls with this feature and no other
+    # A feature: the row is only for calls with this feature and no other, without a block mask.
+    only: str = field(default="", compare=False)
 
     needs_wgmma: ClassVar[bool] = True
     dropout_producer_registers: ClassVar[int] = 56  # of a thread
@@ -130,7 +131,7 @@ class FwdTileSm90(Tile):
         # With batch_invariant the choice must not depend on the lengths of other sequences, nor on varlen.
         is_for_any_length = self.max_keys is None or not static.batch_invariant
         is_for_mask = self.is_bounded in (None, static.is_bounded)
-        is_for_features = not self.only or static.features == (self.only,)
+        is_for_features = not self.only or (static.features == (self.only,) and not static.block_sparse)
         has_room = self.max_cost >= static.feature_cost and self.divides_block_mask(static)
         return is_wide_enough and is_as_wide and is_for_any_length and is_for_mask and is_for_features and has_room
 
@@ -168,6 +169,8 @@ SM90_FWD = (
     FwdTileSm90( 64, 128,  64, 4, 2, True, speculative_max_masked=True, measured=_FOR_MODS),
     FwdTileSm90( 96, 128, 128, 2, 2, True, only="softcap", is_bounded=True,
                 measured=_FEATURES + "0.61 causal; 128x96 0.68"),
+    FwdTileSm90( 96, 128, 128, 2, 2, True, only="softcap", is_bounded=False, max_keys=1024,
+                measured="not measured: 128x128 is faster for few keys without features"),
     FwdTileSm90( 96, 192, 112, 2, 2, True, only="softcap", is_bounded=False,
                 measured=_FEATURES + "1.12 full; 128x128 1.17, 128x96 1.27"),
     FwdTileSm90( 96, 128, 128, 2, 2, True, max_keys=1024, is_bounded=False, max_cost=COST_ALIBI,
@@ -194,7 +197,7 @@ SM90_FWD = (
                 measured=_SWEEP + "causal 363/492/690"),
     FwdTileSm90(256, 128,  64, 2, 1, max_keys=2048, is_bounded=False, max_cost=COST_ALL_SCORE_FEATURES,
                 measured=_SWEEP + "523/610/706"),
-    # With a bound, 80 keys would spill.
+    # With a bound and an exact max, 80 keys would spill.
     FwdTileSm90(256, 128,  80, 2, 1, is_bounded=False, max_cost=COST_ALIBI, measured=_SWEEP + "507/605/712"),
     FwdTileSm90(256, 128,  64, 2, 1, is_bounded=False, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
     FwdTileSm90(256, 128,  32, 2, 1, measured=_FOR_MODS),
