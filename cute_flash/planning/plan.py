@@ -20,7 +20,7 @@ from cute_flash.spec.features import backward_features
 from cute_flash.spec.problem import Problem, Static, check_tile_fits_mods
 
 # Fraction of L2 for one L2 group of heads: K and V in the forward, Q, dO and dQ in the backward. The rest is for the
-# other tensors and data in flight. Some backward passes have larger shares (`_bwd_heads_in_l2`).
+# other tensors and data in flight. Some backward passes have larger shares (`_bwd_l2_group`).
 L2_SHARE = 0.4
 # CUDA's limit of CTAs along y and z of a grid.
 MAX_GRID_YZ = 65535
@@ -166,7 +166,7 @@ def plan_forward(
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.width_v) * DTYPE_BYTES[problem.dtype]
     sizes = {
         # Query heads whose K and V fit into L2 together.
-        "heads_per_l2_group": _kv_heads_in_l2(problem, arch, kv_bytes) * problem.group // packed_heads,
+        "heads_per_l2_group": _equal_groups(problem, _heads_in_l2(arch, kv_bytes)) * problem.group // packed_heads,
         "num_tiles": num_tiles,
         "num_ctas": min(num_tiles, arch.num_sms) if is_sm90 else num_tiles,
         "seqlen_q": problem.seqlen_q,
@@ -263,9 +263,9 @@ def _packing_pays(problem: Problem, tile_m: int) -> bool:
     return rows < tile_m and ceil_div(group * rows, tile_m) < group
 
 
-def _kv_heads_in_l2(problem: Problem, arch: ArchSpec, head_bytes: int) -> int:
-    """The number of K/V heads in an L2 group: the heads fit into `L2_SHARE` of L2."""
-    return _equal_groups(problem, int(arch.l2_bytes * L2_SHARE) // max(1, head_bytes))
+def _heads_in_l2(arch: ArchSpec, head_bytes: int, share: float = L2_SHARE) -> int:
+    """The number of K/V heads that fit into a share of L2."""
+    return int(arch.l2_bytes * share) // max(1, head_bytes)
 
 
 def _equal_groups(problem: Problem, most: int) -> int:
@@ -285,7 +285,7 @@ def _heads_of_waves(arch: ArchSpec, waves: int, head_tiles: int) -> int:
     return ceil_div(waves * arch.num_sms, max(1, head_tiles))
 
 
-def _bwd_heads_in_l2(
+def _bwd_l2_group(
     problem: Problem, arch: ArchSpec, tile: AnyBwdTile, deterministic: bool, head_bytes: int, head_tiles: int
 ) -> int:
     """The number of K/V heads in an L2 group of the backward. `head_tiles`: K/V tiles of a head.
@@ -296,21 +296,19 @@ def _bwd_heads_in_l2(
     - deterministic: the tiles of a head start at different times, and wait less for each other;
     - wide heads, or head dims up to 64, with a bounded mask: long tiles overlap short tiles of more heads.
     """
-
-    def fitting(share: float) -> int:
-        return int(arch.l2_bytes * share) // max(1, head_bytes)
-
-    heads, is_wide, is_bounded = fitting(L2_SHARE), isinstance(tile, BwdTileSm90Wide), problem.static.is_bounded
+    heads = _heads_in_l2(arch, head_bytes)
+    is_wide, is_bounded = isinstance(tile, BwdTileSm90Wide), problem.static.is_bounded
     if problem.varlen or not tile.needs_wgmma:
         return _equal_groups(problem, heads)
-    if is_bounded and tile.head_dim == 64 and not deterministic:
-        return _equal_groups(problem, max(heads, min(_heads_of_waves(arch, 4, head_tiles), fitting(0.7))))
+    two_waves, four_waves = (_heads_of_waves(arch, waves, head_tiles) for waves in (2, 4))
     # With more heads, fewer tiles of a head would run at a time and share Q and dO in L2.
     most = arch.num_sms // (8 if is_wide else 4)
     if deterministic and is_wide:
-        heads = max(heads, min(_heads_of_waves(arch, 4, head_tiles), fitting(0.9), most))
+        heads = max(heads, min(four_waves, most, _heads_in_l2(arch, head_bytes, 0.9)))
     if deterministic or (is_bounded and is_wide):
-        heads = max(heads, min(_heads_of_waves(arch, 2, head_tiles), fitting(1.1), most))
+        heads = max(heads, min(two_waves, most, _heads_in_l2(arch, head_bytes, 1.1)))
+    elif is_bounded and tile.head_dim == 64:
+        heads = max(heads, min(four_waves, _heads_in_l2(arch, head_bytes, 0.7)))
     return _equal_groups(problem, heads)
 
 
@@ -414,7 +412,7 @@ def _plan_backward(
         init = "zeros" if problem.varlen else "empty"
         workspace.append(Buffer("dq_progress", (batch, problem.heads, num_m_blocks), "int32", init))
     sizes = {
-        "heads_per_l2_group": _bwd_heads_in_l2(problem, arch, tile, deterministic, l2_bytes, num_kv_tiles),
+        "heads_per_l2_group": _bwd_l2_group(problem, arch, tile, deterministic, l2_bytes, num_kv_tiles),
         "num_tiles": num_tiles,
         "num_ctas": min(num_tiles, arch.num_sms) if is_persistent else num_tiles,
     }

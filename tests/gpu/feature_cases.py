@@ -94,7 +94,7 @@ def _cases() -> list[FeatureCase]:
     for d, band in itertools.product(wide, (FULL, CAUSAL, Band(500, 80))):
         cases += [FeatureCase(Case(2, 4, 2, 700, 1100, d, band), fp16 if d == 96 else bf16, (ALIBI,))]
     cases += [FeatureCase(Case(4, 40, 8, 300, 450, d, CAUSAL), bf16, (ALIBI,)) for d in (64, 128, 192)]
-    # Two stages of dropout masks.
+    # Several stages of dropout masks.
     cases += [FeatureCase(Case(2, 4, 2, 700, 1100, d, CAUSAL), bf16, (DROPOUT,)) for d in wide]
     # Tiles for calls with a single feature: softcap and dropout at widths with a tile of their own.
     for d, names, band in itertools.product((80, 192, 256), ((SOFTCAP,), (DROPOUT,)), (FULL, CAUSAL, Band(500, 80))):

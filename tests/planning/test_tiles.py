@@ -373,8 +373,8 @@ def test_every_head_dim_has_a_backward_tile_that_fits(arch: str) -> None:
         assert tile.fits(ARCHS[arch])
         # It is the narrowest row that is wide enough.
         assert tile.head_dim == min(row.head_dim for row in SM80_BWD[arch] if row.head_dim >= head_dim)
-        # dK and dV stay in registers, beside S and dP, and later beside dQ. Without a semaphore ptxas adds each part of
-        # dQ as soon as it is complete.
+        # dK and dV stay in registers, beside S and dP, and later beside dQ. Without a semaphore ptxas moves the atomic
+        # additions of dQ between its MMAs, so only a part of dQ is in registers at a time.
         dq = tile.tile_m * tile.head_dim // tile.num_threads if tile.allows_deterministic else 0
         kept = 2 * tile.tile_n * tile.head_dim // tile.num_threads
         assert max(tile.accumulator_registers, kept + dq) <= MAX_REGISTERS - OTHER_REGISTERS

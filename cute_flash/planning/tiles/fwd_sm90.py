@@ -138,8 +138,8 @@ class FwdTileSm90(Tile):
 
 # Versions are those of profiling/notes/fwd_sm90.md.
 _SWEEP = "H200, bf16, 16384 tokens, hidden 2048, kernel version 7, 2026-11-15, TFLOP/s of S=512/1024/8192: "
-_SWEEP_18 = "H200, bf16, 16384 tokens, hidden 2048, 2026-11-18, TFLOP/s of S=1024/4096/16384: "
-_SWEEP_192 = _SWEEP_18 + "567/678/735; causal 450/630/719 (128x112: 555/691/748; causal 438/654/722)"
+_SWEEP_NOV_18 = "H200, bf16, 16384 tokens, hidden 2048, 2026-11-18, TFLOP/s of S=1024/4096/16384: "
+_SWEEP_192 = _SWEEP_NOV_18 + "567/678/735; causal 450/630/719 (128x112: 555/691/748; causal 438/654/722)"
 _FEATURES = "H200, bf16, B=4, S=4096, hidden 2048, 2026-11-18, ms of full; causal: "
 _BY_WIDTH = "not measured: like its neighbours, as far as registers and shared memory allow"
 _FOR_FEATURES = "not measured: for features that would spill in the row before"
@@ -174,11 +174,11 @@ SM90_FWD = (
     FwdTileSm90( 96, 192, 112, 2, 2, True, only="softcap", is_bounded=False,
                 measured=_FEATURES + "1.12 full; 128x128 1.17, 128x96 1.27"),
     FwdTileSm90( 96, 128, 128, 2, 2, True, max_keys=1024, is_bounded=False, max_cost=COST_ALIBI,
-                measured=_SWEEP_18 + "534/597/618"),
+                measured=_SWEEP_NOV_18 + "534/597/618"),
     FwdTileSm90( 96, 128, 128, 2, 2, True, max_keys=2048, is_bounded=True, max_cost=COST_ALIBI,
-                measured=_SWEEP_18 + "causal 422/585/621"),
+                measured=_SWEEP_NOV_18 + "causal 422/585/621"),
     FwdTileSm90( 96, 192, 112, 2, 2, True, speculative_max_masked=True, max_cost=COST_SINKS,
-                measured=_SWEEP_18 + "488/702/749; causal 367/596/710"),
+                measured=_SWEEP_NOV_18 + "488/702/749; causal 367/596/710"),
     FwdTileSm90( 96, 128, 128, 2, 2, True, max_cost=COST_ALIBI, measured=_FEATURES + "ALiBi 0.97; 0.52"),
     FwdTileSm90( 96, 128,  96, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
     FwdTileSm90( 96, 128,  64, 2, 2, True, measured=_FOR_MODS),
