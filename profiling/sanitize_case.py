@@ -54,8 +54,19 @@ FEATURES: dict[str, dict[str, Any]] = {
     "many_tiles": {"causal": True},
     # Partial outputs of context parallelism.
     "merge": {},
+    # The row max of most blocks exceeds that of the blocks before, so a speculative row max fails.
+    "large_scores": {"scale": 2.0},
+    # Tiles for many keys.
+    "long": {},
+    "long_causal": {"causal": True},
+    "long_softcap": {"softcap": 5.0},
 }
-DENSE_ONLY = ("bias", "bias_constant", "bias_shared", "bias_terms", "block_mask", "many_tiles", "merge")
+# At these head dims, only these features, dense.
+OTHER_HEAD_DIMS = (96, 192)
+OTHER_FEATURES = ("full", "causal", "softcap", "alibi", "dropout", "deterministic", "bias", "score_mod", "large_scores")
+LONG_FEATURES = ("long", "long_causal", "long_softcap")
+LONG_HEAD_DIMS = (96, 192, 256)  # of the Hopper forward
+DENSE_ONLY = ("bias", "bias_constant", "bias_shared", "bias_terms", "block_mask", "many_tiles", "merge", "large_scores")
 # Varlen kernels differ from dense ones only in lengths and tile lists. So all features run at the smallest head dim,
 # and only these at the others.
 VARLEN_WIDE = ("causal", "dropout")
@@ -99,10 +110,14 @@ class Launch:
 
 
 def launches(families: Iterable[str] = FAMILIES, only: str = "*") -> list[Launch]:
-    """Every kind of kernel: both families, all features, three head dims, dense, varlen and decode."""
-    found = []
+    """Every kind of kernel: both families, all features, three head dims, dense, varlen and decode.
+
+    At other head dims, which have tiles of their own, there are fewer features.
+    """
     families = tuple(families)
-    for family, head_dim, feature in product(families, HEAD_DIMS, FEATURES):
+    found = [Launch(*place) for place in product(families, OTHER_HEAD_DIMS, OTHER_FEATURES)]
+    found += [Launch(*place) for place in product(families, LONG_HEAD_DIMS, LONG_FEATURES) if place[0] == "sm90"]
+    for family, head_dim, feature in product(families, HEAD_DIMS, (x for x in FEATURES if x not in LONG_FEATURES)):
         if feature == "fp32" and (family, head_dim) not in (("sm80", 64), ("sm80", 128)):
             continue
         found.append(Launch(family, head_dim, feature, is_varlen=False))
@@ -235,6 +250,7 @@ def call(launch: Launch, device: str) -> None:
     if launch.feature == "merge":
         return _call_merge(launch, device)
     sizes = {"many_tiles": (140, 2, 40, 70), "bias_shared": (8, 1, 150, 600)}
+    sizes |= dict.fromkeys(LONG_FEATURES, (2, 1, 250, 2400))
     heads, heads_kv, rows, keys = sizes.get(launch.feature, (2, 1, 150, 600))
     attend: Any = cute_flash.attn_varlen if launch.is_varlen else cute_flash.attn
     shapes: list[tuple[int, ...]]

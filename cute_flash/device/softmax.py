@@ -124,6 +124,13 @@ class Softmax:
                 self.max_score[r] = cute.arch.fmax(self.max_score[r], block_max[r])
 
     @cute.jit
+    def threshold(self, keys_seen: Int32) -> Float32:
+        """How far m may lag. `keys_seen`: number of keys in the blocks before this one."""
+        if cutlass.const_expr(self.is_exact):
+            return Float32(0.0)
+        return Float32(0.0) if keys_seen < EXACT_KEYS else Float32(RESCALE_THRESHOLD)
+
+    @cute.jit
     def is_outgrown(
         self, acc_S_mn: cute.Tensor, block_max: cute.Tensor, keys_seen: Int32, reference: tuple | None = None
     ):
@@ -131,9 +138,7 @@ class Softmax:
 
         The maximum over this thread's columns suffices, because the warp votes.
         """
-        threshold = Float32(0.0)
-        if cutlass.const_expr(not self.is_exact):
-            threshold = Float32(0.0) if keys_seen < EXACT_KEYS else Float32(RESCALE_THRESHOLD)
+        threshold = self.threshold(keys_seen)
         self.block_max(acc_S_mn, block_max, reference)
         grew = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
@@ -147,13 +152,18 @@ class Softmax:
         A NaN sum means yes: a row without keys so far has m = -inf, and gives NaN for scores of -inf. Relative scores
         give no NaN, so m is compared with -inf instead.
         """
+        return cute.arch.vote_any_sync(self.sums_exceed(block_sum, is_relative))
+
+    @cute.jit
+    def sums_exceed(self, block_sum: cute.Tensor, is_relative: cutlass.Constexpr = False):
+        """The condition of `may_have_outgrown` for the rows of this thread."""
         is_fine = cutlass.Boolean(True)
         for r in cutlass.range_constexpr(cute.size(block_sum)):
             most = cute.arch.fmin(self.row_sum[r] + SPECULATION_EXCESS, MAX_BLOCK_SUM)
             is_fine = is_fine & (block_sum[r] <= most)
             if cutlass.const_expr(is_relative):
                 is_fine = is_fine & (self.row_max[r] != -Float32.inf)
-        return cute.arch.vote_any_sync(not is_fine)
+        return not is_fine
 
     @cute.jit
     def must_redo(self, block_max: cute.Tensor, block_sum: cute.Tensor):
@@ -211,6 +221,34 @@ class Softmax:
                     probs = cute.math.exp2(scores, fastmath=True)
                     block_sum[r] = block_sum[r] + (probs[0] + probs[1])
                     acc_P[(None, r, pair), 0, k].store(probs)
+
+    @cute.jit
+    def exponentiate_to(self, rP: cute.Tensor, acc_S: cute.Tensor, block_sum: cute.Tensor, maybe_empty: bool):
+        """P = exp(scale (S - m)) in the dtype of `rP`, and block_sum = rowsum P. S and l stay unchanged.
+
+        `acc_S`, `rP`: ((2, 2), MMA_M, MMA_N). `maybe_empty`: rows may have no keys so far, which have m = -inf.
+        """
+        block_sum.fill(0.0)
+        rows = range(cute.size(self.row_max))
+        row_max = [self.row_max[r] for r in rows]
+        if cutlass.const_expr(maybe_empty):
+            row_max = [cutlass.select_(m == -Float32.inf, Float32(0.0), m) for m in row_max]
+        for n in cutlass.range_constexpr(cute.size(acc_S, mode=[2])):
+            for r in cutlass.range_constexpr(cute.size(self.row_max)):
+                two = (None, r % 2), r // 2, n
+                probs = cute.math.exp2(acc_S[two].load() * self.scale_log2 - row_max[r], fastmath=True)
+                block_sum[r] = block_sum[r] + (probs[0] + probs[1])
+                rP[two].store(probs.to(rP.element_type))
+
+    @cute.jit
+    def max_exceeds(self, block_max: cute.Tensor, keys_seen: Int32):
+        """Whether a row of this warp exceeds m by more than the threshold, or has no keys so far."""
+        threshold = self.threshold(keys_seen)
+        is_within = cutlass.Boolean(True)
+        for r in cutlass.range_constexpr(cute.size(self.row_max)):
+            # Without keys so far, this is NaN.
+            is_within = is_within & (block_max[r] * self.scale_log2 - self.row_max[r] <= threshold)
+        return cute.arch.vote_any_sync(not is_within)
 
     @cute.jit
     def add_sums(self, block_sum: cute.Tensor):

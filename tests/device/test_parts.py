@@ -37,7 +37,7 @@ tiles = pytest.mark.parametrize("tile", TILES, ids=["4 warps", "8 warps"])
 
 
 def tiled_mma(tile: FwdTileSm80):  # type: ignore[no-untyped-def]
-    return FwdSm80(Static("bfloat16", tile.head_dim, True, True), tile)._tiled_mma()
+    return FwdSm80(Static("bfloat16", tile.head_dim, True, True), tile).grids.s.mma()
 
 
 # The grid

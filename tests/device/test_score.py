@@ -33,8 +33,8 @@ FOR_HOPPER = "--gpu-arch sm_90a"
 # (rows, columns, threads, MMA) of a tile of scores: mma.sync with one and two row tiles per warp, and wgmma.
 ONE, TWO = FwdTileSm80(64, 64, 32, 4, 1), FwdTileSm80(64, 128, 48, 4, 1)
 SHAPES: dict[str, tuple[int, int, int, Callable[[], Any]]] = {
-    "one row tile": (64, 32, 128, lambda: FwdSm80(Static("bfloat16", 64, True, True), ONE)._tiled_mma()),
-    "two row tiles": (128, 48, 128, lambda: FwdSm80(Static("bfloat16", 64, True, True), TWO)._tiled_mma()),
+    "one row tile": (64, 32, 128, lambda: FwdSm80(Static("bfloat16", 64, True, True), ONE).grids.s.mma()),
+    "two row tiles": (128, 48, 128, lambda: FwdSm80(Static("bfloat16", 64, True, True), TWO).grids.s.mma()),
     "wgmma": (
         64, 80, 128,
         lambda: make_mma(cutlass.BFloat16, 80, True, OperandMajorMode.K, OperandMajorMode.K),

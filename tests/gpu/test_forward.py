@@ -32,17 +32,19 @@ def test_against_the_oracle(case, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=("bf16", "fp16"))
 @pytest.mark.parametrize("growth", (1.0, 30.0, -30.0))
-def test_scores_that_grow_along_the_keys(dtype, growth):
-    """Rising, falling and steeply rising maxima: every path of the rescaling."""
-    case = cases.Case(1, 2, 2, 300, 1500, 128, CAUSAL)
+@pytest.mark.parametrize("head_dim", (64, 128, 192, 256))
+@pytest.mark.parametrize("band", (Band(), CAUSAL), ids=("full", "causal"))
+def test_scores_that_grow_along_the_keys(dtype, growth, head_dim, band):
+    """Rising, falling and steeply rising maxima: every path of the rescaling, and of a speculative row max."""
+    case = cases.Case(1, 2, 2, 300, 1500, head_dim, band)
     q, k, v = cases.make_inputs(case, dtype, "cuda")
     k = (k * torch.linspace(1, 1 + abs(growth), 1500, device="cuda", dtype=dtype)[:, None]).to(dtype)
     k = k.flip(2).contiguous() if growth < 0 else k
-    out, lse = attend(q, k, v, CAUSAL)
-    cases.assert_is_attention(out, lse, q, k, v, CAUSAL)
+    out, lse = attend(q, k, v, band)
+    cases.assert_is_attention(out, lse, q, k, v, band)
 
 
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("head_dim", (64, 128, 192, 256))
 @pytest.mark.parametrize("num_hidden", (100, 300))
 def test_keys_that_score_minus_infinity(head_dim, num_hidden):
     """Scores of -inf in full blocks and in a part of a block, which kernels visit before the first finite score."""

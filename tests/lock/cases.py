@@ -173,6 +173,7 @@ def plain() -> Iterator[Case]:
     yield from (fwd(HOPPER, 64, mask=mask, seqlen_k=SHORT) for mask in ("causal", "left", "window"))
     yield fwd(HOPPER, 256, mask="full", seqlen_k=SHORT)
     yield from (fwd(HOPPER, 96, mask=mask, seqlen_k=SHORT) for mask in MASKS)
+    yield fwd(AMPERE_ON_90, 64, mask="full", seqlen_k=SHORT)
     for place in PLACES:
         for head_dim, mask in product(HOPPER_BWD_DIMS if place == HOPPER else HEAD_DIMS, MASKS):
             yield bwd(place, head_dim, mask=mask)
@@ -268,12 +269,22 @@ def fwd_features() -> Iterator[Case]:
     yield fwd(HOPPER, 96, "softcap", mask="full")
     yield fwd(HOPPER, 192, "softcap", mask="window")
     yield fwd(HOPPER, 256, "softcap")
+    yield fwd(HOPPER, 96, "softcap", mask="full", seqlen_k=SHORT)
+    yield fwd(HOPPER, 192, "softcap", seqlen_k=SHORT)
+    yield fwd(HOPPER, 256, "softcap", seqlen_k=SHORT)
     yield fwd(HOPPER, 192, "alibi")
     yield fwd(HOPPER, 192, "dropout")
     yield fwd(HOPPER, 192, "dropout", head_dim_v=128)
     yield fwd(HOPPER, 256, "dropout", mask="full")
     yield fwd(AMPERE_86, 128, *ALL_SCORE, mask="window")
     yield fwd(AMPERE_ON_90, 128, "softcap", "alibi", mask="full")
+    # Pairs of warps that share rows, and the rows for calls that need the exact row max.
+    for place in (AMPERE, AMPERE_ON_90):
+        yield fwd(place, 256, "alibi")
+        yield fwd(place, 256, "varlen", "sinks", mask="window")
+        yield fwd(place, 256, "out_dtype", mask="full")
+        yield fwd(place, 256, "max_logit")
+    yield fwd(AMPERE_ON_90, 192, mask="full", dtype="fp16")
     yield fwd(AMPERE_86, 64, "varlen")
 
 

@@ -62,6 +62,7 @@ def test_there_is_a_table_for_every_architecture() -> None:
 # Features of every cost, and whether there is a block mask, whose blocks not all tiles divide.
 FEATURES: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("alibi",), False),
+    (("return_max_logit",), False),
     (("softcap",), False),
     (("softcap",), True),
     (("dropout",), False),
@@ -69,6 +70,7 @@ FEATURES: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("softcap", "dropout"), False),
     (("softcap", "alibi"), False),
     (("softcap", "sinks"), False),
+    (("score_mod",), False),
     (("mask_mod",), True),
     (("score_mod", "mask_mod"), False),
     (("dropout", "score_mod", "mask_mod"), False),
@@ -111,7 +113,9 @@ def test_row_cites_its_measurement_or_says_that_there_is_none(entry: Entry) -> N
 def test_row_fits_the_shared_memory_and_registers_of_its_table(entry: tuple[str, ArchSpec, FwdTileSm80]) -> None:
     _, arch, row = entry
     q, k, v = row.tile_m, row.stages * row.tile_n, row.stages * row.tile_n
-    assert row.smem_bytes == 2 * row.head_dim * (q + k + v)
+    # Pairs of warps exchange P, and statistics of 8 threads of each row.
+    exchanged = row.tile_m * (2 * row.tile_n + 4 * 8) if row.warp_pairs else 0
+    assert row.smem_bytes == 2 * row.head_dim * (q + k + v) + exchanged
     assert row.smem_bytes <= arch.smem_per_cta
     assert row.num_threads <= arch.max_threads_per_sm
     assert row.smem_bytes + 1024 <= arch.smem_per_sm

@@ -30,8 +30,9 @@ def test_every_kind_of_kernel_is_launched() -> None:
     assert {(one.family, one.head_dim, one.is_varlen) for one in found} == {
         (family, head_dim, is_varlen)
         for family in ("sm80", "sm90")
-        for head_dim in (64, 128, 256)
+        for head_dim in (64, 96, 128, 192, 256)
         for is_varlen in (False, True)
+        if not is_varlen or head_dim not in (96, 192)
     }
     keywords = {"return_max_logit": "max_logit"}
     for feature in FEATURES:
@@ -49,6 +50,10 @@ def test_the_launches_need_every_kernel() -> None:
     tiles = {type(key.tile).__name__ for key in keys}
     assert {"FwdTileSm80", "FwdTileSm90", "BwdTileSm80", "BwdTileSm90", "BwdTileSm90Wide"} <= tiles
     assert {key.static.features for key in keys if key.kernel == "fwd_sm90"} >= {(), ("dropout",)}
+    plain = {key.tile for key in keys if key.kernel == "fwd_sm90" and not key.static.features}
+    assert {(96, 128), (96, 192)} <= {(tile.head_dim, tile.tile_m) for tile in plain}, "for few and for many keys"
+    ways = {(key.tile.warp_pairs, key.tile.speculative_max) for key in keys if key.kernel == "fwd_sm80"}
+    assert ways == {(False, False), (False, True), (True, True)}
     statics = [key.static for key in keys if key.kernel == "decode"]
     assert {static.page_lookup for static in statics} == {"", "chunk", "row"}
     assert {static.overlaps_previous for static in statics} == {True, False}, "both families"
@@ -141,7 +146,7 @@ def test_command(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(cli.ncu, "run_command", fake)
     assert cli.main(("sanitize", "--only", "sm90-*-dropout", "--tool", "memcheck", "--tool", "racecheck")) == cli.OK
     (log,) = (tmp_path / "results" / "h200").iterdir()
-    assert log.name.endswith("-sanitize.txt") and "racecheck: 6 launches clean" in log.read_text()
+    assert log.name.endswith("-sanitize.txt") and "racecheck: 8 launches clean" in log.read_text()
     assert "synccheck" not in log.read_text() and log.read_text() in capsys.readouterr().out
 
 

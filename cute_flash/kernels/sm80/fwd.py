@@ -13,12 +13,15 @@ Score features (`ScoreParams`): softcap, ALiBi, a bias and score_mod change S be
 scores, dropout changes P after its row sums are taken, and a sink changes l and the LSE at the end. With a block mask,
 the K/V blocks are those that it lists, full ones first.
 
-Warps are not specialised. Each has tile_m / num_warps rows (16 or 32), and reads all of K and V.
+Warps are not specialised. Each has tile_m / num_warps rows (16 or 32), and reads all of K and V. With 16 rows, ldmatrix
+saturates shared memory. Wide heads have no registers for 32 rows of O, so two warps share 32 rows there: each computes
+S for half of the keys and O for half of the columns, and reads half of K and V (`device/warp_pair.py`).
 
 | shared memory | elements                  | lifetime                                     |
 |---------------|---------------------------|----------------------------------------------|
 | sQ            | tile_m x tile_d           | the tile; O is stored through it at the end  |
 | sK, sV        | stages x tile_n x tile_d  | one block each                               |
+| sP            | tile_m x tile_n           | one block; only if warps share rows          |
 
 If values and keys differ in width, the tile has the larger width, and the narrower operand is zero-filled.
 """
@@ -29,29 +32,34 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warp
 
 from cute_flash.device import split_fp32
 from cute_flash.device.block_sparse import BlockSparseIterator
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
-from cute_flash.device.epilogue import Epilogue, store_floats, store_lse, update_max_logit
+from cute_flash.device.epilogue import Epilogue, store_floats, store_fp32, store_lse, update_max_logit
 from cute_flash.device.mask import Mask
 from cute_flash.device.philox import batch_head_index
 from cute_flash.device.position import TilePosition
 from cute_flash.device.ptx import rederived
 from cute_flash.device.seqlen import SeqlenInfo
-from cute_flash.device.softmax import Softmax
+from cute_flash.device.softmax import EXACT_KEYS, Softmax
 from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.common.params import ScoreParams
-from cute_flash.kernels.sm80.fwd_storage import MainloopState, Params, allocate, gemm, gemm_rs, operands
+from cute_flash.kernels.sm80.fwd_storage import MainloopState, Params, SharedStorage, WarpGrids, gemm, gemm_rs
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.spec.band import BlockRange
+from cute_flash.spec.problem import Static
 
 
 class FwdSm80(Kernel):
     """The forward kernel. One CTA computes one tile of queries of one head."""
+
+    def __init__(self, static: Static, tile: FwdTileSm80):
+        super().__init__(static, tile)
+        self.grids = WarpGrids.of(tile, self.dtype)
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
@@ -78,18 +86,13 @@ class FwdSm80(Kernel):
             tile_list=tile_list,
             copy_in=async_row_copy(tile.num_threads, row_elements, self.dtype),
             copy_out=plain_row_copy(tile.num_threads, row_elements, self.dtype),
-            tiled_mma=self._tiled_mma(),
+            mma_s=self.grids.s.mma(),
+            mma_o=self.grids.o.mma(),
             score_params=score_params,
             norms=args.norms if static.is_fp32 else None,
         )
         grid = (num_m_blocks * heads * batch, 1, 1)
         self.launch(self.symbol("fwd_sm80"), params, grid, tile.num_threads, stream)
-
-    def _tiled_mma(self) -> cute.TiledMma:
-        """All warps are along the rows. One ldmatrix.x4 loads two n8 tiles."""
-        op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
-        warps = self.tile.num_warps
-        return cute.make_tiled_mma(op, (warps, 1, 1), permutation_mnk=(warps * 16, 16, 16))
 
     @cute.kernel
     def kernel(self, p: Params):
@@ -122,12 +125,12 @@ class FwdSm80(Kernel):
         gQ = row_tile(seqlen.slice_head(p.mQ, head), first_row, tile.tile_m, tile.row_cols)
         gK = seqlen.slice_keys(p.mK, head_kv)
         gV = seqlen.slice_keys(p.mV, head_kv)
-        sQ, sK, sV = allocate(tile, self.dtype)
+        storage = SharedStorage.allocate(tile, self.dtype)
 
-        thr_mma = p.tiled_mma.get_slice(thread)
+        thr_mma = p.mma_o.get_slice(thread)
         acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_m, tile.head_dim)), Float32)
         acc_O.fill(0.0)
-        tScS = self.coordinates(p.tiled_mma, thread)
+        tScS = self.coordinates(p.mma_s, thread)
         tracks_max_score, is_exact = p.score_params.max_logit is not None, self.static.batch_invariant
         softmax = Softmax.start(as_mn(acc_O), p.scale_log2, tracks_max_score, is_exact)
         softmax = replace(softmax, sums_by_block=self.static.is_fp32)
@@ -137,19 +140,20 @@ class FwdSm80(Kernel):
             head_dim, width_v = tile.row_cols, tile.row_cols
         load_q = RowTiles(p.copy_in, thread, tile.tile_m, tile.row_cols, head_dim)
         load_k = replace(load_q, tile_rows=tile.tile_n)
-        operand_q, operand_k, operand_v = operands(tile, p.tiled_mma, thread, sQ, sK, sV)
+        operand_q, operand_k, operand_v = self.grids.operands(tile, p, thread, storage)
         blocks = p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k)
         state = MainloopState(
             load_k=load_k,
             load_v=replace(load_k, head_dim=width_v),
             gK=gK,
             gV=gV,
-            sK=sK,
-            sV=sV,
+            sK=storage.sK,
+            sV=storage.sV,
             q=operand_q,
             k=operand_k,
             v=operand_v,
-            tiled_mma=p.tiled_mma,
+            mma_s=p.mma_s,
+            mma_o=p.mma_o,
             acc_O=acc_O,
             softmax=softmax,
             mask=Mask(p.band, seqlen_q, seqlen_k, m_block * tile.tile_m, tScS),
@@ -158,12 +162,13 @@ class FwdSm80(Kernel):
             dropout=p.score_params.dropout(),
             batch_head=batch_head_index(p.score_params.dropout_origin, seqlen.batch, head, p.mQ.shape[1]),
             block_iter=self.block_iterator(p, m_block, head, seqlen, blocks),
+            pair=self.grids.pair(tile, p, thread, storage),
             score_factor=self.score_factor(p, head, head_kv, seqlen),
         )
 
         # A tile that sees no key must not load Q: a late copy would overwrite the output in sQ.
         if self.has_blocks(state):
-            load_q.load(gQ, sQ[None, None, 0], rows_left, True)
+            load_q.load(gQ, storage.sQ[None, None, 0], rows_left, True)
             self.mainloop(state)
 
         if cutlass.const_expr(self.static.base_cost > 0):
@@ -171,22 +176,30 @@ class FwdSm80(Kernel):
             thread = rederived(thread)
             m_block, head, seqlen = self.tile_coord(p, rederived(cute.arch.block_idx()[0]))
             rows_left, first_row = seqlen.q_len - m_block * tile.tile_m, seqlen.q_row(m_block * tile.tile_m)
-            tScS = self.coordinates(p.tiled_mma, thread)
+            tScS = self.coordinates(p.mma_s, thread)
         gO = row_tile(seqlen.slice_head(p.mO, head), first_row, tile.tile_m, tile.head_dim)
         gLSE = cute.domain_offset((first_row,), seqlen.slice_head(p.mLSE, head))
         lse = cute.make_rmem_tensor(cute.size(softmax.row_max), Float32)
         if cutlass.const_expr(self.static.is_fp32):
             head_v = head // (p.mQ.shape[1] // p.mK.shape[1])
             acc_O.store(acc_O.load() * (self.factor(p, 2, head_v, seqlen) * (1 / split_fp32.PROB_SCALE)))
+        if cutlass.const_expr(state.pair is not None):
+            replace(state.pair, thread=thread).combine(softmax.row_sum, lambda a, b: a + b)
         softmax.finish(as_mn(acc_O), lse, state.score_params.sink, state.score_params.dropout_scale)
-        store_lse(lse, gLSE, tScS, thread, rows_left)
+        if cutlass.const_expr(state.pair is None):
+            store_lse(lse, gLSE, tScS, thread, rows_left)
+        else:
+            # The first warp of a pair stores the LSE of the rows that both share.
+            if thread < 32 * tile.warps_m:
+                store_lse(lse, gLSE, tScS, thread, rows_left)
         if cutlass.const_expr(p.score_params.max_logit is not None):
             update_max_logit(p.score_params.max_logit, head, softmax.max_logit(tScS, rows_left))
         if cutlass.const_expr(self.static.out_fp32 or self.static.is_fp32):
-            store_floats(acc_O, gO, p.tiled_mma, (thread, rows_left), self.static.width_v)
+            store = store_floats if state.pair is None else store_fp32
+            store(acc_O, gO, p.mma_o, (thread, rows_left), self.static.width_v)
         else:
             store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.width_v)
-            Epilogue(p.tiled_mma, store_rows, thread, rows_left).store(acc_O, sQ[None, None, 0], gO)
+            Epilogue(p.mma_o, store_rows, thread, rows_left).store(acc_O, storage.sQ[None, None, 0], gO)
 
     def factor(self, p: Params, index: int, head: Int32, seqlen: SeqlenInfo) -> Float32:
         """The scale factor of a head's fp16 pieces of Q, K or V (`index` 0, 1, 2)."""
@@ -307,9 +320,7 @@ class FwdSm80(Kernel):
         # The parity of `iteration` selects the stage; it alternates from block to block.
         iteration = n_block if sparse is None else sparse[0]
         stage = self.stage(iteration)
-        acc_S = cute.make_rmem_tensor(
-            state.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32
-        )
+        acc_S = cute.make_rmem_tensor(state.mma_s.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
         acc_S.fill(0.0)
 
         # Wait until K(n), and V(n) with two stages, has landed, and every warp is done with the previous block's
@@ -325,10 +336,10 @@ class FwdSm80(Kernel):
 
         # S = Q K^T
         if cutlass.const_expr(self.static.is_fp32):
-            split_fp32.gemm_ss(state.tiled_mma, acc_S, state.q, state.k, stage, tile.head_dim // 16)
+            split_fp32.gemm_ss(state.mma_s, acc_S, state.q, state.k, stage, tile.head_dim // 16)
             acc_S.store(acc_S.load() * state.score_factor)
         else:
-            gemm(state.tiled_mma, acc_S, (state.q, state.k), stage, tile.q_steps)
+            gemm(state.mma_s, acc_S, (state.q, state.k), stage, tile.q_steps)
 
         if cutlass.const_expr(tile.stages == 1):
             # Wait until V(n) has landed, and every warp is done with K(n).
@@ -350,22 +361,33 @@ class FwdSm80(Kernel):
         state.score_params.apply_mask(acc_S, state.mask, state.block_iter, n_block, column, masked)
         blocks_seen = state.blocks.end - 1 - n_block if sparse is None else iteration
         keys_seen = blocks_seen * tile.tile_n
+        if cutlass.const_expr(tile.speculative_max):
+            operands = [self.speculative_probs(state, acc_S, keys_seen)]
+        else:
+            operands = self.probs(state, acc_S, keys_seen, column)
+
+        # O += P V
+        if cutlass.const_expr(self.static.is_fp32):
+            split_fp32.add_gemm_rs(state.mma_o, state.acc_O, operands, state.v, stage)
+        else:
+            gemm_rs(state.mma_o, state.acc_O, operands[0], state.v, stage)
+
+    @cute.jit
+    def probs(self, state: MainloopState, acc_S: cute.Tensor, keys_seen: Int32, column: Int32) -> list[cute.Tensor]:
+        """P as operand A. Raises the row max first, if a score exceeds it.
+
+        `keys_seen`: number of keys in the blocks before this one. `column`: first key of the block.
+        """
         state.softmax.step(as_mn(acc_S), as_mn(state.acc_O), keys_seen)
         pieces = self.prob_pieces(acc_S)
         if cutlass.const_expr(state.dropout is not None):
-            position = TilePosition(state.batch_head, state.mask.first_row, n_block * tile.tile_n, state.mask.tScS)
+            position = TilePosition(state.batch_head, state.mask.first_row, column, state.mask.tScS)
             masks = state.dropout.masks_of(as_operand_a(pieces[0]), position)
             for rP in pieces:
                 packed = cute.recast_tensor(rP, Int32)
                 for i in cutlass.range_constexpr(cute.size(packed)):
                     packed[i] = packed[i] & masks[i]
-
-        # O += P V
-        operands = [as_operand_a(rP) for rP in pieces]
-        if cutlass.const_expr(self.static.is_fp32):
-            split_fp32.add_gemm_rs(state.tiled_mma, state.acc_O, operands, state.v, stage)
-        else:
-            gemm_rs(state.tiled_mma, state.acc_O, operands[0], state.v, stage)
+        return [as_operand_a(rP) for rP in pieces]
 
     def prob_pieces(self, acc_S: cute.Tensor) -> list[cute.Tensor]:
         """P rounded to the dtype of the MMA; in fp32 calls, its high and its low fp16 piece."""
@@ -374,3 +396,47 @@ class FwdSm80(Kernel):
         rP = cute.make_fragment_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
         return [rP]
+
+    @cute.jit
+    def speculative_probs(self, state: MainloopState, acc_S: cute.Tensor, keys_seen: Int32) -> cute.Tensor:
+        """P as operand A, with a speculative row max (`device/softmax.py`), except in the first blocks.
+
+        If warps share rows, P passes through shared memory, and both warps of a pair take the same branches.
+        """
+        softmax, pair, rP = state.softmax, state.pair, cute.make_fragment_like(acc_S, self.dtype)
+        block_sum = cute.make_fragment_like(softmax.row_max)
+        is_exact, may_be_outgrown = keys_seen < EXACT_KEYS, cutlass.Boolean(True)
+        if not is_exact:
+            softmax.exponentiate_to(rP, acc_S, block_sum, maybe_empty=False)
+            if cutlass.const_expr(pair is None):
+                may_be_outgrown = softmax.may_have_outgrown(block_sum)
+            else:
+                pair.store_p.store(rP)
+                may_be_outgrown = pair.any(softmax.sums_exceed(block_sum))
+        if may_be_outgrown:
+            self.correct_max(state, (acc_S, rP, block_sum), keys_seen, is_exact)
+        softmax.add_sums(block_sum)
+        if cutlass.const_expr(pair is None):
+            return as_operand_a(rP)
+        return pair.load_p()
+
+    @cute.jit
+    def correct_max(self, state: MainloopState, block: tuple, keys_seen: Int32, has_no_probs):
+        """Compute the row max of a block. Compute P if there is none so far, or if m was too small.
+
+        `block`: S, P in registers, and the row sums of P.
+        """
+        softmax, pair, (acc_S, rP, block_sum) = state.softmax, state.pair, block
+        block_max = cute.make_fragment_like(softmax.row_max)
+        softmax.block_max(as_mn(acc_S), block_max)
+        if cutlass.const_expr(pair is not None):
+            pair.combine(block_max, cute.arch.fmax)
+        is_outgrown = softmax.max_exceeds(block_max, keys_seen)
+        if is_outgrown:
+            softmax.raise_max(block_max, as_mn(state.acc_O))
+        if is_outgrown | has_no_probs:
+            softmax.exponentiate_to(rP, acc_S, block_sum, maybe_empty=True)
+            if cutlass.const_expr(pair is not None):
+                pair.store_p.store(rP)
+        if cutlass.const_expr(pair is not None):
+            pair.wait()

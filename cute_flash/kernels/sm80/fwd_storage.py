@@ -18,6 +18,7 @@ from cute_flash.device.smem import allocate_stages
 from cute_flash.device.softmax import Softmax
 from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.warp_grid import WarpGrid
+from cute_flash.device.warp_pair import WarpPair
 from cute_flash.kernels.common.params import HeadScoreParams, ScoreParams
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.band import BlockRange
@@ -38,7 +39,8 @@ class Params:
     tile_list: VarlenTileList | None  # of a varlen batch
     copy_in: cute.TiledCopy
     copy_out: cute.TiledCopy
-    tiled_mma: cute.TiledMma
+    mma_s: cute.TiledMma  # Q K^T: queries x keys
+    mma_o: cute.TiledMma  # P V: queries x head_dim; the same without warp pairs
     score_params: ScoreParams
     # (4, B, H) in fp32 calls: the largest row norms of Q, K and V; the last entry is not used. mQ, mK and mV are then
     # fp16 pieces (`device.split_fp32`).
@@ -58,7 +60,8 @@ class MainloopState:
     q: MmaOperand
     k: MmaOperand
     v: MmaOperand
-    tiled_mma: cute.TiledMma
+    mma_s: cute.TiledMma
+    mma_o: cute.TiledMma
     acc_O: cute.Tensor
     softmax: Softmax
     mask: Mask
@@ -67,25 +70,64 @@ class MainloopState:
     dropout: Dropout | None
     batch_head: Int32  # b H + h
     block_iter: BlockSparseIterator | None  # of a block mask
+    pair: WarpPair | None = None  # if warps share rows
     score_factor: Float32 | None = None  # in fp32 calls, turns a product of fp16 pieces into Q K^T
 
 
-def allocate(tile: FwdTileSm80, dtype):
-    """Allocate sQ (tile_m, tile_d, 1), and sK and sV (tile_n, tile_d, stage)."""
-    stages_of = partial(allocate_stages, SmemAllocator(), dtype)
-    q_tile, kv_tile = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
-    return stages_of(q_tile, 1), stages_of(kv_tile, tile.stages), stages_of(kv_tile, tile.stages)
+@dataclass(frozen=True)
+class SharedStorage:
+    """The tensors in shared memory. sP and sRows exist if warps share rows."""
+
+    sQ: cute.Tensor  # (tile_m, tile_d, 1)
+    sK: cute.Tensor  # (tile_n, tile_d, stage)
+    sV: cute.Tensor
+    sP: cute.Tensor | None = None  # (tile_m, tile_n, 1)
+    sRows: cute.Tensor | None = None  # (threads, rows of a thread) fp32
+
+    @staticmethod
+    def allocate(tile: FwdTileSm80, dtype) -> "SharedStorage":
+        smem = SmemAllocator()
+        stages_of = partial(allocate_stages, smem, dtype)
+        q_tile, kv_tile = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
+        tensors = stages_of(q_tile, 1), stages_of(kv_tile, tile.stages), stages_of(kv_tile, tile.stages)
+        if not tile.warp_pairs:
+            return SharedStorage(*tensors)
+        rows = cute.make_layout((tile.num_threads, tile.thread_rows))
+        return SharedStorage(*tensors, stages_of(tile.smem_p, 1), smem.allocate_tensor(Float32, rows, 16))
 
 
-def operands(tile: FwdTileSm80, tiled_mma: cute.TiledMma, thread: Int32, sQ, sK, sV):
-    """Q, K and V^T as MMA operands. The rows of V are keys; ldmatrix.trans transposes them."""
-    grid = WarpGrid(sQ.element_type, tile.num_warps, tile.num_warps)
-    q_tile, kv_tile = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
-    return (
-        grid.a(tiled_mma, thread, sQ, q_tile),
-        grid.b(tiled_mma, thread, sK, kv_tile),
-        grid.b(tiled_mma, thread, sV, kv_tile, is_transposed=True),
-    )
+@dataclass(frozen=True)
+class WarpGrids:
+    """The warp grids of Q K^T and of P V."""
+
+    s: WarpGrid
+    o: WarpGrid
+
+    @staticmethod
+    def of(tile: FwdTileSm80, dtype) -> "WarpGrids":
+        if not tile.warp_pairs:
+            grid = WarpGrid(dtype, tile.num_warps, tile.num_warps)
+            return WarpGrids(grid, grid)
+        # The keys of a warp are contiguous; masks and score features rely on it.
+        s = WarpGrid(dtype, tile.num_warps, tile.warps_m, tile.tile_n // 2)
+        return WarpGrids(s, WarpGrid(dtype, tile.num_warps, tile.warps_m))
+
+    def operands(self, tile: FwdTileSm80, p: Params, thread: Int32, storage: SharedStorage):
+        """Q, K and V^T as MMA operands. The rows of V are keys; ldmatrix.trans transposes them."""
+        q_tile, kv_tile = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
+        return (
+            self.s.a(p.mma_s, thread, storage.sQ, q_tile),
+            self.s.b(p.mma_s, thread, storage.sK, kv_tile),
+            self.o.b(p.mma_o, thread, storage.sV, kv_tile, is_transposed=True),
+        )
+
+    def pair(self, tile: FwdTileSm80, p: Params, thread: Int32, storage: SharedStorage) -> WarpPair | None:
+        """The warp pair of this thread; None if warps do not share rows."""
+        if not tile.warp_pairs:
+            return None
+        store_p = self.s.store(p.mma_s, thread, storage.sP, tile.smem_p)
+        operand_p = self.o.a(p.mma_o, thread, storage.sP, tile.smem_p)
+        return WarpPair(store_p, operand_p, storage.sRows, thread, tile.warps_m)
 
 
 @cute.jit

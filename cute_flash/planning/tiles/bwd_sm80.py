@@ -109,7 +109,10 @@ _BWD_163 = (
                 measured=_H200 + "223/248; 191/241"),
 )
 _BWD_227 = (
-    *_BWD_163[:4],
+    *_BWD_163[:3],
+    BwdTileSm80(head_dim=128, tile_m=128, tile_n=96, stages=2, warps_s=2, warps_kv=2, warps_q=2,
+                allows_deterministic=False, measured=_H200 + "285/339; 221/310"),
+    _BWD_163[3],
     BwdTileSm80(head_dim=192, tile_m=64, tile_n=96, stages=2, warps_s=2, warps_kv=2, warps_q=2,
                 allows_deterministic=False, measured=_H200 + "249/282; 211/282"),
     _BWD_163[-2],

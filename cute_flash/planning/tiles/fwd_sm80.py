@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from cute_flash.planning.tiles.common import (
     COST_ALIBI,
@@ -30,13 +31,17 @@ class FwdTileSm80(Tile):
     max_bounds: int = 2  # bounds of the band (left, right) that it can mask; more would spill
     layout: str = VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
     pieces: int = 1  # 16-bit pieces per element of Q, K and V; 2 for fp32
+    speculative_max: bool = False  # blocks use the old row max, and keep S until their row sums are checked
+    # Two warps share their rows. Each has half of the keys of S and half of the columns of O (`device/warp_pair.py`).
+    warp_pairs: bool = False
+    is_bounded: bool | None = field(default=None, compare=False)  # only for calls with, or without, a bounded mask
 
     def __post_init__(self) -> None:
         if self.num_warps not in (1, 2, 4, 8):
             raise ValueError(f"{self.num_warps=} must be 1, 2, 4 or 8")
-        rows = WARP_ROWS * self.num_warps
+        rows = WARP_ROWS * self.warps_m
         if self.tile_m % rows or self.tile_m <= 0:
-            raise ValueError(f"{self.tile_m=} must be a multiple of {rows}: {self.num_warps} warps of {WARP_ROWS} rows")
+            raise ValueError(f"{self.tile_m=} must be a multiple of {rows}: {self.warps_m} warps of {WARP_ROWS} rows")
         if self.tile_n % WARP_KEYS or self.tile_n <= 0:
             raise ValueError(f"{self.tile_n=} must be a positive multiple of {WARP_KEYS}")
         if self.head_dim % 32 or not 32 <= self.head_dim <= 256:
@@ -49,11 +54,23 @@ class FwdTileSm80(Tile):
             raise ValueError(f"{self.stages=} must be 1 or 2")
         if not 0 <= self.q_steps <= self.head_dim // 16:
             raise ValueError(f"{self.q_steps=} must be 0 to {self.head_dim // 16}, the steps of 16 columns")
+        if self.warp_pairs and (not self.speculative_max or self.num_warps < 2 or self.tile_n % 32):
+            raise ValueError(f"warp pairs need a speculative max, two warps, and a multiple of 32 keys: {self}")
         check_layout(self.layout, VARIANTS, "not among those that mma.sync kernels are built with")
 
     @property
     def num_threads(self) -> int:
         return 32 * self.num_warps
+
+    @property
+    def warps_m(self) -> int:
+        """Warps over the rows."""
+        return self.num_warps // 2 if self.warp_pairs else self.num_warps
+
+    @property
+    def thread_rows(self) -> int:
+        """Rows of S and O of which a thread has elements."""
+        return self.tile_m // (8 * self.warps_m)
 
     @property
     def copy_rows(self) -> int:
@@ -70,17 +87,24 @@ class FwdTileSm80(Tile):
         return SmemTile(rows, self.row_cols, ELEMENT_BYTES, self.layout)
 
     @property
+    def smem_p(self) -> SmemTile:
+        """P in shared memory, if warps share rows."""
+        return SmemTile(self.tile_m, self.tile_n)
+
+    @property
     def smem_bytes(self) -> int:
-        """Q, whose memory O reuses at the end, and the stages of K and V."""
+        """Q, whose memory O reuses at the end, and the stages of K and V; P and row statistics if warps share rows."""
         q, kv = self.smem(self.tile_m).bytes, self.stages * self.smem(self.tile_n).bytes
-        return align_smem(q) + align_smem(kv) + kv
+        if not self.warp_pairs:
+            return align_smem(q) + align_smem(kv) + kv
+        statistics = 4 * self.num_threads * self.thread_rows
+        return align_smem(q) + 2 * align_smem(kv) + self.smem_p.bytes + statistics
 
     @property
     def accumulator_registers(self) -> int:
         """Registers of a thread for O and S in fp32, and for the part of Q that stays in registers."""
-        rows = self.tile_m // self.num_warps
-        registers = rows * (self.head_dim + self.tile_n) // 32
-        return registers + rows * self.q_steps // 4
+        registers = self.tile_m * (self.head_dim + self.tile_n) // self.num_threads
+        return registers + self.tile_m // self.warps_m * self.q_steps // 4
 
     def serves(self, static: Static) -> bool:
         """Whether the row has the width and the registers for a problem's head dim, mask and features."""
@@ -92,22 +116,35 @@ class FwdTileSm80(Tile):
         # All warps read the index lists of a block mask, or the origin of a dropout mask, which takes registers.
         cost = static.feature_cost + static.block_sparse + static.dropout_origin
         has_registers = self.max_bounds >= bounds and self.max_cost >= cost
-        return self.head_dim >= static.widest and has_registers and self.divides_block_mask(static)
+        # With batch_invariant the choice must not depend on the lengths of other sequences, nor on varlen.
+        is_for_any_length = self.max_keys is None or not static.batch_invariant
+        is_for_mask = self.is_bounded in (None, static.is_bounded)
+        # batch_invariant and max_logit need the exact row max of every block.
+        may_speculate = not (static.batch_invariant or {"dropout", "return_max_logit"} & {*static.features})
+        is_for_features = may_speculate or not self.speculative_max
+        is_wide_enough = self.head_dim >= static.widest and self.divides_block_mask(static)
+        return is_wide_enough and has_registers and is_for_any_length and is_for_mask and is_for_features
 
     def __str__(self) -> str:
         regs = f", {self.q_steps} of {self.head_dim // 16} steps of Q in registers" if self.q_steps else ""
         stages = f"{self.stages} K/V stage{'s' if self.stages > 1 else ''}"
+        ways = ", speculative max" * self.speculative_max
         study = "" if self.layout == VARIANTS[0] else f", {self.layout}"
-        return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {self.num_warps} warps, {stages}{regs}{study}"
+        warps = f"{self.num_warps} warps" + " in pairs" * self.warp_pairs
+        return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {warps}, {stages}{regs}{ways}{study}"
 
 
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, TFLOP/s of S=512/2048/16384 full; causal: "
+_NOV_18 = "H200, bf16, 16384 tokens, hidden 2048, 2026-11-18, TFLOP/s of S=512/1024/4096/16384: "
 _FOR_FEATURES = "not measured: for features that would spill in the row before"
 _FOR_MODS = "not measured: for mods and features that would spill in the rows before"
 
+_pairs = partial(FwdTileSm80, speculative_max=True, warp_pairs=True)
+
 # The first row that supports a problem and fits is chosen. Rules for GPUs that were not measured: two CTAs of four
 # warps on an SM if shared memory allows; 32 rows per warp while O and S fit in registers, because fewer rows read more
-# shared memory per MMA; no spills. Columns: head_dim, tile_m, tile_n, num_warps, stages.
+# shared memory per MMA; otherwise 32 rows per pair of warps, if that was faster on an H200; no spills. Columns:
+# head_dim, tile_m, tile_n, num_warps, stages.
 # fmt: off
 _SM_80 = (
     FwdTileSm80( 64, 128,  64, 4, 2, q_steps=4, max_cost=COST_ALIBI),
@@ -123,6 +160,8 @@ _SM_80 = (
     FwdTileSm80(192,  64,  64, 4, 1, q_steps=12, max_cost=COST_ALIBI),
     FwdTileSm80(192,  64,  64, 4, 1, q_steps=6, max_cost=COST_ALL_SCORE_FEATURES),
     FwdTileSm80(192,  64,  32, 4, 1, measured=_FOR_MODS),
+    _pairs(256, 128,  64, 8, 1, q_steps=2, max_cost=COST_ALIBI,
+           measured=_NOV_18 + "282/316/360/367; causal 199/261/335/369 (next row: 279/308/339/345; 202/256/326/345)"),
     FwdTileSm80(256, 128,  64, 8, 1, max_cost=COST_ALL_SCORE_FEATURES),
     FwdTileSm80(256, 128,  32, 8, 1, measured=_FOR_MODS),
 )
@@ -139,6 +178,10 @@ _SM_86 = (
     FwdTileSm80(256, 128,  32, 8, 1),
 )
 _SM_90 = (
+    FwdTileSm80( 64, 128,  64, 4, 2, q_steps=4, is_bounded=False, max_keys=512, max_cost=COST_ALIBI,
+                measured=_NOV_18 + "295/330/350/359"),
+    FwdTileSm80( 64, 128,  64, 4, 2, q_steps=4, speculative_max=True, is_bounded=False, max_cost=COST_ALIBI,
+                measured=_NOV_18 + "292/334/365/375"),
     FwdTileSm80( 64, 128,  64, 4, 2, q_steps=4, max_cost=COST_ALIBI, measured=_H200 + "296/344/363; 207/308/356"),
     FwdTileSm80( 64, 128,  64, 4, 2, q_steps=2, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
     FwdTileSm80( 64,  64,  32, 4, 2, q_steps=4, measured=_FOR_MODS),
@@ -149,9 +192,16 @@ _SM_90 = (
     FwdTileSm80(128, 128,  48, 4, 2, max_bounds=1, max_cost=COST_ALIBI, measured=_H200 + "310/376/398; 221/322/408"),
     FwdTileSm80(128, 128,  32, 4, 2, max_cost=COST_DROPOUT, measured=_H200 + "309/371/390; 216/316/397"),
     FwdTileSm80(128,  64,  64, 4, 2, q_steps=8, measured=_FOR_FEATURES),
+    _pairs(192,  64,  64, 4, 1, q_steps=5, is_bounded=False, max_cost=COST_ALIBI,
+           measured=_NOV_18 + "301/326/372/382 (without pairs 299/313/358/370)"),
     FwdTileSm80(192,  64,  64, 4, 1, q_steps=12, max_cost=COST_ALIBI, measured=_H200 + "289/329/346; 221/304/364"),
     FwdTileSm80(192,  64,  64, 4, 1, q_steps=6, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
     FwdTileSm80(192,  64,  32, 4, 1, measured=_FOR_MODS),
+    _pairs(256,  64,  64, 4, 1, q_steps=2, is_bounded=False, max_cost=COST_ALIBI,
+           measured=_NOV_18 + "317/340/373/383 (without pairs 304/319/347/352)"),
+    _pairs(256,  64,  64, 4, 1, q_steps=4, max_cost=0,
+           measured=_NOV_18 + "causal 239/300/366/386 (without pairs 235/288/333/350)"),
+    _pairs(256,  64,  64, 4, 1, q_steps=2, max_cost=COST_ALIBI, measured=_NOV_18 + "causal 237/296/362/378"),
     FwdTileSm80(256,  64,  64, 4, 1, q_steps=6, max_bounds=1, max_cost=COST_ALIBI,
                 measured=f"q_steps=8: {_H200}274/322/344; 213/282/339 TFLOP/s"),
     FwdTileSm80(256,  64,  64, 4, 1, q_steps=4, max_cost=COST_ALIBI, measured=_H200 + "271/314/339; 208/280/327"),

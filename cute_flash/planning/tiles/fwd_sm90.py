@@ -141,6 +141,7 @@ _SWEEP = "H200, bf16, 16384 tokens, hidden 2048, kernel version 7, 2026-11-15, T
 _SWEEP_NOV_18 = "H200, bf16, 16384 tokens, hidden 2048, 2026-11-18, TFLOP/s of S=1024/4096/16384: "
 _SWEEP_192 = _SWEEP_NOV_18 + "567/678/735; causal 450/630/719 (128x112: 555/691/748; causal 438/654/722)"
 _FEATURES = "H200, bf16, B=4, S=4096, hidden 2048, 2026-11-18, ms of full; causal: "
+_SHORT = "H200, bf16, B=32, S=512, hidden 2048, 2026-11-18, ms of full; causal: "
 _BY_WIDTH = "not measured: like its neighbours, as far as registers and shared memory allow"
 _FOR_FEATURES = "not measured: for features that would spill in the row before"
 _FOR_MODS = "not measured: for mods and features that would spill in the rows before"
@@ -185,14 +186,20 @@ SM90_FWD = (
     FwdTileSm90(128, 128, 128, 2, 2, True, max_cost=COST_USER_MOD, measured=_SWEEP + "547/613/700; causal 357/491/719"),
     FwdTileSm90(128, 128,  96, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
     FwdTileSm90(128, 128,  64, 2, 2, True, measured=_FOR_MODS),
+    FwdTileSm90(192, 128,  64, 2, 1, True, only="softcap", max_keys=512,
+                measured=_SHORT + "0.158; 0.105; 128x112 0.158; 0.114"),
     FwdTileSm90(192, 128, 112, 2, 1, True, only="softcap",
                 measured=_FEATURES + "0.85; 0.45; 128x96 without speculation 0.97; 0.51"),
     FwdTileSm90(192, 128,  96, 2, 1, True, only="alibi",
                 measured=_FEATURES + "0.78; 0.41; without speculation 0.82; 0.43"),
     FwdTileSm90(192, 128,  96, 2, 1, max_cost=COST_ALL_SCORE_FEATURES, measured=_SWEEP_192),
     FwdTileSm90(192, 128,  64, 2, 1, measured=_FOR_MODS),
+    FwdTileSm90(256, 128,  64, 2, 1, True, only="softcap", max_keys=1024,
+                measured=_SHORT + "0.144; 0.101; 128x80 0.153; 0.110. S=1024: 0.249; 0.157; 128x80 0.244; 0.164"),
     FwdTileSm90(256, 128,  80, 2, 1, True, only="softcap",
                 measured=_FEATURES + "0.84; 0.46; 128x64 without speculation 0.93; 0.49"),
+    FwdTileSm90(256, 128,  80, 2, 1, only="score_mod", max_cost=COST_USER_MOD,
+                measured=_FEATURES + "0.88; 0.46; 128x64 0.93; 0.48"),
     FwdTileSm90(256, 128,  64, 2, 1, is_bounded=True, max_cost=COST_ALL_SCORE_FEATURES,
                 measured=_SWEEP + "causal 363/492/690"),
     FwdTileSm90(256, 128,  64, 2, 1, max_keys=2048, is_bounded=False, max_cost=COST_ALL_SCORE_FEATURES,
