@@ -38,9 +38,10 @@ RESCALE_THRESHOLD = 3.0
 EXACT_KEYS = 128
 # With a speculative maximum, a block is checked if its row sums exceed this thread's part of l by more than this.
 SPECULATION_EXCESS = 6.0
-# The check fails if a single P exceeds REDO_OFFSET + REDO_SHARE (l + the block's row sum), or if a block's sum exceeds
-# MAX_BLOCK_SUM, which keeps P in the range of fp16. In the model the error is at most 1.04 times that of an exact
-# maximum. Of the blocks of normal inputs one in 50 is checked, and one in 300 is computed again.
+# In the Hopper forward the check fails if a single P exceeds REDO_OFFSET + REDO_SHARE (l + the block's row sum), or if
+# a block's sum exceeds MAX_BLOCK_SUM, which keeps P in the range of fp16. In the model the error is at most 1.04 times
+# that of an exact maximum. Of the blocks of normal inputs one in 50 is checked, and one in 300 is computed again. In
+# the mma.sync forward the check fails if m lags by more than RESCALE_THRESHOLD.
 REDO_SHARE, REDO_OFFSET = 0.5, 1.0
 MAX_BLOCK_SUM = 256.0
 

@@ -1,6 +1,6 @@
 """Two warps that share the rows of a tile: each has half of the keys of S, and half of the columns of O.
 
-P and the row statistics of both halves pass through shared memory.
+P, the row statistics and the votes of both warps pass through shared memory.
 """
 
 from collections.abc import Callable
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
-from cutlass._mlir.dialects import nvvm
-from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_flash.device.ldmatrix import FragmentStore, MmaOperand
 
@@ -23,24 +21,31 @@ class WarpPair:
     store_p: FragmentStore  # stores this warp's half of P
     p: MmaOperand  # P of all keys
     sRows: cute.Tensor  # (threads of the CTA, rows of a thread) fp32
+    sVotes: cute.Tensor  # (warps of the CTA) int32
     thread: Int32
     num_pairs: int
 
-    @property
-    def barrier_id(self) -> Int32:
-        """Barrier 0 is that of the CTA."""
-        return self.thread // 32 % self.num_pairs + 1
-
     def wait(self) -> None:
-        """Wait for both warps."""
-        cute.arch.barrier(barrier_id=self.barrier_id, number_of_threads=THREADS)
+        """Wait for both warps. Barrier 0 is that of the CTA."""
+        barrier_id = self.thread // 32 % self.num_pairs + 1
+        cute.arch.barrier(barrier_id=barrier_id, number_of_threads=THREADS)
 
+    @cute.jit
     def any(self, condition: Boolean) -> Boolean:
-        """Wait for both warps. Returns whether the condition holds for any of their threads."""
-        return _barrier_any(self.barrier_id, condition)
+        """Wait for both warps. Returns whether the condition holds for any of their threads.
+
+        Before the next call, the pair must have waited once more. `barrier.red` would need no shared memory, but
+        racecheck reports hazards with it.
+        """
+        warp, votes = self.thread // 32, self.sVotes
+        vote = Int32(cute.arch.vote_any_sync(condition))
+        if cute.arch.lane_idx() == 0:
+            votes[warp] = vote
+        self.wait()
+        return (vote | votes[warp ^ self.num_pairs]) != 0
 
     def load_p(self) -> cute.Tensor:
-        """P of all keys, as operand A. Both warps must have stored their halves."""
+        """P of all keys, as operand A. Both warps must have stored their halves and waited."""
         for k in range(cute.size(self.p.fragment, mode=[2])):
             self.p.load(k, 0)
         return self.p.fragment
@@ -48,7 +53,8 @@ class WarpPair:
     def combine(self, values: cute.Tensor, operation: Callable[[Float32, Float32], Float32]) -> None:
         """Combine the values of this thread's rows with those of its counterpart in the other warp, in place.
 
-        Both threads get the same bits. Before the next call, the pair must have waited once more.
+        `operation` must be commutative, so that both threads get the same bits. Before the next call, the pair must
+        have waited once more.
         """
         other = self.thread ^ (32 * self.num_pairs)
         for r in range(cute.size(values)):
@@ -56,18 +62,3 @@ class WarpPair:
         self.wait()
         for r in range(cute.size(values)):
             values[r] = operation(values[r], self.sRows[other, r])
-
-
-@dsl_user_op
-def _barrier_any(barrier_id: Int32, condition: Boolean, *, loc=None, ip=None) -> Boolean:
-    """A barrier of a pair. Returns whether the condition holds in any thread."""
-    result = nvvm.barrier_cta_red(
-        condition.ir_value(loc=loc, ip=ip),
-        barrier_id.ir_value(loc=loc, ip=ip),
-        nvvm.BarrierReduxKind.OR,
-        thread_count=Int32(THREADS).ir_value(loc=loc, ip=ip),
-        aligned=True,
-        loc=loc,
-        ip=ip,
-    )
-    return Boolean(result)

@@ -42,7 +42,7 @@ BARRIER_BYTES = 512
 MAX_REGISTERS = 255
 # The part of a thread's registers that accumulators can take. The rest holds fragments of Q, K and V, m, l, addresses
 # and temporaries. No row of the tile tables for plain attention takes more.
-ACCUMULATOR_SHARE = {"sm80": 0.73, "sm90": 0.83}
+ACCUMULATOR_SHARE = {"sm80": 0.76, "sm90": 0.83}
 # Number of warpgroups with MMAs -> registers per thread, after setmaxnreg moved some from the producer to them.
 SM90_REGISTERS = {1: 256, 2: 240, 3: 160}
 # Rows: four or eight warps of 16 or 32 rows on mma.sync, one to three warpgroups of 64 rows on Hopper.
@@ -67,6 +67,7 @@ class Candidate:
     stages: int  # of K, and of V; 2 is a double buffer
     q_stages: int = 1
     q_registers: int = 0  # of a thread, for fragments of Q that stay in registers
+    exchange_bytes: int = 0  # of shared memory, for P and row statistics, if warps share rows
 
     @property
     def num_threads(self) -> int:
@@ -77,7 +78,8 @@ class Candidate:
     def smem_bytes(self) -> int:
         """The kernel's rule: Q, and the stages of K and V."""
         elements = (self.q_stages * self.Br + 2 * self.stages * self.Bc) * self.head_dim
-        return elements * self.element_bytes + (BARRIER_BYTES if self.arch.has_wgmma else 0)
+        other_bytes = self.exchange_bytes + (BARRIER_BYTES if self.arch.has_wgmma else 0)
+        return elements * self.element_bytes + other_bytes
 
     @property
     def papers_bytes(self) -> int:
@@ -163,8 +165,8 @@ class Candidate:
         sizes = (arch, row.head_dim, element_bytes, row.tile_m, row.tile_n)
         if isinstance(row, FwdTileSm90):
             return Candidate(*sizes, 4 * row.num_warpgroups, row.stages, row.q_stages)
-        q_registers = row.tile_m // row.num_warps * row.q_steps // 4
-        return Candidate(*sizes, row.num_warps, row.stages, q_registers=q_registers)
+        q_registers = row.tile_m // row.warps_m * row.q_steps // 4
+        return Candidate(*sizes, row.num_warps, row.stages, q_registers=q_registers, exchange_bytes=row.exchange_bytes)
 
 
 def warp_counts(arch: ArchSpec, rows: int) -> list[int]:

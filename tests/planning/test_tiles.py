@@ -113,8 +113,8 @@ def test_row_cites_its_measurement_or_says_that_there_is_none(entry: Entry) -> N
 def test_row_fits_the_shared_memory_and_registers_of_its_table(entry: tuple[str, ArchSpec, FwdTileSm80]) -> None:
     _, arch, row = entry
     q, k, v = row.tile_m, row.stages * row.tile_n, row.stages * row.tile_n
-    # Pairs of warps exchange P, and statistics of 8 threads of each row.
-    exchanged = row.tile_m * (2 * row.tile_n + 4 * 8) if row.warp_pairs else 0
+    # Pairs of warps exchange P, statistics of 8 threads of each row, and votes.
+    exchanged = row.tile_m * (2 * row.tile_n + 4 * 8) + 4 * row.num_warps if row.warp_pairs else 0
     assert row.smem_bytes == 2 * row.head_dim * (q + k + v) + exchanged
     assert row.smem_bytes <= arch.smem_per_cta
     assert row.num_threads <= arch.max_threads_per_sm
@@ -249,6 +249,32 @@ def test_a_wrong_tile_names_the_value(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         FwdTileSm80(head_dim, tile_m, tile_n, num_warps, stages)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"speculative_max": False}, "needs two warps and a speculative max"),
+        ({"num_warps": 1}, "needs two warps and a speculative max"),
+        ({"head_dim": 224}, "needs 64, 128, 192 or 256 columns"),
+        ({"tile_n": 96}, "and 32, 64, 128 or 256 keys"),
+        ({"pieces": 2}, "speculative_max=True is not implemented for fp32"),
+    ],
+)
+def test_a_wrong_pair_of_warps_names_the_value(fields: dict, message: str) -> None:
+    row = FwdTileSm80(256, 64, 64, 4, 1, speculative_max=True, warp_pairs=True)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(row, **fields)
+
+
+def test_a_speculative_row_max_is_for_plain_calls() -> None:
+    """Calls that need the exact row max, or a feature that the speculative path lacks, have other tiles."""
+    problem = problem_of(256, Band())
+    assert fwd_tile("sm80", SM_90, problem).warp_pairs
+    others = [{"features": (name,)} for name in ("dropout", "return_max_logit", "bias", "score_mod", "mask_mod")]
+    for fields in (*others, {"batch_invariant": True}, {"block_sparse": True}, {"dtype": "float32"}):
+        head_dim = 128 if "dtype" in fields else 256
+        assert not fwd_tile("sm80", SM_90, dataclasses.replace(problem, head_dim=head_dim, **fields)).speculative_max
 
 
 @pytest.mark.parametrize(

@@ -6,22 +6,24 @@ For each tile of query rows, over K/V blocks j from the last visible one to the 
     S  = -inf outside the band           only in masked blocks
     m' = max(m, rowmax S);  P = exp(scale (S - m'))
     l  = l exp(scale (m - m')) + rowsum P
-    O  = O exp(scale (m - m')) + P Vj    P stays in registers: its accumulator layout is the operand layout
+    O  = O exp(scale (m - m')) + P Vj    the accumulator layout of P in registers is the operand layout
     out = O / l,  LSE = scale m + log l
 
 Score features (`ScoreParams`): softcap, ALiBi, a bias and score_mod change S before the mask, mask_mod masks further
 scores, dropout changes P after its row sums are taken, and a sink changes l and the LSE at the end. With a block mask,
 the K/V blocks are those that it lists, full ones first.
 
-Warps are not specialised. Each has tile_m / num_warps rows (16 or 32), and reads all of K and V. With 16 rows, ldmatrix
-saturates shared memory. Wide heads have no registers for 32 rows of O, so two warps share 32 rows there: each computes
-S for half of the keys and O for half of the columns, and reads half of K and V (`device/warp_pair.py`).
+Warps are not specialised. In most tiles a warp has tile_m / num_warps rows (16 or 32), and reads all of K and V. With
+16 rows, ldmatrix saturates shared memory. At D = 256 there are no registers for 32 rows of O, so two warps share 32
+rows: each computes S for half of the keys and O for half of the columns, and reads half of K and V
+(`device/warp_pair.py`).
 
 | shared memory | elements                  | lifetime                                     |
 |---------------|---------------------------|----------------------------------------------|
 | sQ            | tile_m x tile_d           | the tile; O is stored through it at the end  |
 | sK, sV        | stages x tile_n x tile_d  | one block each                               |
 | sP            | tile_m x tile_n           | one block; only if warps share rows          |
+| sRows, sVotes | 8 x tile_m, num_warps     | one exchange; only if warps share rows       |
 
 If values and keys differ in width, the tile has the larger width, and the narrower operand is zero-filled.
 """
@@ -48,7 +50,7 @@ from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm80.fwd_storage import MainloopState, Params, SharedStorage, WarpGrids, gemm, gemm_rs
-from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80, may_speculate
 from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.spec.band import BlockRange
 from cute_flash.spec.problem import Static
@@ -59,6 +61,7 @@ class FwdSm80(Kernel):
 
     def __init__(self, static: Static, tile: FwdTileSm80):
         super().__init__(static, tile)
+        assert may_speculate(static) or not tile.speculative_max
         self.grids = WarpGrids.of(tile, self.dtype)
 
     @cute.jit
@@ -405,8 +408,8 @@ class FwdSm80(Kernel):
         """
         softmax, pair, rP = state.softmax, state.pair, cute.make_fragment_like(acc_S, self.dtype)
         block_sum = cute.make_fragment_like(softmax.row_max)
-        is_exact, may_be_outgrown = keys_seen < EXACT_KEYS, cutlass.Boolean(True)
-        if not is_exact:
+        is_early, may_be_outgrown = keys_seen < EXACT_KEYS, cutlass.Boolean(True)
+        if not is_early:
             softmax.exponentiate_to(rP, acc_S, block_sum, maybe_empty=False)
             if cutlass.const_expr(pair is None):
                 may_be_outgrown = softmax.may_have_outgrown(block_sum)
@@ -414,7 +417,7 @@ class FwdSm80(Kernel):
                 pair.store_p.store(rP)
                 may_be_outgrown = pair.any(softmax.sums_exceed(block_sum))
         if may_be_outgrown:
-            self.correct_max(state, (acc_S, rP, block_sum), keys_seen, is_exact)
+            self.correct_max(state, (acc_S, rP, block_sum), keys_seen, is_early)
         softmax.add_sums(block_sum)
         if cutlass.const_expr(pair is None):
             return as_operand_a(rP)

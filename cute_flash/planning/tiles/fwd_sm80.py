@@ -21,6 +21,15 @@ from cute_flash.smem.tile import VARIANTS, SmemTile
 from cute_flash.spec.problem import Static
 
 
+def may_speculate(static: Static) -> bool:
+    """Whether the row max may be speculative.
+
+    batch_invariant and max_logit need the exact row max of every block. Dropout, fp32 and mods are not implemented.
+    """
+    features = {"dropout", "return_max_logit"} & {*static.features}
+    return not (static.batch_invariant or static.is_fp32 or static.has_mods or features)
+
+
 @dataclass(frozen=True)
 class FwdTileSm80(Tile):
     """`tile_m` query rows, split among `num_warps` warps, against K/V blocks of `tile_n` keys."""
@@ -39,6 +48,8 @@ class FwdTileSm80(Tile):
     def __post_init__(self) -> None:
         if self.num_warps not in (1, 2, 4, 8):
             raise ValueError(f"{self.num_warps=} must be 1, 2, 4 or 8")
+        if self.warp_pairs and (self.num_warps < 2 or not self.speculative_max):
+            raise ValueError(f"{self.warp_pairs=} needs two warps and a speculative max")
         rows = WARP_ROWS * self.warps_m
         if self.tile_m % rows or self.tile_m <= 0:
             raise ValueError(f"{self.tile_m=} must be a multiple of {rows}: {self.warps_m} warps of {WARP_ROWS} rows")
@@ -54,8 +65,12 @@ class FwdTileSm80(Tile):
             raise ValueError(f"{self.stages=} must be 1 or 2")
         if not 0 <= self.q_steps <= self.head_dim // 16:
             raise ValueError(f"{self.q_steps=} must be 0 to {self.head_dim // 16}, the steps of 16 columns")
-        if self.warp_pairs and (not self.speculative_max or self.num_warps < 2 or self.tile_n % 32):
-            raise ValueError(f"warp pairs need a speculative max, two warps, and a multiple of 32 keys: {self}")
+        # Half of the columns of O are pairs of n16 tiles, and half of the keys are a run of columns that a swizzle
+        # permutes within itself.
+        if self.warp_pairs and (self.head_dim % 64 or self.tile_n not in (32, 64, 128, 256)):
+            raise ValueError(f"{self.warp_pairs=} needs 64, 128, 192 or 256 columns, and 32, 64, 128 or 256 keys")
+        if self.speculative_max and self.pieces > 1:
+            raise ValueError(f"{self.speculative_max=} is not implemented for fp32")
         check_layout(self.layout, VARIANTS, "not among those that mma.sync kernels are built with")
 
     @property
@@ -92,13 +107,18 @@ class FwdTileSm80(Tile):
         return SmemTile(self.tile_m, self.tile_n)
 
     @property
+    def exchange_bytes(self) -> int:
+        """P, the row statistics and the votes, if warps share rows."""
+        statistics = 4 * (self.num_threads * self.thread_rows + self.num_warps)
+        return self.smem_p.bytes + statistics if self.warp_pairs else 0
+
+    @property
     def smem_bytes(self) -> int:
-        """Q, whose memory O reuses at the end, and the stages of K and V; P and row statistics if warps share rows."""
+        """Q, whose memory O reuses at the end, the stages of K and V, and what warps exchange."""
         q, kv = self.smem(self.tile_m).bytes, self.stages * self.smem(self.tile_n).bytes
         if not self.warp_pairs:
             return align_smem(q) + align_smem(kv) + kv
-        statistics = 4 * self.num_threads * self.thread_rows
-        return align_smem(q) + 2 * align_smem(kv) + self.smem_p.bytes + statistics
+        return align_smem(q) + 2 * align_smem(kv) + self.exchange_bytes
 
     @property
     def accumulator_registers(self) -> int:
@@ -119,9 +139,7 @@ class FwdTileSm80(Tile):
         # With batch_invariant the choice must not depend on the lengths of other sequences, nor on varlen.
         is_for_any_length = self.max_keys is None or not static.batch_invariant
         is_for_mask = self.is_bounded in (None, static.is_bounded)
-        # batch_invariant and max_logit need the exact row max of every block.
-        may_speculate = not (static.batch_invariant or {"dropout", "return_max_logit"} & {*static.features})
-        is_for_features = may_speculate or not self.speculative_max
+        is_for_features = may_speculate(static) or not self.speculative_max
         is_wide_enough = self.head_dim >= static.widest and self.divides_block_mask(static)
         return is_wide_enough and has_registers and is_for_any_length and is_for_mask and is_for_features
 
