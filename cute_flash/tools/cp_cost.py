@@ -27,7 +27,7 @@ from cute_flash.spec.problem import Problem
 from cute_flash.tools.roofline import visible_pairs
 
 # Measured TFLOP/s of bf16 by head dim, forward and backward: H200, S = 16384, full mask (profiling/results/h200).
-RATES = {64: (605.0, 590.0), 128: (777.0, 658.0), 256: (783.0, 500.0)}
+RATES = {64: (610.0, 580.0), 128: (740.0, 650.0), 256: (775.0, 492.0)}
 # FLOPs of a backward relative to a forward: five matrix products instead of two.
 BACKWARD_FLOPS = 2.5
 # Assumed fractions of the datasheet rates: of the link for messages, of HBM for passes over memory.
