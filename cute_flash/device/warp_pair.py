@@ -1,6 +1,9 @@
 """Two warps that share the rows of a tile: each has half of the keys of S, and half of the columns of O.
 
-P, the row statistics and the votes of both warps pass through shared memory.
+P and the row statistics of both warps pass through shared memory.
+
+racecheck reports hazards between warps of different pairs, for copies of K and V that a CTA barrier orders. Pairs pass
+different numbers of named barriers, which seems to confuse it (profiling/notes/fwd_sm80.md).
 """
 
 from collections.abc import Callable
@@ -8,6 +11,8 @@ from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
+from cutlass._mlir.dialects import nvvm
+from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_flash.device.ldmatrix import FragmentStore, MmaOperand
 
@@ -21,28 +26,21 @@ class WarpPair:
     store_p: FragmentStore  # stores this warp's half of P
     p: MmaOperand  # P of all keys
     sRows: cute.Tensor  # (threads of the CTA, rows of a thread) fp32
-    sVotes: cute.Tensor  # (warps of the CTA) int32
     thread: Int32
     num_pairs: int
 
+    @property
+    def barrier_id(self) -> Int32:
+        """Barrier 0 is that of the CTA."""
+        return self.thread // 32 % self.num_pairs + 1
+
     def wait(self) -> None:
-        """Wait for both warps. Barrier 0 is that of the CTA."""
-        barrier_id = self.thread // 32 % self.num_pairs + 1
-        cute.arch.barrier(barrier_id=barrier_id, number_of_threads=THREADS)
+        """Wait for both warps."""
+        cute.arch.barrier(barrier_id=self.barrier_id, number_of_threads=THREADS)
 
-    @cute.jit
     def any(self, condition: Boolean) -> Boolean:
-        """Wait for both warps. Returns whether the condition holds for any of their threads.
-
-        Before the next call, the pair must have waited once more. `barrier.red` would need no shared memory, but
-        racecheck reports hazards with it.
-        """
-        warp, votes = self.thread // 32, self.sVotes
-        vote = Int32(cute.arch.vote_any_sync(condition))
-        if cute.arch.lane_idx() == 0:
-            votes[warp] = vote
-        self.wait()
-        return (vote | votes[warp ^ self.num_pairs]) != 0
+        """Wait for both warps. Returns whether the condition holds for any of their threads."""
+        return _barrier_any(self.barrier_id, condition)
 
     def load_p(self) -> cute.Tensor:
         """P of all keys, as operand A. Both warps must have stored their halves and waited."""
@@ -62,3 +60,18 @@ class WarpPair:
         self.wait()
         for r in range(cute.size(values)):
             values[r] = operation(values[r], self.sRows[other, r])
+
+
+@dsl_user_op
+def _barrier_any(barrier_id: Int32, condition: Boolean, *, loc=None, ip=None) -> Boolean:
+    """A barrier of a pair. Returns whether the condition holds in any thread."""
+    result = nvvm.barrier_cta_red(
+        condition.ir_value(loc=loc, ip=ip),
+        barrier_id.ir_value(loc=loc, ip=ip),
+        nvvm.BarrierReduxKind.OR,
+        thread_count=Int32(THREADS).ir_value(loc=loc, ip=ip),
+        aligned=True,
+        loc=loc,
+        ip=ip,
+    )
+    return Boolean(result)

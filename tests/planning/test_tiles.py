@@ -113,8 +113,8 @@ def test_row_cites_its_measurement_or_says_that_there_is_none(entry: Entry) -> N
 def test_row_fits_the_shared_memory_and_registers_of_its_table(entry: tuple[str, ArchSpec, FwdTileSm80]) -> None:
     _, arch, row = entry
     q, k, v = row.tile_m, row.stages * row.tile_n, row.stages * row.tile_n
-    # Pairs of warps exchange P, statistics of 8 threads of each row, and votes.
-    exchanged = row.tile_m * (2 * row.tile_n + 4 * 8) + 4 * row.num_warps if row.warp_pairs else 0
+    # Pairs of warps exchange P, and statistics of 8 threads of each row.
+    exchanged = row.tile_m * (2 * row.tile_n + 4 * 8) if row.warp_pairs else 0
     assert row.smem_bytes == 2 * row.head_dim * (q + k + v) + exchanged
     assert row.smem_bytes <= arch.smem_per_cta
     assert row.num_threads <= arch.max_threads_per_sm

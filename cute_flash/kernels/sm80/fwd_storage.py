@@ -76,14 +76,13 @@ class MainloopState:
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """The tensors in shared memory. The last three exist if warps share rows (`device/warp_pair.py`)."""
+    """The tensors in shared memory. The last two exist if warps share rows (`device/warp_pair.py`)."""
 
     sQ: cute.Tensor  # (tile_m, tile_d, 1)
     sK: cute.Tensor  # (tile_n, tile_d, stage)
     sV: cute.Tensor
     sP: cute.Tensor | None = None  # (tile_m, tile_n, 1)
     sRows: cute.Tensor | None = None  # (threads, rows of a thread) fp32
-    sVotes: cute.Tensor | None = None  # (warps) int32
 
     @staticmethod
     def allocate(tile: FwdTileSm80, dtype) -> "SharedStorage":
@@ -94,12 +93,7 @@ class SharedStorage:
         if not tile.warp_pairs:
             return SharedStorage(*tensors)
         rows = cute.make_layout((tile.num_threads, tile.thread_rows))
-        return SharedStorage(
-            *tensors,
-            stages_of(tile.smem_p, 1),
-            smem.allocate_tensor(Float32, rows, 16),
-            smem.allocate_tensor(Int32, cute.make_layout(tile.num_warps), 16),
-        )
+        return SharedStorage(*tensors, stages_of(tile.smem_p, 1), smem.allocate_tensor(Float32, rows, 16))
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,7 @@ class WarpGrids:
             return None
         store_p = self.s.store(p.mma_s, thread, storage.sP, tile.smem_p)
         operand_p = self.o.a(p.mma_o, thread, storage.sP, tile.smem_p)
-        return WarpPair(store_p, operand_p, storage.sRows, storage.sVotes, thread, tile.warps_m)
+        return WarpPair(store_p, operand_p, storage.sRows, thread, tile.warps_m)
 
 
 @cute.jit

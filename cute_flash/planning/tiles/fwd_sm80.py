@@ -108,8 +108,8 @@ class FwdTileSm80(Tile):
 
     @property
     def exchange_bytes(self) -> int:
-        """P, the row statistics and the votes, if warps share rows."""
-        statistics = 4 * (self.num_threads * self.thread_rows + self.num_warps)
+        """P and the row statistics, if warps share rows."""
+        statistics = 4 * self.num_threads * self.thread_rows
         return self.smem_p.bytes + statistics if self.warp_pairs else 0
 
     @property
