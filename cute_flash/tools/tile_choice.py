@@ -41,8 +41,10 @@ BARRIER_BYTES = 512
 # The most registers of a thread in a kernel without setmaxnreg.
 MAX_REGISTERS = 255
 # The part of a thread's registers that accumulators can take. The rest holds fragments of Q, K and V, m, l, addresses
-# and temporaries. No row of the tile tables for plain attention takes more.
-ACCUMULATOR_SHARE = {"sm80": 0.76, "sm90": 0.83}
+# and temporaries. No row of the tile tables for plain attention takes more. If warps share rows, P leaves the
+# registers, and accumulators can take SHARED_ROWS_SHARE.
+ACCUMULATOR_SHARE = {"sm80": 0.73, "sm90": 0.83}
+SHARED_ROWS_SHARE = 0.76
 # Number of warpgroups with MMAs -> registers per thread, after setmaxnreg moved some from the producer to them.
 SM90_REGISTERS = {1: 256, 2: 240, 3: 160}
 # Rows: four or eight warps of 16 or 32 rows on mma.sync, one to three warpgroups of 64 rows on Hopper.
@@ -104,7 +106,8 @@ class Candidate:
 
     @property
     def max_accumulator_registers(self) -> int:
-        return int(ACCUMULATOR_SHARE[family_of(self.arch)] * self.max_registers)
+        share = SHARED_ROWS_SHARE if self.exchange_bytes else ACCUMULATOR_SHARE[family_of(self.arch)]
+        return int(share * self.max_registers)
 
     @property
     def ctas_per_sm(self) -> int:
