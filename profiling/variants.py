@@ -112,13 +112,22 @@ FAMILIES = {
     "fwd_sm80": Family(
         kernels="sm80",
         tile=FwdTileSm80,
-        letters={"w": "num_warps", "s": "stages", "q": "q_steps", "d": "head_dim"},
+        letters={
+            "w": "num_warps",
+            "s": "stages",
+            "q": "q_steps",
+            "c": "speculative_max",
+            "p": "warp_pairs",
+            "d": "head_dim",
+        },
         choices={
             "tile_m": (64, 128, 256),
             "tile_n": (32, 48, 64, 80, 96, 112, 128),
             "num_warps": (2, 4, 8),
             "stages": (1, 2),
             "q_steps": (0, 1, 2, 4, 6, 8, 12, 16),
+            "speculative_max": (False, True),
+            "warp_pairs": (False, True),
         },
         has_registers=lambda tile: tile.accumulator_registers <= MAX_ACCUMULATORS,
     ),

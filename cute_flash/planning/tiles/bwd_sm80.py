@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from cute_flash.planning.tiles.common import ELEMENT_BYTES, WARP_KEYS, WARP_ROWS, Tile, copy_rows
 
@@ -109,12 +109,7 @@ _BWD_163 = (
                 measured=_H200 + "223/248; 191/241"),
 )
 _BWD_227 = (
-    *_BWD_163[:3],
-    # Up to 512 keys it is faster than the next row: 242, causal 164 TFLOP/s instead of 227, 155.
-    replace(_BWD_163[3], max_keys=512, allows_deterministic=False),
-    BwdTileSm80(head_dim=128, tile_m=128, tile_n=96, stages=2, warps_s=2, warps_kv=2, warps_q=2,
-                allows_deterministic=False, measured=_H200 + "281/339; 220/311"),
-    _BWD_163[3],
+    *_BWD_163[:4],
     BwdTileSm80(head_dim=192, tile_m=64, tile_n=96, stages=2, warps_s=2, warps_kv=2, warps_q=2,
                 allows_deterministic=False, measured=_H200 + "249/282; 211/282"),
     _BWD_163[-2],
