@@ -84,7 +84,7 @@ class FwdTileSm80(Tile):
 
     @property
     def thread_rows(self) -> int:
-        """Rows of S and O of which a thread has elements."""
+        """Number of rows of S, and of O, in the registers of one thread."""
         return self.tile_m // (8 * self.warps_m)
 
     @property
