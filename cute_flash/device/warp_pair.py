@@ -1,9 +1,7 @@
 """Two warps that share the rows of a tile: each has half of the keys of S, and half of the columns of O.
 
-P and the row statistics of both warps pass through shared memory.
-
-racecheck reports hazards between warps of different pairs, for copies of K and V that a CTA barrier orders. Pairs pass
-different numbers of named barriers, which seems to confuse it (profiling/notes/fwd_sm80.md).
+P and the row statistics of both warps pass through shared memory. Barriers are those of the CTA: K and V need one for
+every block anyway, and it also orders what a pair exchanges.
 """
 
 from collections.abc import Callable
@@ -16,8 +14,6 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_flash.device.ldmatrix import FragmentStore, MmaOperand
 
-THREADS = 64  # of a pair
-
 
 @dataclass(frozen=True)
 class WarpPair:
@@ -29,18 +25,9 @@ class WarpPair:
     thread: Int32
     num_pairs: int
 
-    @property
-    def barrier_id(self) -> Int32:
-        """Barrier 0 is that of the CTA."""
-        return self.thread // 32 % self.num_pairs + 1
-
-    def wait(self) -> None:
-        """Wait for both warps."""
-        cute.arch.barrier(barrier_id=self.barrier_id, number_of_threads=THREADS)
-
     def any(self, condition: Boolean) -> Boolean:
-        """Wait for both warps. Returns whether the condition holds for any of their threads."""
-        return _barrier_any(self.barrier_id, condition)
+        """Wait for all threads of the CTA. Returns whether the condition holds for any of them."""
+        return _barrier_any(condition, 64 * self.num_pairs)
 
     def load_p(self) -> cute.Tensor:
         """P of all keys, as operand A. Both warps must have stored their halves and waited."""
@@ -51,25 +38,25 @@ class WarpPair:
     def combine(self, values: cute.Tensor, operation: Callable[[Float32, Float32], Float32]) -> None:
         """Combine the values of this thread's rows with those of its counterpart in the other warp, in place.
 
-        `operation` must be commutative, so that both threads get the same bits. Before the next call, the pair must
-        have waited once more.
+        All threads of the CTA call it, and wait once more before the next call. `operation` must be commutative, so
+        that both threads get the same bits.
         """
         other = self.thread ^ (32 * self.num_pairs)
         for r in range(cute.size(values)):
             self.sRows[self.thread, r] = values[r]
-        self.wait()
+        cute.arch.sync_threads()
         for r in range(cute.size(values)):
             values[r] = operation(values[r], self.sRows[other, r])
 
 
 @dsl_user_op
-def _barrier_any(barrier_id: Int32, condition: Boolean, *, loc=None, ip=None) -> Boolean:
-    """A barrier of a pair. Returns whether the condition holds in any thread."""
+def _barrier_any(condition: Boolean, num_threads: int, *, loc=None, ip=None) -> Boolean:
+    """The barrier of a CTA. Returns whether the condition holds in any thread."""
     result = nvvm.barrier_cta_red(
         condition.ir_value(loc=loc, ip=ip),
-        barrier_id.ir_value(loc=loc, ip=ip),
+        Int32(0).ir_value(loc=loc, ip=ip),
         nvvm.BarrierReduxKind.OR,
-        thread_count=Int32(THREADS).ir_value(loc=loc, ip=ip),
+        thread_count=Int32(num_threads).ir_value(loc=loc, ip=ip),
         aligned=True,
         loc=loc,
         ip=ip,

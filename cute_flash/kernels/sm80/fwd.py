@@ -28,7 +28,9 @@ rows: each computes S for half of the keys and O for half of the columns, and re
 If values and keys differ in width, the tile has the larger width, and the narrower operand is zero-filled.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -344,17 +346,13 @@ class FwdSm80(Kernel):
         else:
             gemm(state.mma_s, acc_S, (state.q, state.k), stage, tile.q_steps)
 
-        if cutlass.const_expr(tile.stages == 1):
-            # Wait until V(n) has landed, and every warp is done with K(n).
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_threads()
-        if cutlass.const_expr(sparse is None):
-            if n_block > state.blocks.begin:
-                self.load_block(state, n_block - 1, n_block - 1, False)
-        else:
-            if iteration + 1 < state.block_iter.num:
-                self.load_block(state, sparse[1], iteration + 1, True)
-        cute.arch.cp_async_commit_group()
+        load_following = partial(self.load_following, state, n_block, sparse)
+        if cutlass.const_expr(state.pair is None):
+            if cutlass.const_expr(tile.stages == 1):
+                # Wait until V(n) has landed, and every warp is done with K(n).
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.sync_threads()
+            load_following()
 
         # `looks_near` allows softcap's polynomial (`Score.apply`). A window with two bounds leaves no registers for it.
         # `batch_invariant` excludes it, because its use depends on all rows of a warp.
@@ -364,7 +362,9 @@ class FwdSm80(Kernel):
         state.score_params.apply_mask(acc_S, state.mask, state.block_iter, n_block, column, masked)
         blocks_seen = state.blocks.end - 1 - n_block if sparse is None else iteration
         keys_seen = blocks_seen * tile.tile_n
-        if cutlass.const_expr(tile.speculative_max):
+        if cutlass.const_expr(state.pair is not None):
+            operands = [self.paired_probs(state, acc_S, keys_seen, load_following)]
+        elif cutlass.const_expr(tile.speculative_max):
             operands = [self.speculative_probs(state, acc_S, keys_seen)]
         else:
             operands = self.probs(state, acc_S, keys_seen, column)
@@ -374,6 +374,17 @@ class FwdSm80(Kernel):
             split_fp32.add_gemm_rs(state.mma_o, state.acc_O, operands, state.v, stage)
         else:
             gemm_rs(state.mma_o, state.acc_O, operands[0], state.v, stage)
+
+    @cute.jit
+    def load_following(self, state: MainloopState, n_block: Int32, sparse: tuple | None):
+        """Start the loads of the next block. Arguments are those of `process_block`."""
+        if cutlass.const_expr(sparse is None):
+            if n_block > state.blocks.begin:
+                self.load_block(state, n_block - 1, n_block - 1, False)
+        else:
+            if sparse[0] + 1 < state.block_iter.num:
+                self.load_block(state, sparse[1], sparse[0] + 1, True)
+        cute.arch.cp_async_commit_group()
 
     @cute.jit
     def probs(self, state: MainloopState, acc_S: cute.Tensor, keys_seen: Int32, column: Int32) -> list[cute.Tensor]:
@@ -402,25 +413,40 @@ class FwdSm80(Kernel):
 
     @cute.jit
     def speculative_probs(self, state: MainloopState, acc_S: cute.Tensor, keys_seen: Int32) -> cute.Tensor:
-        """P as operand A, with a speculative row max (`device/softmax.py`), except in the first blocks.
+        """P as operand A, with a speculative row max (`device/softmax.py`), except in the first blocks."""
+        softmax, rP = state.softmax, cute.make_fragment_like(acc_S, self.dtype)
+        block_sum = cute.make_fragment_like(softmax.row_max)
+        is_early, may_be_outgrown = keys_seen < EXACT_KEYS, cutlass.Boolean(True)
+        if not is_early:
+            softmax.exponentiate_to(rP, acc_S, block_sum, maybe_empty=False)
+            may_be_outgrown = softmax.may_have_outgrown(block_sum)
+        if may_be_outgrown:
+            self.correct_max(state, (acc_S, rP, block_sum), keys_seen, is_early)
+        softmax.add_sums(block_sum)
+        return as_operand_a(rP)
 
-        If warps share rows, P passes through shared memory, and both warps of a pair take the same branches.
+    @cute.jit
+    def paired_probs(
+        self, state: MainloopState, acc_S: cute.Tensor, keys_seen: Int32, load_following: Callable[[], None]
+    ) -> cute.Tensor:
+        """`speculative_probs` for pairs of warps: P passes through shared memory.
+
+        All warps of the CTA take the same branches, so one barrier orders P, V, the next copy of K and the decision.
         """
         softmax, pair, rP = state.softmax, state.pair, cute.make_fragment_like(acc_S, self.dtype)
         block_sum = cute.make_fragment_like(softmax.row_max)
         is_early, may_be_outgrown = keys_seen < EXACT_KEYS, cutlass.Boolean(True)
         if not is_early:
             softmax.exponentiate_to(rP, acc_S, block_sum, maybe_empty=False)
-            if cutlass.const_expr(pair is None):
-                may_be_outgrown = softmax.may_have_outgrown(block_sum)
-            else:
-                pair.store_p.store(rP)
-                may_be_outgrown = pair.any(softmax.sums_exceed(block_sum))
+            may_be_outgrown = softmax.sums_exceed(block_sum)
+            pair.store_p.store(rP)
+        # Wait until V(n) has landed, and every warp has stored P and is done with K(n).
+        cute.arch.cp_async_wait_group(0)
+        may_be_outgrown = pair.any(may_be_outgrown)
+        load_following()
         if may_be_outgrown:
             self.correct_max(state, (acc_S, rP, block_sum), keys_seen, is_early)
         softmax.add_sums(block_sum)
-        if cutlass.const_expr(pair is None):
-            return as_operand_a(rP)
         return pair.load_p()
 
     @cute.jit
@@ -442,4 +468,4 @@ class FwdSm80(Kernel):
             if cutlass.const_expr(pair is not None):
                 pair.store_p.store(rP)
         if cutlass.const_expr(pair is not None):
-            pair.wait()
+            cute.arch.sync_threads()

@@ -42,6 +42,8 @@ class Tile:
     tile_n: int
     # The row is only for problems with at most this many `Problem.usual_keys`.
     max_keys: int | None = field(default=None, compare=False, kw_only=True)
+    # True: the row is only for masks with a bound; False: only for masks without one; None: for both.
+    is_bounded: bool | None = field(default=None, compare=False, kw_only=True)
     max_cost: int = field(default=COST_ANY, compare=False, kw_only=True)
     # How the row was measured: GPU, dtype, shape, TFLOP/s.
     measured: str = field(default="not measured: chosen by the rules above the table", compare=False, kw_only=True)
@@ -56,6 +58,14 @@ class Tile:
 
     def fits(self, arch: ArchSpec) -> bool:
         return self.smem_bytes <= arch.smem_per_cta and (arch.has_wgmma or not self.needs_wgmma)
+
+    def is_for(self, static: Static) -> bool:
+        """Whether the row is for the problem's mask, and for batch_invariant if it is set.
+
+        With batch_invariant the choice must not depend on the lengths of other sequences, nor on varlen.
+        """
+        is_for_any_length = self.max_keys is None or not static.batch_invariant
+        return is_for_any_length and self.is_bounded in (None, static.is_bounded)
 
     def divides_block_mask(self, static: Static) -> bool:
         """Whether the tile divides the blocks of a block mask; true without a block mask."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from cute_flash.planning.tiles.common import (
@@ -43,13 +43,12 @@ class FwdTileSm80(Tile):
     speculative_max: bool = False  # blocks use the old row max, and keep S until their row sums are checked
     # Two warps share their rows. Each has half of the keys of S and half of the columns of O (`device/warp_pair.py`).
     warp_pairs: bool = False
-    is_bounded: bool | None = field(default=None, compare=False)  # only for calls with, or without, a bounded mask
 
     def __post_init__(self) -> None:
         if self.num_warps not in (1, 2, 4, 8):
             raise ValueError(f"{self.num_warps=} must be 1, 2, 4 or 8")
-        if self.warp_pairs and (self.num_warps < 2 or not self.speculative_max):
-            raise ValueError(f"{self.warp_pairs=} needs two warps and a speculative max")
+        if self.warp_pairs and (self.num_warps < 2 or self.stages > 1 or not self.speculative_max):
+            raise ValueError(f"{self.warp_pairs=} needs two warps, one stage and a speculative max")
         rows = WARP_ROWS * self.warps_m
         if self.tile_m % rows or self.tile_m <= 0:
             raise ValueError(f"{self.tile_m=} must be a multiple of {rows}: {self.warps_m} warps of {WARP_ROWS} rows")
@@ -136,12 +135,9 @@ class FwdTileSm80(Tile):
         # All warps read the index lists of a block mask, or the origin of a dropout mask, which takes registers.
         cost = static.feature_cost + static.block_sparse + static.dropout_origin
         has_registers = self.max_bounds >= bounds and self.max_cost >= cost
-        # With batch_invariant the choice must not depend on the lengths of other sequences, nor on varlen.
-        is_for_any_length = self.max_keys is None or not static.batch_invariant
-        is_for_mask = self.is_bounded in (None, static.is_bounded)
         is_for_features = may_speculate(static) or not self.speculative_max
         is_wide_enough = self.head_dim >= static.widest and self.divides_block_mask(static)
-        return is_wide_enough and has_registers and is_for_any_length and is_for_mask and is_for_features
+        return is_wide_enough and has_registers and is_for_features and self.is_for(static)
 
     def __str__(self) -> str:
         regs = f", {self.q_steps} of {self.head_dim // 16} steps of Q in registers" if self.q_steps else ""
@@ -210,16 +206,15 @@ _SM_90 = (
     FwdTileSm80(128, 128,  48, 4, 2, max_bounds=1, max_cost=COST_ALIBI, measured=_H200 + "310/376/398; 221/322/408"),
     FwdTileSm80(128, 128,  32, 4, 2, max_cost=COST_DROPOUT, measured=_H200 + "309/371/390; 216/316/397"),
     FwdTileSm80(128,  64,  64, 4, 2, q_steps=8, measured=_FOR_FEATURES),
-    _pairs(192,  64,  64, 4, 1, q_steps=5, is_bounded=False, max_cost=COST_ALIBI,
-           measured=_NOV_18 + "301/326/372/382 (without pairs 299/313/358/370)"),
+    _pairs(192,  64,  64, 4, 1, q_steps=5, max_cost=COST_ALIBI,
+           measured=_NOV_18 + "295/330/365/371; causal 232/290/355/373 (next row: 296/329/355/361; 230/287/346/365)"),
     FwdTileSm80(192,  64,  64, 4, 1, q_steps=12, max_cost=COST_ALIBI, measured=_H200 + "289/329/346; 221/304/364"),
     FwdTileSm80(192,  64,  64, 4, 1, q_steps=6, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
     FwdTileSm80(192,  64,  32, 4, 1, measured=_FOR_MODS),
-    _pairs(256,  64,  64, 4, 1, q_steps=2, is_bounded=False, max_cost=COST_ALIBI,
-           measured=_NOV_18 + "317/340/373/383 (without pairs 304/319/347/352)"),
-    _pairs(256,  64,  64, 4, 1, q_steps=4, max_cost=0,
-           measured=_NOV_18 + "causal 239/300/366/386 (without pairs 235/288/333/350)"),
-    _pairs(256,  64,  64, 4, 1, q_steps=2, max_cost=COST_ALIBI, measured=_NOV_18 + "causal 237/296/362/378"),
+    _pairs(256,  64,  64, 4, 1, q_steps=4, is_bounded=False, max_cost=0,
+           measured=_NOV_18 + "309/338/370/383"),
+    _pairs(256,  64,  64, 4, 1, q_steps=2, max_cost=COST_ALIBI,
+           measured=_NOV_18 + "309/336/362/385; causal 235/289/356/372 (next row: 291/309/327/339; 226/272/320/335)"),
     FwdTileSm80(256,  64,  64, 4, 1, q_steps=6, max_bounds=1, max_cost=COST_ALIBI,
                 measured=f"q_steps=8: {_H200}274/322/344; 213/282/339 TFLOP/s"),
     FwdTileSm80(256,  64,  64, 4, 1, q_steps=4, max_cost=COST_ALIBI, measured=_H200 + "271/314/339; 208/280/327"),

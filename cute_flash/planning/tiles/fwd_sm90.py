@@ -37,8 +37,6 @@ class FwdTileSm90(Tile):
     dropout_stages: int = 1  # of dropout masks
     bias_stages: int = 0  # of a bias that TMA loads; 0: threads load the bias, or there is none
     layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
-    # True: the row is only for masks with a bound; False: only for masks without one; None: for both.
-    is_bounded: bool | None = field(default=None, compare=False)
     # A feature: the row is only for calls with this feature and no other, without a block mask.
     only: str = field(default="", compare=False)
 
@@ -128,12 +126,9 @@ class FwdTileSm90(Tile):
         """Whether the row has the width and the registers for a problem."""
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
         is_as_wide = (self.head_dim_v is None) == (static.head_dim_v is None)
-        # With batch_invariant the choice must not depend on the lengths of other sequences, nor on varlen.
-        is_for_any_length = self.max_keys is None or not static.batch_invariant
-        is_for_mask = self.is_bounded in (None, static.is_bounded)
         is_for_features = not self.only or (static.features == (self.only,) and not static.block_sparse)
         has_room = self.max_cost >= static.feature_cost and self.divides_block_mask(static)
-        return is_wide_enough and is_as_wide and is_for_any_length and is_for_mask and is_for_features and has_room
+        return is_wide_enough and is_as_wide and is_for_features and has_room and self.is_for(static)
 
 
 # Versions are those of profiling/notes/fwd_sm90.md.
