@@ -62,6 +62,8 @@ class Sm80BwdTile(Sm90BwdTile, Protocol):
     @property
     def warps_q(self) -> int: ...
     @property
+    def warps_per_gradient(self) -> int: ...
+    @property
     def p_in_registers(self) -> bool: ...
 
 
@@ -91,7 +93,7 @@ def bwd_sm80_uses(tile: Sm80BwdTile, variant: str = "swizzled") -> tuple[Use, ..
         return Use(name, "ldmatrix", access, smem, repeats, is_per_block=True)
 
     # The warps form a grid over a product: each column of the grid reads all of operand A, and each row reads all of B.
-    # The grid has `warps_s`, `warps_kv` or `warps_q` rows.
+    # The grid has `warps_s`, `warps_kv` or `warps_q` rows. Half of the warps may compute dK, and the others dV.
     for a, b in (("K", "Q"), ("V", "dO")):
         uses.append(reads(a, kv, every_block(kv, layout_of(kv), ldmatrix_a), warps // tile.warps_s))
         uses.append(reads(b, q, every_block(q, layout_of(q), ldmatrix_b), tile.warps_s))
@@ -102,7 +104,7 @@ def bwd_sm80_uses(tile: Sm80BwdTile, variant: str = "swizzled") -> tuple[Use, ..
     uses += [Use(name, "st.shared", store_fragment(s), s, is_per_block=True) for name in stored]
     if not tile.p_in_registers:
         for name in stored:
-            uses.append(reads(name, s, every_block(s, layout_of(s), ldmatrix_a), warps // tile.warps_kv))
+            uses.append(reads(name, s, every_block(s, layout_of(s), ldmatrix_a), tile.warps_per_gradient // tile.warps_kv))
     for name in ("dO^T", "Q^T"):
         uses.append(reads(name, q, every_block(q, transposed(q), ldmatrix_v), tile.warps_kv))
     ds_access = every_block(s, transposed(s), ldmatrix_a_transposed)

@@ -134,7 +134,15 @@ FAMILIES = {
     "bwd_sm80": Family(
         kernels="sm80",
         tile=BwdTileSm80,
-        letters={"s": "stages", "w": "num_warps", "p": "warps_s", "k": "warps_kv", "q": "warps_q", "d": "head_dim"},
+        letters={
+            "s": "stages",
+            "w": "num_warps",
+            "p": "warps_s",
+            "k": "warps_kv",
+            "h": "splits_kv",
+            "q": "warps_q",
+            "d": "head_dim",
+        },
         choices={
             "tile_m": (32, 64, 128),
             "tile_n": (32, 64, 96, 128),
@@ -142,6 +150,7 @@ FAMILIES = {
             "num_warps": (4, 8),
             "warps_s": (1, 2, 4, 8),
             "warps_kv": (1, 2, 4, 8),
+            "splits_kv": (False, True),
             "warps_q": (1, 2, 4, 8),
         },
         has_registers=lambda tile: tile.accumulator_registers <= MAX_BWD_ACCUMULATORS,

@@ -24,15 +24,21 @@ class Epilogue:
     @cute.jit
     def store(self, acc_O: cute.Tensor, sO: cute.Tensor, gO: cute.Tensor):
         """acc_O -> sO in the dtype of the output -> gO, for rows and columns that exist."""
-        dtype = sO.element_type
         # sO reuses the memory of an operand: wait until every warp has read the operand.
         cute.arch.sync_threads()
+        self.to_smem(acc_O, sO)
+        cute.arch.sync_threads()
+        self.to_global(sO, gO)
+
+    def to_smem(self, acc_O: cute.Tensor, sO: cute.Tensor) -> None:
+        dtype = sO.element_type
         rO = cute.make_fragment_like(acc_O, dtype)
         rO.store(acc_O.load().to(dtype))
         to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype), self.tiled_mma)
         thr_to_smem = to_smem.get_slice(self.thread)
         cute.copy(to_smem, thr_to_smem.retile(rO), thr_to_smem.partition_D(sO))
-        cute.arch.sync_threads()
+
+    def to_global(self, sO: cute.Tensor, gO: cute.Tensor) -> None:
         thr_copy = self.rows.copy.get_slice(self.thread)
         tOsO = thr_copy.partition_S(sO)
         tOgO = thr_copy.partition_D(gO)

@@ -52,6 +52,10 @@ class MmaOperand:
         """The same operand `tiles` tiles further in memory; only the immediate offsets differ."""
         return replace(self, offset=self.offset + tiles * self.tile.cosize)
 
+    def moved(self, tiles: Int32) -> "MmaOperand":
+        """The same operand `tiles` tiles further in memory; the number is known at run time."""
+        return replace(self, address=self.address + tiles * self.tile.bytes)
+
     def rederived(self) -> "MmaOperand":
         """The same operand with an opaque address, so that no derived address occupies a register across blocks."""
         return replace(self, address=rederived(self.address))

@@ -372,7 +372,7 @@ def plan_backward(
     for name, least in FAMILIES.items():
         if arch.capability < least or family not in ("", name):
             continue
-        chosen = tile or bwd_tile(name, arch, problem.static, deterministic)
+        chosen = tile or bwd_tile(name, arch, problem, deterministic)
         if chosen is not None:
             _check_grid(problem, "the gradient of attn with")
             _check_dq_rows(problem, chosen)

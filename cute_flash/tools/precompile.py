@@ -9,6 +9,7 @@ from dataclasses import replace
 from cute_flash.jit.compile import precompile_all
 from cute_flash.planning.merge import MergeStatic
 from cute_flash.planning.plan import CompileKey, SchedulerTile, plan_backward, plan_forward
+from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD
 from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
 from cute_flash.spec.arch import ArchSpec
@@ -27,7 +28,7 @@ BANDS = {
 # Long enough to select the tile of long sequences. Lengths are not compiled in.
 LENGTH = 1 << 16
 # Short sequences may use another tile.
-ROWS = (*SM90_FWD, *(row for rows in SM80_FWD.values() for row in rows))
+ROWS = (*SM90_FWD, *(row for table in (SM80_FWD, SM80_BWD) for rows in table.values() for row in rows))
 LENGTHS = (LENGTH, *sorted({row.max_keys for row in ROWS if row.max_keys}))
 # (heads, queries). With many heads and one query, the plan uses pack_gqa.
 SHAPES = ((1, LENGTH), (64, 1))

@@ -254,8 +254,9 @@ def test_a_wrong_tile_names_the_value(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"speculative_max": False}, "needs two warps and a speculative max"),
-        ({"num_warps": 1}, "needs two warps and a speculative max"),
+        ({"speculative_max": False}, "needs two warps, one stage and a speculative max"),
+        ({"stages": 2}, "needs two warps, one stage and a speculative max"),
+        ({"num_warps": 1}, "needs two warps, one stage and a speculative max"),
         ({"head_dim": 224}, "needs 64, 128, 192 or 256 columns"),
         ({"tile_n": 96}, "and 32, 64, 128 or 256 keys"),
         ({"pieces": 2}, "speculative_max=True is not implemented for fp32"),
@@ -397,7 +398,7 @@ def test_evidence_is_not_part_of_a_tile(tile: Tile) -> None:
 def test_every_head_dim_has_a_backward_tile_that_fits(arch: str) -> None:
     assert set(SM80_BWD) == set(ARCHS)
     for head_dim in range(8, 257, 8):
-        tile = bwd_tile("sm80", ARCHS[arch], problem_of(head_dim, Band()).static)
+        tile = bwd_tile("sm80", ARCHS[arch], problem_of(head_dim, Band()))
         assert isinstance(tile, BwdTileSm80) and tile in SM80_BWD[arch]
         assert tile.head_dim >= head_dim
         assert tile.fits(ARCHS[arch])
@@ -410,13 +411,16 @@ def test_every_head_dim_has_a_backward_tile_that_fits(arch: str) -> None:
         assert max(tile.accumulator_registers, kept + dq) <= MAX_REGISTERS - OTHER_REGISTERS
         # Deterministic gradients and fp16 have a tile of the same width.
         for dtype, deterministic in (("bfloat16", True), ("float16", False), ("float16", True)):
-            static = dataclasses.replace(problem_of(head_dim, Band()), dtype=dtype).static
-            other = bwd_tile("sm80", ARCHS[arch], static, deterministic)
+            problem = dataclasses.replace(problem_of(head_dim, Band()), dtype=dtype)
+            other = bwd_tile("sm80", ARCHS[arch], problem, deterministic)
             assert isinstance(other, BwdTileSm80) and other.head_dim == tile.head_dim
             assert other.allows(dtype, deterministic)
+        # So have few keys.
+        few = bwd_tile("sm80", ARCHS[arch], problem_of(head_dim, Band(), keys=512))
+        assert isinstance(few, BwdTileSm80) and few.head_dim == tile.head_dim
     for widths in ((128, 64), (64, 128)):
-        wider = bwd_tile("sm80", ARCHS[arch], problem_of(widths[0], Band(), head_dim_v=widths[1]).static)
-        assert wider is bwd_tile("sm80", ARCHS[arch], problem_of(128, Band()).static)
+        wider = bwd_tile("sm80", ARCHS[arch], problem_of(widths[0], Band(), head_dim_v=widths[1]))
+        assert wider is bwd_tile("sm80", ARCHS[arch], problem_of(128, Band()))
 
 
 @pytest.mark.parametrize(
@@ -428,6 +432,8 @@ def test_every_head_dim_has_a_backward_tile_that_fits(arch: str) -> None:
         ({"head_dim": 100}, "head_dim"),
         ({"warps_s": 3}, "warps_s"),
         ({"warps_kv": 1, "head_dim": 96}, "warps_kv"),
+        ({"splits_kv": True, "warps_kv": 8}, "up to 4 warps"),
+        ({"splits_kv": True, "warps_s": 8, "pieces": 2}, "is not implemented for fp32"),
         ({"warps_q": 8}, "warps_q"),
         ({"tile_n": 40}, "warps_s"),
         ({"head_dim": 96, "tile_m": 32, "warps_q": 2, "warps_s": 4}, "rows of one copy|warps_q"),

@@ -10,8 +10,10 @@ For each K/V tile, over the query heads that share it and their m_blocks i:
     dK  += dS^T Qi                      times scale at the end
     dQi += dS K                         fp32 atomic additions in global memory, times scale in postprocess
 
-Warps are not specialised. They form a grid over the tile of each product (`BwdTileSm80`). If all warps are along the
-keys, a warp's P^T and dS^T are operands of its dV and dK directly from registers.
+The warps form a grid over the tile of each product (`BwdTileSm80`). In most tiles half of them compute dK and the
+others dV, with the same code and different addresses: a warp then has a larger tile of one gradient, and reads less
+shared memory per MMA. If instead all warps are along the keys, a warp's P^T and dS^T are operands of its dV and dK
+directly from registers.
 
 | shared memory | elements                     | lifetime                                       |
 |---------------|------------------------------|------------------------------------------------|
@@ -21,6 +23,7 @@ keys, a warp's P^T and dS^T are operands of its dV and dK directly from register
 | sRows         | 2 x stages x tile_m, fp32    | LSE and Δ of one m_block                       |
 """
 
+from dataclasses import replace
 from functools import partial
 
 import cutlass
@@ -37,7 +40,7 @@ from cute_flash.device.epilogue import Epilogue, store_fp32
 from cute_flash.device.ldmatrix import MmaOperand
 from cute_flash.device.mask import Mask
 from cute_flash.device.mods_bwd import AnyScores
-from cute_flash.device.ptx import rederived
+from cute_flash.device.ptx import rederived, select_if
 from cute_flash.device.score_bwd import PlainScores, compute_probs
 from cute_flash.device.semaphore import DQSemaphore
 from cute_flash.device.seqlen import SeqlenInfo
@@ -47,7 +50,7 @@ from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.warp_grid import WarpGrid
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.common.params import bwd_score_params
-from cute_flash.kernels.sm80.bwd_storage import Factors, MainloopState, Params, SharedStorage, dq_grid
+from cute_flash.kernels.sm80.bwd_storage import Factors, GradientKV, MainloopState, Params, SharedStorage, dq_grid
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.smem.tile import SmemTile
@@ -72,7 +75,7 @@ class BwdSm80(Kernel):
         # The queries of a warp are contiguous; the mask relies on it.
         queries = tile.tile_m * tile.warps_s // tile.num_warps
         self.s_grid = WarpGrid(self.dtype, tile.num_warps, tile.warps_s, queries)
-        self.kv_grid = WarpGrid(self.dtype, tile.num_warps, tile.warps_kv)
+        self.kv_grid = WarpGrid(self.dtype, tile.warps_per_gradient, tile.warps_kv)
         self.q_grid = dq_grid(tile, self.dtype)
 
     @cute.jit
@@ -145,8 +148,8 @@ class BwdSm80(Kernel):
         first_row = n_block * tile.tile_n
         storage = SharedStorage.allocate(tile, self.dtype, self.k_tile, self.q_tile, self.s_tile)
         state = self._state(p, storage, seqlen, thread, first_row)
-        state.acc_dK.fill(0.0)
-        state.acc_dV.fill(0.0)
+        for gradient in state.gradients:
+            gradient.acc.fill(0.0)
         if cutlass.const_expr(state.dalibi is not None):
             state.dalibi.fill(0.0)
 
@@ -165,17 +168,71 @@ class BwdSm80(Kernel):
             else:
                 self.band_mainloop(p, state, blocks, head_kv, batch)
 
-        state.acc_dK.store(state.acc_dK.load() * p.scale)
-        if cutlass.const_expr(self.has_dropout):
-            state.acc_dV.store(state.acc_dV.load() * p.score_params.dropout_scale)
-        rows_left = seqlen_k - first_row
-        for i, (mX, acc) in enumerate(((p.mdK, state.acc_dK), (p.mdV, state.acc_dV))):
-            gX = row_tile(seqlen.slice_head(mX, head_kv), seqlen.k_row(first_row), tile.tile_n, tile.head_dim)
-            if cutlass.const_expr(self.static.is_fp32):
-                store_fp32(acc, gX, p.mma_kv, (thread, rows_left), self.widths[i])
+        self.store_gradients(p, state, head_kv)
+
+    def store_gradients(self, p: Params, state: MainloopState, head_kv: Int32) -> None:
+        """Scale dK and dV, and store them."""
+        accs, sKV = [gradient.acc for gradient in state.gradients], state.storage.sKV
+        dv_scale = p.score_params.dropout_scale if self.has_dropout else None
+        if self.tile.splits_kv:
+            self.store_halves(p, state, head_kv, dv_scale)
+            return
+        for acc, scale in zip(accs, (p.scale, dv_scale), strict=True):
+            if scale is not None:
+                acc.store(acc.load() * scale)
+        rows_left = state.seqlen.k_len - state.first_row
+        for i, acc in enumerate(accs):
+            gX = self.gradient_tile(p, state, head_kv, i)
+            if self.static.is_fp32:
+                store_fp32(acc, gX, p.mma_kv, (state.thread, rows_left), self.widths[i])
             else:
-                rows = RowTiles(p.copy_out, thread, tile.tile_n, tile.head_dim, self.widths[i])
-                Epilogue(p.mma_kv, rows, thread, rows_left).store(acc, storage.sKV[None, None, i], gX)
+                self.epilogue(p, state, rows_left, i).store(acc, sKV[None, None, i], gX)
+
+    def store_halves(self, p: Params, state: MainloopState, head_kv: Int32, dv_scale: Float32 | None) -> None:
+        """`store_gradients` if half of the warps have dK, and the others dV."""
+        (gradient,), sKV, is_dv = state.gradients, state.storage.sKV, self.computes_dv(state.thread)
+        scale = select_if(is_dv == 0, p.scale, Float32(1.0) if dv_scale is None else dv_scale)
+        gradient.acc.store(gradient.acc.load() * scale)
+        # The gradients reuse the memory of K and V: wait until every warp has read them.
+        cute.arch.sync_threads()
+        rows_left = state.seqlen.k_len - state.first_row
+        half = replace(self.epilogue(p, state, rows_left, 0), thread=self.kv_thread(state.thread))
+        half.to_smem(gradient.acc, sKV[None, None, is_dv])
+        cute.arch.sync_threads()
+        for i in range(2):
+            gX = self.gradient_tile(p, state, head_kv, i)
+            self.epilogue(p, state, rows_left, i).to_global(sKV[None, None, i], gX)
+
+    def gradient_tile(self, p: Params, state: MainloopState, head_kv: Int32, i: int) -> cute.Tensor:
+        """The tile of dK (i = 0) or dV (1) in global memory."""
+        seqlen, mX = state.seqlen, (p.mdK, p.mdV)[i]
+        first = seqlen.k_row(state.first_row)
+        return row_tile(seqlen.slice_head(mX, head_kv), first, self.tile.tile_n, self.tile.head_dim)
+
+    def epilogue(self, p: Params, state: MainloopState, rows_left: Int32, i: int) -> Epilogue:
+        """The epilogue of dK (i = 0) or dV (1)."""
+        rows = RowTiles(p.copy_out, state.thread, self.tile.tile_n, self.tile.head_dim, self.widths[i])
+        return Epilogue(p.mma_kv, rows, state.thread, rows_left)
+
+    def computes_dv(self, thread: Int32) -> Int32:
+        """1 if this thread's half of the warps computes dV, 0 if it computes dK."""
+        return thread // (32 * self.tile.warps_per_gradient)
+
+    def kv_thread(self, thread: Int32) -> Int32:
+        """The index of this thread among those that compute the same gradient."""
+        return thread % (32 * self.tile.warps_per_gradient) if self.tile.splits_kv else thread
+
+    def gradients(self, p: Params, ds: MmaOperand, q_t: MmaOperand, thread: Int32) -> tuple[GradientKV, ...]:
+        """dK and dV, or the one of them that this thread computes. `ds`, `q_t`: the operands of dK."""
+        tile = self.tile
+        shape = p.mma_kv.get_slice(thread).partition_shape_C((tile.tile_n, tile.head_dim))
+        # P and dO come `pieces` and `stages` tiles after dS and Q.
+        if tile.splits_kv:
+            is_dv = self.computes_dv(thread)
+            operands = [(ds.moved(is_dv * tile.pieces), q_t.moved(is_dv * tile.stages))]
+        else:
+            operands = [(ds, q_t), (ds.shifted(tile.pieces), q_t.shifted(tile.stages))]
+        return tuple(GradientKV(cute.make_rmem_tensor(shape, Float32), a, b) for a, b in operands)
 
     def _state(
         self, p: Params, storage: SharedStorage, seqlen: SeqlenInfo, thread: Int32, first_row: Int32
@@ -184,10 +241,9 @@ class BwdSm80(Kernel):
         # Tiles of one shape are contiguous: the operands of V, dO and P are those of K, Q and dS plus an offset.
         k = self.s_grid.a(p.mma_s, thread, storage.sKV, self.k_tile)
         q = self.s_grid.b(p.mma_s, thread, storage.sQdO, self.q_tile)
-        ds = self.kv_grid.a(p.mma_kv, thread, storage.sdSP, self.s_tile)
-        q_t = self.kv_grid.b(p.mma_kv, thread, storage.sQdO, self.q_tile, is_transposed=True)
+        ds = self.kv_grid.a(p.mma_kv, self.kv_thread(thread), storage.sdSP, self.s_tile)
+        q_t = self.kv_grid.b(p.mma_kv, self.kv_thread(thread), storage.sQdO, self.q_tile, is_transposed=True)
         store_ds = self.s_grid.store(p.mma_s, thread, storage.sdSP, self.s_tile)
-        acc_shape = p.mma_kv.get_slice(thread).partition_shape_C((tile.tile_n, tile.head_dim))
         return MainloopState(
             thread=thread,
             storage=storage,
@@ -197,16 +253,11 @@ class BwdSm80(Kernel):
             q=q,
             v=k.shifted(1),
             do=q.shifted(tile.stages),
-            p=ds.shifted(tile.pieces),
-            do_t=q_t.shifted(tile.stages),
-            ds=ds,
-            q_t=q_t,
             ds_t=self.q_grid.a(p.mma_q, thread, storage.sdSP, self.s_tile, is_transposed=True),
             k_t=self.q_grid.b(p.mma_q, thread, storage.sKV, self.k_tile, is_transposed=True),
             store_p=store_ds.shifted(tile.pieces),
             store_ds=store_ds,
-            acc_dK=cute.make_rmem_tensor(acc_shape, Float32),
-            acc_dV=cute.make_rmem_tensor(acc_shape, Float32),
+            gradients=self.gradients(p, ds, q_t, thread),
             dalibi=cute.make_rmem_tensor(1, Float32) if self.has_alibi else None,
         )
 
@@ -333,7 +384,8 @@ class BwdSm80(Kernel):
         # dV += P^T dO, at once if P stays in registers
         p_pieces = self.p_pieces(rP)
         if cutlass.const_expr(tile.p_in_registers):
-            self.add_gemm(p.mma_kv, state.acc_dV, p_pieces, state.do_t, stage, factors.dv)
+            dK, dV = state.gradients
+            self.add_gemm(p.mma_kv, dV.acc, p_pieces, dV.b, stage, factors.dv)
         else:
             for i, piece in enumerate(p_pieces):
                 state.store_p.shifted(i).store(piece)
@@ -350,12 +402,13 @@ class BwdSm80(Kernel):
 
         # dK += dS^T Q
         if cutlass.const_expr(tile.p_in_registers):
-            self.add_gemm(p.mma_kv, state.acc_dK, ds_pieces, state.q_t, stage, factors.dk)
+            self.add_gemm(p.mma_kv, dK.acc, ds_pieces, dK.b, stage, factors.dk)
             cute.arch.sync_threads()
         else:
             cute.arch.sync_threads()
-            self.add_gemm(p.mma_kv, state.acc_dV, state.p, state.do_t, stage, factors.dv)
-            self.add_gemm(p.mma_kv, state.acc_dK, state.ds, state.q_t, stage, factors.dk)
+            # With `splits_kv`, a warp has one of both. fp32 calls, which have factors, do not split.
+            for x, factor in zip(reversed(state.gradients), (factors.dv, factors.dk), strict=False):
+                self.add_gemm(p.mma_kv, x.acc, x.a, x.b, stage, factor)
         if cutlass.const_expr(tile.stages == 1):
             if cutlass.const_expr(not tile.p_in_registers):
                 # Wait until every warp is done with Q and dO.

@@ -111,6 +111,15 @@ class SharedStorage:
 
 
 @dataclass(frozen=True)
+class GradientKV:
+    """The accumulators of dK (+= dS^T Q) or of dV (+= P^T dO), and the operands in shared memory."""
+
+    acc: cute.Tensor
+    a: MmaOperand  # dS or P, unless it is in registers; in fp32 calls the high piece, which the low one follows
+    b: MmaOperand  # Q or dO
+
+
+@dataclass(frozen=True)
 class MainloopState:
     """The state of the main loop of a K/V tile."""
 
@@ -122,14 +131,9 @@ class MainloopState:
     q: MmaOperand
     v: MmaOperand  # dP^T = V dO^T
     do: MmaOperand
-    p: MmaOperand  # dV += P^T dO, if P is in shared memory; in fp32 calls the high piece, which the low one follows
-    do_t: MmaOperand
-    ds: MmaOperand  # dK += dS^T Q, if dS is in shared memory
-    q_t: MmaOperand
     ds_t: MmaOperand  # dQ = dS K
     k_t: MmaOperand
     store_p: FragmentStore
     store_ds: FragmentStore
-    acc_dK: cute.Tensor
-    acc_dV: cute.Tensor
+    gradients: tuple[GradientKV, ...]  # dK and dV; or one of them, if half of the warps compute dK, the others dV
     dalibi: cute.Tensor | None  # (1), of the current head

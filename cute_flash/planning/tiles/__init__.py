@@ -55,17 +55,24 @@ def _fwd_rows(family: str, arch: ArchSpec, static: Static) -> tuple[AnyFwdTile, 
     return tuple(row for row in rows if row.serves(static) and row.fits(arch))
 
 
-@lru_cache
-def bwd_tile(family: str, arch: ArchSpec, static: Static, deterministic: bool = False) -> AnyBwdTile | None:
+def bwd_tile(family: str, arch: ArchSpec, problem: Problem, deterministic: bool = False) -> AnyBwdTile | None:
     """The first row of a family's backward that supports the problem and fits the architecture; None if none does."""
-    cost = feature_cost(backward_features(static.features), static.block_sparse)
-    for row in _bwd_rows(family, arch, static, cost, deterministic):
-        if row.max_cost >= cost and row.head_dim >= static.widest and row.fits(arch):
+    for row in _bwd_rows(family, arch, problem.static, deterministic):
+        if row.max_keys is None or problem.usual_keys <= row.max_keys:
             return row
     return None
 
 
-def _bwd_rows(family: str, arch: ArchSpec, static: Static, cost: int, deterministic: bool) -> tuple[AnyBwdTile, ...]:
+@lru_cache
+def _bwd_rows(family: str, arch: ArchSpec, static: Static, deterministic: bool) -> tuple[AnyBwdTile, ...]:
+    """The rows that support the problem, apart from `max_keys`, and fit the architecture."""
+    cost = feature_cost(backward_features(static.features), static.block_sparse)
+    rows = _bwd_table(family, arch, static, cost, deterministic)
+    wide_enough = [row for row in rows if row.max_cost >= cost and row.head_dim >= static.widest]
+    return tuple(row for row in wide_enough if row.is_for(static) and row.fits(arch))
+
+
+def _bwd_table(family: str, arch: ArchSpec, static: Static, cost: int, deterministic: bool) -> tuple[AnyBwdTile, ...]:
     mod_ops = 0 if static.mods is None else static.mods.bwd_ops_per_score
     if static.is_fp32:
         return SM80_BWD_FP32[arch.name] if family == "sm80" else ()

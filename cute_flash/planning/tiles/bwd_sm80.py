@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cute_flash.planning.tiles.common import ELEMENT_BYTES, WARP_KEYS, WARP_ROWS, Tile, copy_rows
 
@@ -21,6 +21,9 @@ class BwdTileSm80(Tile):
     warps_kv: int = 8  # along the keys of dK and dV (keys x head_dim)
     warps_q: int = 4  # along the queries of dQ (queries x head_dim)
     num_warps: int = 8
+    # Half of the warps compute dK, the others dV; `warps_kv` counts the warps of a half. A warp then has a tile twice
+    # as large, and reads less shared memory per MMA.
+    splits_kv: bool = False
     pieces: int = 1  # 16-bit pieces per element of Q, K, V, dO, P and dS; 2 for fp32
     allows_deterministic: bool = field(default=True, compare=False)  # False: deterministic gradients would spill
     allows_fp16: bool = field(default=True, compare=False)  # False: fp16 would spill
@@ -38,11 +41,14 @@ class BwdTileSm80(Tile):
             ("warps_q", self.tile_m, self.head_dim),
         ):
             along = getattr(self, name)
-            if along not in (1, 2, 4, 8) or along > self.num_warps:
-                raise ValueError(f"{name}={along} must be 1, 2, 4 or 8, up to {self.num_warps=}")
-            across = self.num_warps // along
+            warps = self.warps_per_gradient if name == "warps_kv" else self.num_warps
+            if along not in (1, 2, 4, 8) or along > warps:
+                raise ValueError(f"{name}={along} must be 1, 2, 4 or 8, up to {warps} warps")
+            across = warps // along
             if rows % (WARP_ROWS * along) or columns % (WARP_KEYS * across) or rows <= 0:
                 raise ValueError(f"{name}={along}: {rows}x{columns} is not {along}x{across} parts of 16x16")
+        if self.splits_kv and self.pieces > 1:
+            raise ValueError(f"{self.splits_kv=} is not implemented for fp32")
         at_once = copy_rows(self.row_cols, self.num_threads)
         if self.tile_n % at_once or self.tile_m % at_once:
             raise ValueError(f"{self.tile_m=}, {self.tile_n=} must be multiples of {at_once}: rows of one copy")
@@ -58,6 +64,11 @@ class BwdTileSm80(Tile):
     def row_cols(self) -> int:
         """16-bit elements of a row of Q, K, V or dO."""
         return self.pieces * self.head_dim
+
+    @property
+    def warps_per_gradient(self) -> int:
+        """Warps that compute dK; as many compute dV."""
+        return self.num_warps // 2 if self.splits_kv else self.num_warps
 
     @property
     def p_in_registers(self) -> bool:
@@ -84,7 +95,8 @@ class BwdTileSm80(Tile):
     def __str__(self) -> str:
         stages = f"{self.stages} stage{'s' if self.stages > 1 else ''} of Q and dO"
         where = "P in registers" if self.p_in_registers else "P in shared memory"
-        return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {self.num_warps} warps, {stages}, {where}"
+        split = ", dK and dV split" * self.splits_kv
+        return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {self.num_warps} warps, {stages}, {where}{split}"
 
 
 # Rules: many keys, because each K/V tile reads all of Q and dO and adds to all of dQ; warp grids that read little
@@ -93,32 +105,38 @@ class BwdTileSm80(Tile):
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, TFLOP/s of S=1024/4096 full; causal: "
 # fmt: off
 _BWD_163 = (
-    BwdTileSm80(head_dim=64, tile_m=128, tile_n=128, stages=2, warps_s=2, warps_kv=4, warps_q=4,
-                measured=_H200 + "best of 28 tiles: 259/291; 203/275"),
-    BwdTileSm80(head_dim=96, tile_m=128, tile_n=128, stages=1, warps_s=2, warps_kv=4, warps_q=4,
-                allows_deterministic=False, measured=_H200 + "268/307; 207/285"),
-    BwdTileSm80(head_dim=96, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=4, warps_q=4,
-                measured=_H200 + "249/279; 199/266"),
-    BwdTileSm80(head_dim=128, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=2, warps_q=2,
-                measured=_H200 + "best of 32 tiles that fit sm_80: 281/319; 222/300"),
+    BwdTileSm80(head_dim=64, tile_m=128, tile_n=128, stages=2, warps_s=2, warps_kv=4, splits_kv=True, warps_q=4,
+                measured=_H200 + "266/302; 209/286"),
+    BwdTileSm80(head_dim=96, tile_m=128, tile_n=128, stages=1, warps_s=2, warps_kv=2, splits_kv=True, warps_q=4,
+                allows_deterministic=False, measured=_H200 + "273/315; 215/298"),
+    BwdTileSm80(head_dim=96, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=2, splits_kv=True, warps_q=4,
+                measured=_H200 + "257/291; 205/276"),
+    BwdTileSm80(head_dim=128, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=2, splits_kv=True, warps_q=2,
+                measured=_H200 + "279/317; 225/310"),
     BwdTileSm80(head_dim=192, tile_m=64, tile_n=96, stages=1, warps_s=2, warps_kv=2, warps_q=2,
                 allows_deterministic=False, allows_fp16=False, measured=_H200 + "236/265; 202/267"),
-    BwdTileSm80(head_dim=192, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=2, warps_q=2,
-                measured=_H200 + "214/237; 182/229"),
-    BwdTileSm80(head_dim=256, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2,
-                measured=_H200 + "223/248; 191/241"),
+    BwdTileSm80(head_dim=192, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=1, splits_kv=True, warps_q=2,
+                measured=_H200 + "224/250; 192/244"),
+    BwdTileSm80(head_dim=256, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=1, splits_kv=True, warps_q=2,
+                measured=_H200 + "229/254; 194/247"),
 )
 _BWD_227 = (
-    *_BWD_163[:4],
+    *_BWD_163[:3],
+    # Up to 512 keys it is faster than the next row: 239, causal 166 TFLOP/s instead of 232, 155.
+    replace(_BWD_163[3], max_keys=512, allows_deterministic=False),
+    BwdTileSm80(head_dim=128, tile_m=128, tile_n=96, stages=2, warps_s=2, warps_kv=1, splits_kv=True, warps_q=4,
+                allows_deterministic=False, measured=_H200 + "292/354; 219/314"),
+    _BWD_163[3],
     BwdTileSm80(head_dim=192, tile_m=64, tile_n=96, stages=2, warps_s=2, warps_kv=2, warps_q=2,
-                allows_deterministic=False, measured=_H200 + "249/282; 211/282"),
+                allows_deterministic=False, measured=_H200 + "249/282; 212/282"),
     _BWD_163[-2],
-    BwdTileSm80(head_dim=256, tile_m=128, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=4,
-                allows_deterministic=False, measured=_H200 + "249/281; 198/266"),
+    BwdTileSm80(head_dim=256, tile_m=128, tile_n=64, stages=1, warps_s=2, warps_kv=1, splits_kv=True, warps_q=4,
+                allows_deterministic=False, measured=_H200 + "269/305; 213/289"),
     _BWD_163[-1],
 )
 _BWD_99 = (
-    BwdTileSm80(head_dim=64, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=4, warps_q=4),
+    BwdTileSm80(head_dim=64, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=2, splits_kv=True, warps_q=4,
+                measured=_H200 + "235/262; 186/246"),
     BwdTileSm80(head_dim=96, tile_m=64, tile_n=128, stages=1, warps_s=8, warps_kv=8, warps_q=4),
     BwdTileSm80(head_dim=128, tile_m=32, tile_n=128, stages=1, warps_s=4, warps_kv=4, warps_q=2),
     BwdTileSm80(head_dim=192, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2),
