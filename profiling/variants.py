@@ -4,7 +4,7 @@
                                  speculative row max, no ping-pong
     64: 128x64 w4 s2 q4          fwd_sm80: 4 warps, 2 stages, 4 steps of Q in registers
     64: 64x128 s2 p4 k2 q2       bwd_sm80: 2 stages of Q and of dO; 4 of the 8 warps along the keys of P and dS, 2 along
-                                 the keys of dK and dV, 2 along the queries of dQ
+                                 the keys of dK and dV, 2 along the queries of dQ; h1: half of the warps compute dK
     64: 128x128 e1               bwd_sm90: the LSE is read early
     256: 64x80 o1 p7             bwd_sm90_wide: 1 stage of dO, 7 pieces of a half of dQ in shared memory
     128: 128x{48,64} s{1,2}      a set: every feasible combination

@@ -155,9 +155,9 @@ def test_expected_work_under_a_causal_mask() -> None:
 def test_expected_counts_of_a_backward() -> None:
     case, spec = Case("bwd-sm80", "swizzled", SHAPE), arch.by_name("sm_90")
     found = expected(case, spec)
-    # 16 heads of 16 tiles of 128 keys, each against 32 blocks of 64 queries.
-    assert work_of(case.plan(spec)) == Work(16 * 16, 16 * 16 * 32)
-    assert found.metrics["ldsm_instructions"] == 16 * 16 * 32 * 1152
+    # 16 heads of 22 tiles of 96 keys, each against 16 blocks of 128 queries.
+    assert work_of(case.plan(spec)) == Work(16 * 22, 16 * 22 * 16)
+    assert found.metrics["ldsm_instructions"] == 16 * 22 * 16 * 1440
     assert found.metrics["ld_conflicts"] == found.metrics["st_conflicts"] == 0
     # The sums of dQ are read and written once each: 4 bytes for each element of q.
     tensor = 16 * 2048 * 128 * 2

@@ -50,6 +50,7 @@ runnable = pytest.mark.parametrize(("family", "arch"), RUNNABLE, ids=[f"{f}-{a.n
         (HOPPER, 128, "128x80 s2 q2 c1 t0", FwdTileSm90(128, 128, 80, 2, 2, True, False)),
         (HOPPER, 72, "64x64 s4 d128", FwdTileSm90(128, 64, 64, 4)),
         ("bwd_sm80", 128, "64x128 s2 p4 k2 q2", BWD_SM80),
+        ("bwd_sm80", 128, "64x128 s2 p4 k2 h1 q2", replace(BWD_SM80, splits_kv=True)),
         (
             "bwd_sm80",
             64,

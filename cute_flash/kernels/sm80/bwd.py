@@ -168,19 +168,18 @@ class BwdSm80(Kernel):
             else:
                 self.band_mainloop(p, state, blocks, head_kv, batch)
 
-        self.store_gradients(p, state, head_kv)
+        self.store_gradients(p, state, head_kv, seqlen_k - first_row)
 
-    def store_gradients(self, p: Params, state: MainloopState, head_kv: Int32) -> None:
-        """Scale dK and dV, and store them."""
+    def store_gradients(self, p: Params, state: MainloopState, head_kv: Int32, rows_left: Int32) -> None:
+        """Scale dK and dV, and store them. `rows_left`: rows of the tile that exist."""
         accs, sKV = [gradient.acc for gradient in state.gradients], state.storage.sKV
         dv_scale = p.score_params.dropout_scale if self.has_dropout else None
         if self.tile.splits_kv:
-            self.store_halves(p, state, head_kv, dv_scale)
+            self.store_halves(p, state, head_kv, rows_left, dv_scale)
             return
         for acc, scale in zip(accs, (p.scale, dv_scale), strict=True):
             if scale is not None:
                 acc.store(acc.load() * scale)
-        rows_left = state.seqlen.k_len - state.first_row
         for i, acc in enumerate(accs):
             gX = self.gradient_tile(p, state, head_kv, i)
             if self.static.is_fp32:
@@ -188,14 +187,15 @@ class BwdSm80(Kernel):
             else:
                 self.epilogue(p, state, rows_left, i).store(acc, sKV[None, None, i], gX)
 
-    def store_halves(self, p: Params, state: MainloopState, head_kv: Int32, dv_scale: Float32 | None) -> None:
+    def store_halves(
+        self, p: Params, state: MainloopState, head_kv: Int32, rows_left: Int32, dv_scale: Float32 | None
+    ) -> None:
         """`store_gradients` if half of the warps have dK, and the others dV."""
         (gradient,), sKV, is_dv = state.gradients, state.storage.sKV, self.computes_dv(state.thread)
         scale = select_if(is_dv == 0, p.scale, Float32(1.0) if dv_scale is None else dv_scale)
         gradient.acc.store(gradient.acc.load() * scale)
         # The gradients reuse the memory of K and V: wait until every warp has read them.
         cute.arch.sync_threads()
-        rows_left = state.seqlen.k_len - state.first_row
         half = replace(self.epilogue(p, state, rows_left, 0), thread=self.kv_thread(state.thread))
         half.to_smem(gradient.acc, sKV[None, None, is_dv])
         cute.arch.sync_threads()
