@@ -104,7 +104,9 @@ def bwd_sm80_uses(tile: Sm80BwdTile, variant: str = "swizzled") -> tuple[Use, ..
     uses += [Use(name, "st.shared", store_fragment(s), s, is_per_block=True) for name in stored]
     if not tile.p_in_registers:
         for name in stored:
-            uses.append(reads(name, s, every_block(s, layout_of(s), ldmatrix_a), tile.warps_per_gradient // tile.warps_kv))
+            uses.append(
+                reads(name, s, every_block(s, layout_of(s), ldmatrix_a), tile.warps_per_gradient // tile.warps_kv)
+            )
     for name in ("dO^T", "Q^T"):
         uses.append(reads(name, q, every_block(q, transposed(q), ldmatrix_v), tile.warps_kv))
     ds_access = every_block(s, transposed(s), ldmatrix_a_transposed)

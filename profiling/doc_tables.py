@@ -57,17 +57,11 @@ PEERS = {"sdpa-flash": "FA2", "sdpa-cudnn": "cuDNN", "sdpa-efficient": "memory-e
 # The record of the random calls.
 SUPPORT = f"{RESULTS}/2026-11-17-support.json"
 EVERY_RUN = tuple(newest(step.name) for step in STEPS)
-COMMIT_OF_COUNTERS = "8e095e9"
-COUNTED = tuple(
-    f"{kernel}/sm_90/d{head_dim}/bf16/full/plain/main"
-    for kernel, head_dim in (
-        ("fwd/sm80", 128),
-        ("fwd/sm90", 128),
-        ("bwd/sm80", 128),
-        ("bwd/sm90", 128),
-        ("bwd/sm90", 256),
-    )
-)
+# Commit -> kernel and head dim of its counters.
+COUNTED = {
+    "7fbd6cd": (("bwd/sm80", 128),),
+    "8e095e9": (("fwd/sm80", 128), ("fwd/sm90", 128), ("bwd/sm90", 128), ("bwd/sm90", 256)),
+}
 Case = dict[str, Any]
 
 
@@ -341,9 +335,11 @@ def kernels() -> str:
         names = ", ".join(step.name for step in steps)
         text = _kernel_sentence(commit, (pattern for step in steps for pattern in step.kernels))
         lines.append(f"- {names}: {text}.")
-    counted = _kernel_sentence(COMMIT_OF_COUNTERS, COUNTED)
     what = "Counters of Nsight Compute, and wavefronts by instruction (main kernels, default layouts)"
-    lines.append(f"- {what}: {counted}.")
+    for commit, counted in COUNTED.items():
+        names = ", ".join(f"{kernel.replace('/', '-')} D = {head_dim}" for kernel, head_dim in counted)
+        patterns = [f"{kernel}/sm_90/d{head_dim}/bf16/full/plain/main" for kernel, head_dim in counted]
+        lines.append(f"- {what} of {names}: {_kernel_sentence(commit, patterns)}.")
     return "\n".join(lines)
 
 
@@ -475,7 +471,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "conflicts": (lambda: "![Wavefronts, conflicts and time by layout](plots/conflicts.svg)", (COUNTERS,)),
     "summary": (lambda: _markdown(summary()), tuple(RUNS.values())),
     "conditions": (conditions, tuple(RUNS.values())),
-    "kernels": (kernels, (*EVERY_RUN, *map(kernels_at, (*steps_by_commit(), COMMIT_OF_COUNTERS)))),
+    "kernels": (kernels, (*EVERY_RUN, *map(kernels_at, {*steps_by_commit(), *COUNTED}))),
     "memory": (memory, (BACKWARD_SM80, BACKWARD_SM80_BHSD)),
     "cells_sm90": (lambda: _markdown(cells(FORWARD, BACKWARD)), (FORWARD, BACKWARD)),
     "cells_sm80": (lambda: _markdown(cells(FORWARD_SM80, BACKWARD_SM80)), (FORWARD_SM80, BACKWARD_SM80)),

@@ -36,7 +36,7 @@ BACKWARD, BACKWARD_SM80 = newest("bwd-sm90-paper"), newest("bwd-sm80-paper")
 # The same with (B, H, S, D) memory; the runs above have (B, S, H, D) memory.
 BACKWARD_SM80_BHSD = newest("bwd-sm80-paper-bhsd")
 COUNTERS = "reports/h200/ncu.json"
-BY_INSTRUCTION = "results/h200/2026-11-16-bwd-by-instruction.txt"
+BY_INSTRUCTION = "results/h200/2026-11-18-bwd-by-instruction.txt"
 STANDARD, NUMERICS_GPU = newest("standard"), newest("numerics")
 NUMERICS_CPU = newest("numerics", "results/cpu")
 

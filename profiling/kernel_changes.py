@@ -60,6 +60,8 @@ def sentence(measured: dict[str, Any], patterns: tuple[str, ...] = ("*",), lock:
     """The commit of measurements, and which of their kernels changed since, as a part of a sentence."""
     num_kernels, differ = changed(measured, patterns, lock)
     commit = f"commit `{measured['git_commit'][:7]}`"
+    if not differ and num_kernels == 1:
+        return f"{commit}; the machine code of this kernel is unchanged since"
     if not differ:
         return f"{commit}; the machine code of all {num_kernels} of their kernels in the lock is unchanged since"
     more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""

@@ -4,7 +4,8 @@
                                  speculative row max, no ping-pong
     64: 128x64 w4 s2 q4          fwd_sm80: 4 warps, 2 stages, 4 steps of Q in registers
     64: 64x128 s2 p4 k2 q2       bwd_sm80: 2 stages of Q and of dO; 4 of the 8 warps along the keys of P and dS, 2 along
-                                 the keys of dK and dV, 2 along the queries of dQ; h1: half of the warps compute dK
+                                 the keys of dK and dV, 2 along the queries of dQ
+    64: 128x128 s2 p2 k4 h1      the same with half of the warps for dK, the others for dV; k4: 4 of each half
     64: 128x128 e1               bwd_sm90: the LSE is read early
     256: 64x80 o1 p7             bwd_sm90_wide: 1 stage of dO, 7 pieces of a half of dQ in shared memory
     128: 128x{48,64} s{1,2}      a set: every feasible combination
@@ -35,7 +36,7 @@ from cute_flash.spec.problem import Problem
 from profiling.suites import MASKS, Shape
 
 # A tile table may have other rows for short sequences than for long ones. These lengths reach all rows.
-SAMPLE_LENGTHS = (1024, 2048, 16384)
+SAMPLE_LENGTHS = (512, 1024, 2048, 16384)
 # Registers of a thread for accumulators, of 255. More would spill. The backward needs more other registers.
 MAX_ACCUMULATORS, MAX_BWD_ACCUMULATORS = 240, 208
 # Registers that a Hopper consumer thread needs beside its accumulators. With 28, ptxas spills little or nothing;

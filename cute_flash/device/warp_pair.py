@@ -1,7 +1,7 @@
 """Two warps that share the rows of a tile: each has half of the keys of S, and half of the columns of O.
 
-P and the row statistics of both warps pass through shared memory. Barriers are those of the CTA: K and V need one for
-every block anyway, and it also orders what a pair exchanges.
+P and the row statistics of both warps pass through shared memory. All barriers are those of the CTA. The one after
+Q K^T, which K and V need anyway, also orders P and carries a vote.
 """
 
 from collections.abc import Callable

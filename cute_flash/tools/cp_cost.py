@@ -27,7 +27,7 @@ from cute_flash.spec.problem import Problem
 from cute_flash.tools.roofline import visible_pairs
 
 # Measured TFLOP/s of bf16 by head dim, forward and backward: H200, S = 16384, full mask (profiling/results/h200).
-RATES = {64: (610.0, 580.0), 128: (740.0, 650.0), 256: (775.0, 492.0)}
+RATES = {64: (606.0, 593.0), 128: (763.0, 681.0), 256: (779.0, 505.0)}
 # FLOPs of a backward relative to a forward: five matrix products instead of two.
 BACKWARD_FLOPS = 2.5
 # Assumed fractions of the datasheet rates: of the link for messages, of HBM for passes over memory.

@@ -68,9 +68,11 @@ def _forward_keys(problem: Problem, arch: ArchSpec) -> Iterator[CompileKey]:
 def _backward_keys(problem: Problem, arch: ArchSpec, deterministic: bool) -> Iterator[CompileKey]:
     """The backward kernels without and with a gradient of the LSE; if `deterministic`, also the deterministic ones."""
     policies = (False, True) if deterministic else (False,)
-    for is_deterministic, has_dlse, seqused_k in itertools.product(policies, (False, True), _seqused_k(problem)):
-        with_lengths = replace(problem, seqused_k=seqused_k)
-        yield from plan_backward(with_lengths, arch, is_deterministic, has_dlse, requested_family()).launches
+    for seqlen_k, is_deterministic, has_dlse, seqused_k in itertools.product(
+        LENGTHS, policies, (False, True), _seqused_k(problem)
+    ):
+        sized = replace(problem, seqlen_k=seqlen_k, seqused_k=seqused_k)
+        yield from plan_backward(sized, arch, is_deterministic, has_dlse, requested_family()).launches
 
 
 def _seqused_k(problem: Problem) -> tuple[bool, ...]:

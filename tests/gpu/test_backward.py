@@ -41,6 +41,17 @@ def test_dv_other_than_d(widths, band):
     assert_gradients(lambda *x: cute_flash.attn(*x, **options), inputs, band, weighted(dout, dlse))
 
 
+@pytest.mark.parametrize("band", (Band(), CAUSAL, Band(200, None), Band(300, 100)), ids=str)
+@pytest.mark.parametrize("widths", ((128, 128), (104, 128), (128, 72)), ids=str)
+def test_more_than_512_keys(widths, band):
+    """The mma.sync backward has another tile there at D = 128."""
+    inputs = cases.other_width_inputs(widths, "cuda", keys=700)
+    generator = torch.Generator("cuda").manual_seed(7)
+    dout = torch.randn(2, 8, 200, widths[1], generator=generator, device="cuda")
+    options = {"window": band.bounds, "return_lse": True}
+    assert_gradients(lambda *x: cute_flash.attn(*x, **options), inputs, band, weighted(dout))
+
+
 @pytest.mark.parametrize("band", (Band(), CAUSAL, Band(100, 30)), ids=str)
 def test_through_the_lse(band):
     check(cases.Case(2, 4, 2, 200, 333, 64, band), torch.bfloat16, with_lse=True)

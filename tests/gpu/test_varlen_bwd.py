@@ -75,6 +75,12 @@ def test_dv_other_than_d(case):
     check(case, with_lse=True)
 
 
+@pytest.mark.parametrize("band", (Band(), CAUSAL, Band(200, 100)), ids=str)
+def test_more_than_512_keys_on_average(band):
+    """The mma.sync backward has another tile there at D = 128."""
+    check(VarlenCase(Lengths([300, 50, 420], [700, 10, 1000]), 4, 2, 128, band))
+
+
 @pytest.mark.parametrize("case", IN_FP16, ids=lambda case: case.id)
 def test_fp16(case):
     check(case, dtype=torch.float16)

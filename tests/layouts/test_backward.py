@@ -13,6 +13,7 @@ from cute_flash.planning.plan import plan_backward
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, SM80_BWD_SCORE, BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD, SM90_BWD_SCORE, BwdTileSm90, BwdTileSm90Wide
 from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.band import ceil_div
 from cute_flash.spec.problem import Problem
 from layouts import Use, Work, predict
 from layouts.backward import bwd_sm80_uses, bwd_sm90_uses, bwd_sm90_wide_uses
@@ -53,6 +54,11 @@ def test_every_backward_kernel_has_a_report() -> None:
     assert found == {("bwd-sm80", 128), ("bwd-sm90", 128), ("bwd-sm90", 256)}
 
 
+def skipped_loads(heads: int) -> int:
+    """In the last tile of keys of a head, which has 32 of 96 keys, each warp skips one load of the epilogue."""
+    return 8 * heads
+
+
 @pytest.mark.parametrize("name", BACKWARD)
 def test_instructions_are_those_of_the_reports(name: str) -> None:
     case = cases()[name]
@@ -64,9 +70,11 @@ def test_instructions_are_those_of_the_reports(name: str) -> None:
     assert 0 <= measured["st_instructions"] - predicted["st.shared"]["instructions"] <= 2 * 132 * is_persistent
     loads = measured["ld_instructions"] - predicted["ld.shared"]["instructions"]
     # Before cp.async, ptxas puts three loads whose predicate is never true; the counter counts them. They occur in each
-    # block of 64 queries, for each of 8 warps and for the statistics.
-    ctas, blocks = shape["batch"] * shape["heads"] * shape["seqlen"] // 128, shape["seqlen"] // 64
-    assert loads == {"bwd-sm80": ctas * blocks * 3 * (8 + 1)}.get(kernel, 9 * 132 * is_persistent)
+    # block of 128 queries, for each of 8 warps and for the statistics.
+    heads = shape["batch"] * shape["heads"]
+    ctas, blocks = heads * ceil_div(shape["seqlen"], 96), shape["seqlen"] // 128
+    never_true = ctas * blocks * 3 * (8 + 1)
+    assert loads == {"bwd-sm80": never_true - skipped_loads(heads)}.get(kernel, 9 * 132 * is_persistent)
     if kernel == "bwd-sm80":
         assert measured["sass_ldgsts_wavefronts"] == predicted["cp.async"]["wavefronts"]
         assert measured["sass_ldsm_wavefronts"] == predicted["ldmatrix"]["wavefronts"]
@@ -80,6 +88,8 @@ def test_no_instruction_of_the_backward_kernels_conflicts() -> None:
         assert all(count.wavefronts == count.ideal for count in opcodes.values())
         shared = expected(case_of(case_id, "_bfloat16_"), ARCHS["sm_90"]).shared
         predicted = {name: count.wavefronts for name, count in shared.items() if count.wavefronts}
+        if "bwd-sm80" in case_id:
+            predicted["ld.shared"] -= 4 * skipped_loads(heads=16)
         found = dict.fromkeys(predicted, 0)
         for opcode, count in opcodes.items():
             if count.wavefronts:

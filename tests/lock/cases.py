@@ -174,7 +174,7 @@ def plain() -> Iterator[Case]:
     yield fwd(HOPPER, 256, mask="full", seqlen_k=SHORT)
     yield from (fwd(HOPPER, 96, mask=mask, seqlen_k=SHORT) for mask in MASKS)
     yield fwd(AMPERE_ON_90, 64, mask="full", seqlen_k=SHORT)
-    yield bwd(AMPERE_ON_90, 128, seqlen_k=SHORT)
+    yield from (bwd(AMPERE_ON_90, 128, mask=mask, seqlen_k=SHORT) for mask in MASKS)
     for place in PLACES:
         for head_dim, mask in product(HOPPER_BWD_DIMS if place == HOPPER else HEAD_DIMS, MASKS):
             yield bwd(place, head_dim, mask=mask)

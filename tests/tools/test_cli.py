@@ -22,7 +22,7 @@ import cute_flash
 from cute_flash.jit import compile as compiling
 from cute_flash.jit import resources
 from cute_flash.jit.disk import DiskCache
-from cute_flash.planning.plan import CompileKey, plan_forward
+from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
 from cute_flash.spec import arch
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
@@ -410,6 +410,16 @@ def test_precompile_leaves_nothing_to_compile(
     }
     assert needed == set(keys)
     assert len(keys) == 18 if name == "sm_80" else len(keys) > 18
+
+
+def test_precompile_covers_backward_tiles_for_few_keys(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mma.sync backward has one tile for up to 512 keys at D = 128 on Hopper, and one for more."""
+    with use_kernels("sm80"):
+        keys = precompiled("--arch sm_90 --head-dims 128 --dtypes bf16 --masks full --passes backward", monkeypatch)
+    found = {key for key in keys if key.kernel == "bwd_sm80"}
+    problems = [Problem(1, 1, 1, 100, keys, 128) for keys in (100, 512, 513, 1 << 20)]
+    assert found == {plan_backward(problem, arch.ARCHS["sm_90"], family="sm80").main for problem in problems}
+    assert len(found) == 2
 
 
 def calls(head_dim: int, varlen: bool) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor], AttentionArgs]]:

@@ -10,10 +10,10 @@ For each K/V tile, over the query heads that share it and their m_blocks i:
     dK  += dS^T Qi                      times scale at the end
     dQi += dS K                         fp32 atomic additions in global memory, times scale in postprocess
 
-The warps form a grid over the tile of each product (`BwdTileSm80`). In most tiles half of them compute dK and the
-others dV, with the same code and different addresses: a warp then has a larger tile of one gradient, and reads less
-shared memory per MMA. If instead all warps are along the keys, a warp's P^T and dS^T are operands of its dV and dK
-directly from registers.
+The warps form a grid over the tile of each product (`BwdTileSm80`). In the large tiles for plain attention half of them
+compute dK and the others dV, with the same code and different addresses: a warp then has a larger tile of one gradient,
+and reads less shared memory per MMA. In the other tiles every warp has a part of both. If all warps are along the keys,
+a warp's P^T and dS^T are operands of its dV and dK directly from registers.
 
 | shared memory | elements                     | lifetime                                       |
 |---------------|------------------------------|------------------------------------------------|
@@ -400,13 +400,13 @@ class BwdSm80(Kernel):
             state.store_ds.shifted(i).store(piece)
         scores.finish(sums)
 
-        # dK += dS^T Q
+        # dK += dS^T Q, and dV += P^T dO if P is in shared memory
         if cutlass.const_expr(tile.p_in_registers):
             self.add_gemm(p.mma_kv, dK.acc, ds_pieces, dK.b, stage, factors.dk)
             cute.arch.sync_threads()
         else:
             cute.arch.sync_threads()
-            # With `splits_kv`, a warp has one of both. fp32 calls, which have factors, do not split.
+            # With `splits_kv`, a warp has one of the two. fp32 calls, which have factors, do not split.
             for x, factor in zip(reversed(state.gradients), (factors.dv, factors.dk), strict=False):
                 self.add_gemm(p.mma_kv, x.acc, x.a, x.b, stage, factor)
         if cutlass.const_expr(tile.stages == 1):

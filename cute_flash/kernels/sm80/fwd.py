@@ -14,8 +14,8 @@ scores, dropout changes P after its row sums are taken, and a sink changes l and
 the K/V blocks are those that it lists, full ones first.
 
 Warps are not specialised. In most tiles a warp has tile_m / num_warps rows (16 or 32), and reads all of K and V. With
-16 rows, ldmatrix saturates shared memory. At D = 256 there are no registers for 32 rows of O, so two warps share 32
-rows: each computes S for half of the keys and O for half of the columns, and reads half of K and V
+16 rows, ldmatrix saturates shared memory. At D = 192 and 256 there are no registers for 32 rows of O, so two warps
+share 32 rows: each computes S for half of the keys and O for half of the columns, and reads half of K and V
 (`device/warp_pair.py`).
 
 | shared memory | elements                  | lifetime                                     |
@@ -431,7 +431,8 @@ class FwdSm80(Kernel):
     ) -> cute.Tensor:
         """`speculative_probs` for pairs of warps: P passes through shared memory.
 
-        All warps of the CTA take the same branches, so one barrier orders P, V, the next copy of K and the decision.
+        One barrier of the CTA orders P, V and the next copy of K, and carries the vote. All warps take the same branch
+        after it.
         """
         softmax, pair, rP = state.softmax, state.pair, cute.make_fragment_like(acc_S, self.dtype)
         block_sum = cute.make_fragment_like(softmax.row_max)

@@ -123,7 +123,7 @@ _BWD_163 = (
 _BWD_227 = (
     *_BWD_163[:3],
     # Up to 512 keys it is faster than the next row: 239, causal 166 TFLOP/s instead of 232, 155.
-    replace(_BWD_163[3], max_keys=512, allows_deterministic=False),
+    replace(_BWD_163[3], max_keys=512),
     BwdTileSm80(head_dim=128, tile_m=128, tile_n=96, stages=2, warps_s=2, warps_kv=1, splits_kv=True, warps_q=4,
                 allows_deterministic=False, measured=_H200 + "292/354; 219/314"),
     _BWD_163[3],

@@ -60,9 +60,10 @@ class Tile:
         return self.smem_bytes <= arch.smem_per_cta and (arch.has_wgmma or not self.needs_wgmma)
 
     def is_for(self, static: Static) -> bool:
-        """Whether the row is for the problem's mask, and for batch_invariant if it is set.
+        """Whether the row is for the problem's mask.
 
-        With batch_invariant the choice must not depend on the lengths of other sequences, nor on varlen.
+        With batch_invariant, rows with `max_keys` are left out: the choice must not depend on the lengths of other
+        sequences, nor on varlen.
         """
         is_for_any_length = self.max_keys is None or not static.batch_invariant
         return is_for_any_length and self.is_bounded in (None, static.is_bounded)

@@ -175,7 +175,7 @@ _SM_80 = (
     FwdTileSm80(192,  64,  64, 4, 1, q_steps=6, max_cost=COST_ALL_SCORE_FEATURES),
     FwdTileSm80(192,  64,  32, 4, 1, measured=_FOR_MODS),
     _pairs(256, 128,  64, 8, 1, q_steps=2, max_cost=COST_ALIBI,
-           measured=_NOV_18 + "282/316/360/367; causal 199/261/335/369 (next row: 279/308/339/345; 202/256/326/345)"),
+           measured=_NOV_18 + "279/312/350/365; causal 191/250/333/366"),
     FwdTileSm80(256, 128,  64, 8, 1, max_cost=COST_ALL_SCORE_FEATURES),
     FwdTileSm80(256, 128,  32, 8, 1, measured=_FOR_MODS),
 )
