@@ -36,7 +36,7 @@ from cute_flash.spec.problem import Problem
 from profiling.suites import MASKS, Shape
 
 # A tile table may have other rows for short sequences than for long ones. These lengths reach all rows.
-SAMPLE_LENGTHS = (512, 1024, 2048, 16384)
+SAMPLE_LENGTHS = (1024, 512, 2048, 16384)
 # Registers of a thread for accumulators, of 255. More would spill. The backward needs more other registers.
 MAX_ACCUMULATORS, MAX_BWD_ACCUMULATORS = 240, 208
 # Registers that a Hopper consumer thread needs beside its accumulators. With 28, ptxas spills little or nothing;
