@@ -16,14 +16,17 @@ ZERO_FILLED_SHARE = 0.005
 CONFLICTS = {"ld_conflicts": "ld_wavefronts", "st_conflicts": "st_wavefronts"}
 WAVEFRONTS = ("ld_wavefronts", "st_wavefronts", "sass_ldgsts_wavefronts")
 # Share of the predicted wavefronts by which a counter may differ. One address conflict in each instruction of a kind
-# would be 100 %. Counters that are not by instruction include other traffic of the banks. It is frequent in backward
-# kernels and in Hopper's narrow layouts (TMA, bulk and atomic additions, mbarriers; up to 18 % in the reports), and in
-# the epilogue of a CTA whose neighbour on the SM is in its main loop (14 % of the stores, for several waves of CTAs).
-TOLERANCE, BUSY_TOLERANCE = 0.05, 0.25
+# would be 100 %. Counters that are not by instruction include other traffic of the banks. It is frequent in Hopper's
+# backward kernels and narrow layouts (TMA, bulk additions, mbarriers; up to 18 % in the reports), and in the epilogue
+# of a CTA whose neighbour on the SM is in its main loop (14 % of the stores, for several waves of CTAs). For loads of the
+# mma.sync backward the counter is 11 % above the sum over instructions; the cause is not known.
+TOLERANCE, BWD_SM80_LOADS, BUSY_TOLERANCE = 0.05, 0.15, 0.25
 
 
 def tolerance(case: Case, name: str) -> float:
-    is_busy = case.direction == "bwd" or (case.family == "sm90" and case.layout != LAYOUTS[case.kernel][0])
+    if case.kernel == "bwd-sm80" and name.startswith("ld_"):
+        return BWD_SM80_LOADS
+    is_busy = case.family == "sm90" and (case.direction == "bwd" or case.layout != LAYOUTS[case.kernel][0])
     has_waves = all(getattr(case.shape, size) == value for size, value in BEYOND_L2.items())
     return BUSY_TOLERANCE if is_busy or (has_waves and name.startswith("st_")) else TOLERANCE
 

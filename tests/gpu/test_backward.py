@@ -24,6 +24,15 @@ def check(case, dtype, with_lse=False, turn=lambda x: x, scale=None):
     assert_gradients(lambda *x: cute_flash.attn(*x, **options), inputs, case.band, weighted(dout, dlse), scale)
 
 
+def check_widths(widths, band, keys, with_lse):
+    inputs = cases.other_width_inputs(widths, "cuda", keys)
+    generator = torch.Generator("cuda").manual_seed(7)
+    dout = torch.randn(2, 8, 200, widths[1], generator=generator, device="cuda")
+    dlse = torch.randn(2, 8, 200, generator=generator, device="cuda") if with_lse else None
+    options = {"window": band.bounds, "return_lse": True}
+    assert_gradients(lambda *x: cute_flash.attn(*x, **options), inputs, band, weighted(dout, dlse))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=("bf16", "fp16"))
 @pytest.mark.parametrize("case", cases.GPU, ids=lambda case: case.id)
 def test_against_the_oracle(case, dtype):
@@ -33,23 +42,14 @@ def test_against_the_oracle(case, dtype):
 @pytest.mark.parametrize("band", cases.OTHER_WIDTH_BANDS, ids=str)
 @pytest.mark.parametrize("widths", cases.OTHER_WIDTHS, ids=str)
 def test_dv_other_than_d(widths, band):
-    inputs = cases.other_width_inputs(widths, "cuda")
-    generator = torch.Generator("cuda").manual_seed(7)
-    dout = torch.randn(2, 8, 200, widths[1], generator=generator, device="cuda")
-    dlse = torch.randn(2, 8, 200, generator=generator, device="cuda")
-    options = {"window": band.bounds, "return_lse": True}
-    assert_gradients(lambda *x: cute_flash.attn(*x, **options), inputs, band, weighted(dout, dlse))
+    check_widths(widths, band, keys=333, with_lse=True)
 
 
 @pytest.mark.parametrize("band", (Band(), CAUSAL, Band(200, None), Band(300, 100)), ids=str)
 @pytest.mark.parametrize("widths", ((128, 128), (104, 128), (128, 72)), ids=str)
 def test_more_than_512_keys(widths, band):
     """The mma.sync backward has another tile there at D = 128."""
-    inputs = cases.other_width_inputs(widths, "cuda", keys=700)
-    generator = torch.Generator("cuda").manual_seed(7)
-    dout = torch.randn(2, 8, 200, widths[1], generator=generator, device="cuda")
-    options = {"window": band.bounds, "return_lse": True}
-    assert_gradients(lambda *x: cute_flash.attn(*x, **options), inputs, band, weighted(dout))
+    check_widths(widths, band, keys=700, with_lse=False)
 
 
 @pytest.mark.parametrize("band", (Band(), CAUSAL, Band(100, 30)), ids=str)

@@ -69,8 +69,12 @@ def test_digest_changes_with_all_that_is_compiled_in() -> None:
         values |= {f.name: not getattr(described, f.name) for f in compared if isinstance(f.default, bool)}
         assert set(values) == {f.name for f in compared}, "a field is left out"
         for name, value in values.items():
-            needed = {"speculative_max": True, "stages": 1} if name == "warp_pairs" else {}
-            others.append(replace(key, **{part: replace(described, **needed, **{name: value})}))
+            base = described
+            if name == "warp_pairs":
+                # Pairs need these two fields. The base is compared too, so that the digest must depend on the pairs.
+                base = replace(described, speculative_max=True, stages=1)
+                others.append(replace(key, **{part: base}))
+            others.append(replace(key, **{part: replace(base, **{name: value})}))
     digests = [digest(each) for each in (ampere, *others)]
     assert len(set(digests)) == len(digests)
     assert digest(key_of()) == digests[0]

@@ -219,7 +219,7 @@ class BwdSm80(Kernel):
         return thread // (32 * self.tile.warps_per_gradient)
 
     def kv_thread(self, thread: Int32) -> Int32:
-        """The index of this thread among those that compute the same gradient."""
+        """The index of this thread in the grid of dK or dV."""
         return thread % (32 * self.tile.warps_per_gradient) if self.tile.splits_kv else thread
 
     def gradients(self, p: Params, ds: MmaOperand, q_t: MmaOperand, thread: Int32) -> tuple[GradientKV, ...]:
