@@ -18,8 +18,8 @@ WAVEFRONTS = ("ld_wavefronts", "st_wavefronts", "sass_ldgsts_wavefronts")
 # Share of the predicted wavefronts by which a counter may differ. One address conflict in each instruction of a kind
 # would be 100 %. Counters that are not by instruction include other traffic of the banks. It is frequent in Hopper's
 # backward kernels and narrow layouts (TMA, bulk additions, mbarriers; up to 18 % in the reports), and in the epilogue
-# of a CTA whose neighbour on the SM is in its main loop (14 % of the stores, for several waves of CTAs). For loads of the
-# mma.sync backward the counter is 11 % above the sum over instructions; the cause is not known.
+# of a CTA whose neighbour on the SM is in its main loop (14 % of the stores, for several waves of CTAs). For loads of
+# the mma.sync backward the counter is 11 % above the sum over instructions; the cause is not known.
 TOLERANCE, BWD_SM80_LOADS, BUSY_TOLERANCE = 0.05, 0.15, 0.25
 
 
