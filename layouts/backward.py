@@ -193,7 +193,7 @@ def contiguous_warp() -> Access:
 def store_transposed(tile: SmemTile, first_row: int, rows: int, first_column: int) -> Access:
     """stmatrix.trans of a warpgroup: `rows` rows of 64 columns, two 8 x 8 matrices (16 columns) per warp.
 
-    A lane passes the address of 8 columns of one row, as `device/stmatrix.py` computes it. If `rows` is an odd
+    A lane passes the address of 8 columns of one row, as `device/memory/stmatrix.py` computes it. If `rows` is an odd
     multiple of 8, the last instruction stores two matrices instead of four.
     """
     accesses = []

@@ -1,7 +1,7 @@
 """Plans a call of `attn_decode`: the compiled-in part `DecodeStatic`, the tile, the grid and the workspace.
 
 One launch computes everything. The grid has a fixed number of CTAs, and the kernel divides the keys of all sequences
-among them (`device/kv_splits.py`), because only the device knows the lengths.
+among them (`device/scheduling/kv_splits.py`), because only the device knows the lengths.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIN_SPLIT_KEYS = 512
 MAX_VARLEN_TOKENS = 4
 MAX_SPLITS = 1024
 COUNTERS_STEP = 4096
-# Keys of a unit without `num_splits`: a CTA computes whole units (`device/kv_splits.py`).
+# Keys of a unit without `num_splits`: a CTA computes whole units (`device/scheduling/kv_splits.py`).
 UNIT_KEYS = 32
 # Programmatic dependent launch saves 1 to 6 % of a call with few query tiles, and costs 1 to 2 % with many: it is used
 # with fewer than this many query tiles per SM (profiling/notes/decode.md).

@@ -44,7 +44,7 @@ L2_GROUP = Operand("heads_per_l2_group", "i32")
 NUM_CTAS, TILE_COUNTER = Operand("num_ctas", "i32"), Operand("tile_counter", "i64")
 # Number of queries of one head. With pack_gqa q has the rows of several heads, so its shape does not give the number.
 SEQLEN_Q = Operand("seqlen_q", "i32")
-# Index lists of a block mask (`device/block_sparse.py`).
+# Index lists of a block mask (`device/scheduling/block_sparse.py`).
 FWD_BLOCKS, BWD_BLOCKS = (Operand("block_indices", "fwd_block_indices"), Operand("block_indices", "bwd_block_indices"))
 # Tile lists of a varlen batch, written by the scheduler kernel.
 Q_TILES, KV_TILES = Operand("q_tile_list", "tile_list"), Operand("kv_tile_list", "tile_list")
@@ -58,13 +58,14 @@ DLSE = Operand("dlse", "statistics f32", ("B", "H", "Sq"))
 LSE_LOG2 = Operand("lse_log2", "compact f32", ("B", "H", "padded Sq"))
 DELTA = Operand("delta", "compact f32", ("B", "H", "padded Sq"))
 DQ_ACCUM = Operand("dq_accum", "dq_accum", ("B", "H", "m_blocks"))
-# The state of the additions to each m_block of dq_accum: semaphores if deterministic, else claims (`device.dq_claims`).
+# The state of the additions to each m_block of dq_accum: semaphores if deterministic, else claims
+# (`device.gradients.dq_claims`).
 DQ_PROGRESS = Operand("dq_progress", "compact i32", ("B", "H", "m_blocks"))
 DQ = _rows("dq", "B", "H", "Sq", "D")
 DK, DV = _rows("dk", "B", "Hkv", "Sk", "D"), _rows("dv", "B", "Hkv", "Sk", "Dv")
 DQ_SCALE = Operand("dq_scale", "f32")
 # fp32 calls: fp16 pieces of q, k and v in rows as wide as the tile, and the largest row norm of each head
-# (`device.split_fp32`).
+# (`device.mma.split_fp32`).
 Q_PIECES = Operand("q_pieces", "pieces", ("B", "H", "Sq"))
 K_PIECES, V_PIECES = (Operand(f"{name}_pieces", "pieces", ("B", "Hkv", "Sk")) for name in ("k", "v"))
 DOUT_PIECES = Operand("dout_cast_pieces", "pieces", ("B", "H", "Sq"))

@@ -15,7 +15,7 @@ last, as sequences without keys or queries; their tiles write zeros.
 In this module rows are the side that is tiled (queries, or keys in a list of K/V tiles), columns the other side.
 
 The scheduler kernel calls some of these functions with traced integers. Minimum and maximum then come from the
-`device.band.Band` that is passed.
+`device.scores.band.Band` that is passed.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ AT_HEAD, AT_ROW, AT_COLUMN, AT_SCORE = range(4)
 class Arithmetic(Protocol):
     """The representation of values, and the operations on them.
 
-    The implementations are `TorchArithmetic` and, in kernels, `device.mod_arithmetic.CuteArithmetic`.
+    The implementations are `TorchArithmetic` and, in kernels, `device.scores.mod_arithmetic.CuteArithmetic`.
     """
 
     def constant(self, value: Any, kind: str) -> Any:

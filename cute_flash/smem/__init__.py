@@ -3,6 +3,6 @@
 swizzle   the XOR swizzle
 tile      tiles in shared memory: variants, shapes and strides
 
-`device/smem.py` turns them into CuTe layouts. The folder `layouts/` of the repository explains them, and counts their
-bank conflicts.
+`device/memory/smem.py` turns them into CuTe layouts. The folder `layouts/` of the repository explains them, and counts
+their bank conflicts.
 """

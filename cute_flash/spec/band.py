@@ -7,7 +7,7 @@ Query row `i` sees the keys `lo(i) <= j < hi(i)`, aligned to the bottom right:
 
 Causal attention is `right = 0`, a sliding window bounds both sides, and `min(Sk, ...)` masks the tail of the last K/V
 block. Both bounds grow with `i`, so the first and the last row of a tile determine the K/V blocks that it visits, and
-the full blocks among them. `device.band.Band` does the same on traced integers inside a kernel.
+the full blocks among them. `device.scores.band.Band` does the same on traced integers inside a kernel.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ the word times `ROW_16_FACTOR` holds those of row i + 16. So one call serves the
 In the forward, accumulator rows are queries. One thread holds all scores of a Philox call that are in the same 16 rows
 (i and i + 8), for mma.sync and wgmma alike. One f16x2 comparison then gives the mask of two 16-bit elements of P. In
 the backward, except that of Hopper above head dim 128, accumulator rows are keys: two threads hold these scores, and
-exchange their random numbers (`device/dropout_bits.py`).
+exchange their random numbers (`device/scores/dropout_bits.py`).
 
 Seven rounds are the fewest with which Philox passed all statistical tests of its authors (Salmon et al. 2011). Single
 numbers, and pairs from different words, are as uniform as Philox. Pairs from one word are independent, except those of

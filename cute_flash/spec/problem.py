@@ -75,7 +75,7 @@ class Static:
 
     @property
     def is_fp32(self) -> bool:
-        """Whether q, k and v are fp32: products are made of fp16 pieces, see `device.split_fp32`."""
+        """Whether q, k and v are fp32: products are made of fp16 pieces, see `device.mma.split_fp32`."""
         return self.dtype == "float32"
 
     @property

@@ -1,7 +1,7 @@
 """`cute-flash explain` for the decode kernel: the keys of each CTA, bytes, and a lower bound of the time.
 
-The kernel reads the lengths and divides the keys on the device. `device/kv_splits.py` defines query tiles, units and
-splits. The numbers here are those of a batch whose sequences all have the same number of keys.
+The kernel reads the lengths and divides the keys on the device. `device/scheduling/kv_splits.py` defines query tiles,
+units and splits. The numbers here are those of a batch whose sequences all have the same number of keys.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class DecodeExplanation:
 
     @property
     def tiles_at_once(self) -> int:
-        """Query tiles whose units are numbered consecutively and divided among CTAs (`device/kv_splits.py`).
+        """Query tiles whose units are numbered consecutively and divided among CTAs (`device/scheduling/kv_splits.py`).
 
         They are those of one K/V head if `heads_at_once` is the number of K/V heads, else those of all heads.
         """

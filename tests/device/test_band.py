@@ -13,8 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device.band import Band
-from cute_flash.device.block_iterator import BlockIterator, OutwardBlockIterator, share_of
+from cute_flash.device.scheduling.block_iterator import BlockIterator, OutwardBlockIterator, share_of
+from cute_flash.device.scores.band import Band
 from cute_flash.spec import band as spec
 from cute_flash.spec.band import BlockRange
 

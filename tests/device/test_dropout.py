@@ -15,11 +15,11 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device.dropout_mask import DropoutMaskPipeline
-from cute_flash.device.philox import Dropout, DropoutOrigin, batch_head_index, philox_4x32
-from cute_flash.device.position import TilePosition
-from cute_flash.device.views import as_operand_a
-from cute_flash.device.wgmma import make_mma
+from cute_flash.device.memory.views import as_operand_a
+from cute_flash.device.mma.wgmma import make_mma
+from cute_flash.device.scores.dropout_mask import DropoutMaskPipeline
+from cute_flash.device.scores.philox import Dropout, DropoutOrigin, batch_head_index, philox_4x32
+from cute_flash.device.scores.position import TilePosition
 from cute_flash.reference import dropout as philox
 from cute_flash.runtime.operands import dropout_origin_operands
 from cute_flash.spec.dropout import threshold as dropout_threshold

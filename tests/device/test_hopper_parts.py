@@ -18,13 +18,13 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device.epilogue import store_rows
-from cute_flash.device.mask import column_offset
-from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline, WarpgroupOrder
-from cute_flash.device.softmax import LOG2_E, MAX_BLOCK_SUM, THREADS_PER_ROW, Softmax
-from cute_flash.device.tile_scheduler import PersistentTileScheduler
-from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.device.wgmma import make_mma
+from cute_flash.device.memory.epilogue import store_rows
+from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.mma.wgmma import make_mma
+from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline, WarpgroupOrder
+from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler
+from cute_flash.device.scores.mask import column_offset
+from cute_flash.device.softmax.softmax import LOG2_E, MAX_BLOCK_SUM, THREADS_PER_ROW, Softmax
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 
 # Widths N of m64nN: powers of two, and one other.

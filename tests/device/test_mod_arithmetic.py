@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from cute_flash.device.mod_arithmetic import OPS, CuteArithmetic
+from cute_flash.device.scores.mod_arithmetic import OPS, CuteArithmetic
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.score_mod.bound import Graphs
 from cute_flash.score_mod.derive import gradient

@@ -14,12 +14,12 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_flash import BlockMask
-from cute_flash.device.band import Band
-from cute_flash.device.block_sparse import BlockIndices, BlockSparseIterator
-from cute_flash.device.mask import Mask
-from cute_flash.device.mods import ModParams
-from cute_flash.device.softmax import LOG2_E
-from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.scheduling.block_sparse import BlockIndices, BlockSparseIterator
+from cute_flash.device.scores.band import Band
+from cute_flash.device.scores.mask import Mask
+from cute_flash.device.scores.mods import ModParams
+from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.reference.user_mods import UserMods
 from cute_flash.runtime import launcher
 from cute_flash.runtime.operands import capture_operands, scalar_operands

@@ -14,15 +14,15 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device import gradient_sums, mods_bwd
-from cute_flash.device.band import Band
-from cute_flash.device.bias_bwd import BwdBiasParams, BwdBlockBias
-from cute_flash.device.mask import Mask
-from cute_flash.device.mods_bwd import BwdGraphs, BwdModParams
-from cute_flash.device.score import Score
-from cute_flash.device.score_bwd import BwdScoreParams
-from cute_flash.device.softmax import LOG2_E
-from cute_flash.device.views import as_mn
+from cute_flash.device.gradients import gradient_sums, mods_bwd
+from cute_flash.device.gradients.bias_bwd import BwdBiasParams, BwdBlockBias
+from cute_flash.device.gradients.mods_bwd import BwdGraphs, BwdModParams
+from cute_flash.device.gradients.score_bwd import BwdScoreParams
+from cute_flash.device.memory.views import as_mn
+from cute_flash.device.scores.band import Band
+from cute_flash.device.scores.mask import Mask
+from cute_flash.device.scores.score import Score
+from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.reference import dropout as philox
 from cute_flash.runtime.finalizers import sum_capture_terms
 from cute_flash.score_mod.bound import BoundMods
@@ -74,7 +74,7 @@ def positive(x):  # type: ignore[no-untyped-def]
 
 @pytest.fixture(autouse=True)
 def on_the_host(monkeypatch: pytest.MonkeyPatch, plain_on_the_host: None) -> None:  # noqa: F811
-    from cute_flash.device import score_bwd
+    from cute_flash.device.gradients import score_bwd
 
     monkeypatch.setattr(mods_bwd, "bits_and", score_bwd.bits_and)
     monkeypatch.setattr(mods_bwd, "select_if", lambda is_visible, a, b: cutlass.select_(is_visible, a, b))

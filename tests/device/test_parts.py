@@ -18,12 +18,12 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device.band import Band
-from cute_flash.device.copies import RowTiles, plain_row_copy
-from cute_flash.device.mask import Mask, column_offset
-from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
-from cute_flash.device.tile_scheduler import StaticTileScheduler
-from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.device.memory.copies import RowTiles, plain_row_copy
+from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler
+from cute_flash.device.scores.band import Band
+from cute_flash.device.scores.mask import Mask, column_offset
+from cute_flash.device.softmax.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.kernels.sm80.fwd import FwdSm80
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.problem import Static

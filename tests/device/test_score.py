@@ -17,14 +17,14 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device import philox as device_philox
-from cute_flash.device.alibi_step import SIGNS, fits
-from cute_flash.device.band import Band
-from cute_flash.device.mask import Mask
-from cute_flash.device.score import Score
-from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
-from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.device.wgmma import make_mma
+from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.mma.wgmma import make_mma
+from cute_flash.device.scores import philox as device_philox
+from cute_flash.device.scores.alibi_step import SIGNS, fits
+from cute_flash.device.scores.band import Band
+from cute_flash.device.scores.mask import Mask
+from cute_flash.device.scores.score import Score
+from cute_flash.device.softmax.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.kernels.sm80.fwd import FwdSm80
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.problem import Static

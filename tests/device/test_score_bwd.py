@@ -15,14 +15,15 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device import dropout_bits, score_bwd
-from cute_flash.device.band import Band
-from cute_flash.device.mask import Mask
-from cute_flash.device.score import Score
-from cute_flash.device.score_bwd import BwdScoreParams
-from cute_flash.device.softmax import LOG2_E
-from cute_flash.device.views import as_mn
-from cute_flash.device.wgmma import make_mma
+from cute_flash.device.gradients import score_bwd
+from cute_flash.device.gradients.score_bwd import BwdScoreParams
+from cute_flash.device.memory.views import as_mn
+from cute_flash.device.mma.wgmma import make_mma
+from cute_flash.device.scores import dropout_bits
+from cute_flash.device.scores.band import Band
+from cute_flash.device.scores.mask import Mask
+from cute_flash.device.scores.score import Score
+from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.kernels.sm80.bwd import BwdSm80
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD_SCORE, BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD_WIDE_SCORE

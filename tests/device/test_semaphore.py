@@ -14,9 +14,9 @@ import torch
 from cutlass import Int32
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device.band import Band
-from cute_flash.device.block_iterator import BlockIterator
-from cute_flash.device.semaphore import DQSemaphore
+from cute_flash.device.scheduling.block_iterator import BlockIterator
+from cute_flash.device.scheduling.semaphore import DQSemaphore
+from cute_flash.device.scores.band import Band
 from cute_flash.kernels.sm90.bwd_storage import KVTile
 from cute_flash.planning.plan import plan_backward
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, SM80_BWD_SCORE

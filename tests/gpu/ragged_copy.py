@@ -8,9 +8,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from cute_flash.device.seqlen import with_batch_mode
-from cute_flash.device.smem import allocate_stages
-from cute_flash.device.tma import VarlenTmaTiles
+from cute_flash.device.memory.smem import allocate_stages
+from cute_flash.device.memory.tma import VarlenTmaTiles
+from cute_flash.device.scheduling.seqlen import with_batch_mode
 from cute_flash.kernels.common.fakes import CUTE_DTYPES, Fakes
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Static

@@ -104,7 +104,7 @@ def test_digest_changes_with_the_text_of_the_sources(
         "kernels/sm80/fwd.py",
         "kernels/sm90/bwd.py",
         "kernels/common/fakes.py",
-        "device/mask.py",
+        "device/scores/mask.py",
         "smem/tile.py",
         "score_mod/lower.py",
         "spec/features.py",

@@ -15,10 +15,10 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device import ldmatrix
-from cute_flash.device.mask import column_offset
-from cute_flash.device.smem import byte_swizzle
-from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.device.memory import ldmatrix
+from cute_flash.device.memory.smem import byte_swizzle
+from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.scores.mask import column_offset
 from cute_flash.kernels.sm80.bwd import BwdSm80
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.smem.tile import SmemTile

@@ -17,8 +17,8 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
-from cute_flash.device.stmatrix import MATRIX, MATRIX_BYTES, store_transposed
+from cute_flash.device.memory.stmatrix import MATRIX, MATRIX_BYTES, store_transposed
+from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.kernels.sm90.bwd_storage import NUM_WARPGROUPS
 from cute_flash.kernels.sm90.bwd_wide_storage import DETERMINISTIC_ADDERS, DETERMINISTIC_HALVES
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS

@@ -112,7 +112,7 @@ def test_segments_of_the_kernel(seed: int, of_keys: bool) -> None:
     from cutlass import Int32, cute
     from cutlass.cute.runtime import from_dlpack
 
-    from cute_flash.device.band import Band as TracedBand
+    from cute_flash.device.scores.band import Band as TracedBand
     from cute_flash.kernels.common.varlen_scheduler import TileListBuilder, VarlenBatch
 
     lengths, tiles, band = Lengths.drawn(seed), (128, 64), BANDS[seed % len(BANDS)]

@@ -6,7 +6,7 @@ from cutlass.cute.nvgpu import warpgroup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cute_flash.device.smem import byte_swizzle
+from cute_flash.device.memory.smem import byte_swizzle
 from layouts import (
     HOPPER_VARIANTS,
     VARIANTS,

@@ -19,7 +19,7 @@ ARGV = "explain 8,32,1,128 --kv-heads 8 --cache-len 8192 --gpu H200".split()
 
 
 def pieces_of(one: DecodeExplanation) -> list[list[tuple[int, int]]]:
-    """The (CTA, keys) pairs of every tile, by a loop over CTAs and units as in `device/kv_splits.py`."""
+    """The (CTA, keys) pairs of every tile, by a loop over CTAs and units as in `device/scheduling/kv_splits.py`."""
     first = (one.shape.keys - one.visited_keys) // UNIT_KEYS
     num_units = max(-(-one.shape.keys // UNIT_KEYS) - first, 1)
     per_tile = one.shape.num_splits or num_units

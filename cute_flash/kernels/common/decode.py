@@ -4,8 +4,8 @@ The rows of a query tile are the tokens of all query heads that share a K/V head
 once, so the kernel is memory-bound, and mma.sync suffices on Hopper too: a wgmma has 64 rows, and one token with 4
 query heads per K/V head would use only 4 of them.
 
-The grid has a fixed number of CTAs, which divide the keys of all sequences equally (`device/kv_splits.py`). A CTA
-computes its splits one after the other:
+The grid has a fixed number of CTAs, which divide the keys of all sequences equally (`device/scheduling/kv_splits.py`).
+A CTA computes its splits one after the other:
 
     begin      write the new keys (rotated) and values of the split to the cache, start to load Q and the first blocks
     stage      rotate Q, and write it as the operand of the MMA
@@ -27,19 +27,19 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from cute_flash.device import fp8
-from cute_flash.device.copies import assume_aligned
-from cute_flash.device.kv_cache import CacheHead, WarpLoader, copy_if_less
-from cute_flash.device.kv_splits import Division, KvSplits, Lengths, Split, TileCtas, quotient
-from cute_flash.device.ldmatrix import MmaOperand
-from cute_flash.device.mask import column_offset
+from cute_flash.device.memory import fp8
+from cute_flash.device.memory.copies import assume_aligned
+from cute_flash.device.memory.kv_cache import CacheHead, WarpLoader, copy_if_less
+from cute_flash.device.memory.ldmatrix import MmaOperand
+from cute_flash.device.memory.rotary import VECTOR, Rotary, load_floats
+from cute_flash.device.memory.smem import allocate_stages
+from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.mma.warp_grid import WarpGrid
 from cute_flash.device.ptx import instruction
-from cute_flash.device.rotary import VECTOR, Rotary, load_floats
-from cute_flash.device.score import Score
-from cute_flash.device.smem import allocate_stages
-from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
-from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.device.warp_grid import WarpGrid
+from cute_flash.device.scheduling.kv_splits import Division, KvSplits, Lengths, Split, TileCtas, quotient
+from cute_flash.device.scores.mask import column_offset
+from cute_flash.device.scores.score import Score
+from cute_flash.device.softmax.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.sm80.fwd_storage import gemm, gemm_rs
 from cute_flash.planning.decode import ATOM_BYTES, EXCHANGE_ROWS, UNIT_KEYS, DecodeTile

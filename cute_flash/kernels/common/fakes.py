@@ -223,12 +223,12 @@ class Fakes:
         return [_compact(dtype, self.shape(operand.dims)) for dtype in (Float32, Int32)]
 
     def fwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
-        """The fields of `device.block_sparse.BlockIndices`."""
+        """The fields of `device.scheduling.block_sparse.BlockIndices`."""
         heads, q_blocks, kv_blocks = self.shape(("B", "H")), cute.sym_int(), cute.sym_int()
         return [_strided(Int32, (*heads, q_blocks, *x), last=1) for _ in range(2) for x in ((), (kv_blocks,))]
 
     def bwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
-        """The fields of `device.block_sparse.BwdBlockIndices`; the ranks only with deterministic gradients."""
+        """The fields of `BwdBlockIndices` of `device/scheduling`; the ranks only with deterministic gradients."""
         heads, tiles = self.shape(("B", "Hkv")), cute.sym_int()
         lists = [_strided(Int32, (*heads, tiles)), _strided(Int32, (*heads, tiles, cute.sym_int()))]
         if self.static.deterministic:

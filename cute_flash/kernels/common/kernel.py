@@ -8,9 +8,9 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Int32
 
-from cute_flash.device.band import Band
-from cute_flash.device.seqlen import SeqlenInfo, with_batch_mode
-from cute_flash.device.tile_scheduler import read_tile
+from cute_flash.device.scheduling.seqlen import SeqlenInfo, with_batch_mode
+from cute_flash.device.scheduling.tile_scheduler import read_tile
+from cute_flash.device.scores.band import Band
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.planning.registry import KERNELS
 from cute_flash.planning.varlen import TILE_LIST_HEADER

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 
-from cute_flash.device.softmax import LOG2_E
+from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.kernels.common.kernel import Kernel
 
 VECTOR = 4  # fp32 elements of a 16-byte load

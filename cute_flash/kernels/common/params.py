@@ -7,17 +7,22 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_flash.device.bias import BlockBias
-from cute_flash.device.bias_bwd import BwdBiasParams
-from cute_flash.device.block_sparse import AnyBlockIterator, BlockIndices, BlockSparseIterator, BwdBlockIndices
-from cute_flash.device.mask import Mask
-from cute_flash.device.mods import HeadMods, ModParams
-from cute_flash.device.mods_bwd import BwdGraphs, BwdModParams
-from cute_flash.device.philox import Dropout, DropoutOrigin
-from cute_flash.device.score import Score
-from cute_flash.device.score_bwd import BwdScoreParams
-from cute_flash.device.softmax import LOG2_E
-from cute_flash.device.views import as_mn
+from cute_flash.device.gradients.bias_bwd import BwdBiasParams
+from cute_flash.device.gradients.mods_bwd import BwdGraphs, BwdModParams
+from cute_flash.device.gradients.score_bwd import BwdScoreParams
+from cute_flash.device.memory.views import as_mn
+from cute_flash.device.scheduling.block_sparse import (
+    AnyBlockIterator,
+    BlockIndices,
+    BlockSparseIterator,
+    BwdBlockIndices,
+)
+from cute_flash.device.scores.bias import BlockBias
+from cute_flash.device.scores.mask import Mask
+from cute_flash.device.scores.mods import HeadMods, ModParams
+from cute_flash.device.scores.philox import Dropout, DropoutOrigin
+from cute_flash.device.scores.score import Score
+from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.spec.problem import Static

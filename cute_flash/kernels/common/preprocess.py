@@ -7,8 +7,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_flash.device.seqlen import SeqlenInfo
-from cute_flash.device.softmax import LOG2_E
+from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.kernels.common.fakes import CUTE_DTYPES, out_dtype
 from cute_flash.kernels.common.kernel import MBlockKernel
 from cute_flash.planning.tiles import AnyBwdTile
@@ -40,8 +40,8 @@ class BwdPreprocess(MBlockKernel):
     """Computes Δ = rowsum(dO O) - dLSE (the operand `delta`), and the LSE in units of log2.
 
     The LSE of rows without keys, and of rows past the end, becomes +inf, so that P is 0. The kernel also sets the
-    progress of dQ to 0 and, unless the main kernel stores the first terms (`device.dq_claims`, `device.semaphore`), the
-    accumulators too.
+    progress of dQ to 0. It also sets the accumulators to 0, unless the main kernel stores the first terms
+    (`device.gradients.dq_claims`, `device.scheduling.semaphore`).
     """
 
     rows, num_threads = "out", THREADS

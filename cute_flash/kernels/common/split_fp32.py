@@ -1,4 +1,4 @@
-"""Splits fp32 tensors into the fp16 pieces that the kernels of fp32 calls read. See `device.split_fp32`."""
+"""Splits fp32 tensors into the fp16 pieces that the kernels of fp32 calls read. See `device.mma.split_fp32`."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 
-from cute_flash.device.split_fp32 import inverse_factor, split
+from cute_flash.device.mma.split_fp32 import inverse_factor, split
 from cute_flash.kernels.common.kernel import Kernel
 
 THREADS = 128

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 
-from cute_flash.device.band import Band
+from cute_flash.device.scores.band import Band
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.planning.plan import SumTile
 from cute_flash.spec.problem import Static

@@ -19,7 +19,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
-from cute_flash.device.band import Band, minimum
+from cute_flash.device.scores.band import Band, minimum
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.planning.varlen import (
     ASCENDING,

@@ -32,22 +32,22 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
-from cute_flash.device import split_fp32
-from cute_flash.device.band import Band
-from cute_flash.device.block_sparse import BwdBlockIndex
-from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
-from cute_flash.device.epilogue import Epilogue, store_fp32
-from cute_flash.device.ldmatrix import MmaOperand
-from cute_flash.device.mask import Mask
-from cute_flash.device.mods_bwd import AnyScores
+from cute_flash.device.gradients.mods_bwd import AnyScores
+from cute_flash.device.gradients.score_bwd import PlainScores, compute_probs
+from cute_flash.device.memory.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
+from cute_flash.device.memory.epilogue import Epilogue, store_fp32
+from cute_flash.device.memory.ldmatrix import MmaOperand
+from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.mma import split_fp32
+from cute_flash.device.mma.warp_grid import WarpGrid
 from cute_flash.device.ptx import rederived, select_if
-from cute_flash.device.score_bwd import PlainScores, compute_probs
-from cute_flash.device.semaphore import DQSemaphore
-from cute_flash.device.seqlen import SeqlenInfo
-from cute_flash.device.softmax import LOG2_E
-from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
-from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.device.warp_grid import WarpGrid
+from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
+from cute_flash.device.scheduling.semaphore import DQSemaphore
+from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
+from cute_flash.device.scores.band import Band
+from cute_flash.device.scores.mask import Mask
+from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm80.bwd_storage import Factors, GradientKV, MainloopState, Params, SharedStorage, dq_grid
@@ -66,7 +66,7 @@ class BwdSm80(Kernel):
     def __init__(self, static: Static, tile: BwdTileSm80):
         super().__init__(static, tile)
         self.widths = static.head_dim, static.width_v  # of Q and K; of V and dO
-        # fp32 calls load fp16 pieces (`device.split_fp32`), whose rows are padded to the width of the tile.
+        # fp32 calls load fp16 pieces (`device.mma.split_fp32`), whose rows are padded to the width of the tile.
         self.loaded_widths = (tile.row_cols, tile.row_cols) if static.is_fp32 else self.widths
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
         self.q_tile = SmemTile(tile.tile_m, tile.row_cols)

@@ -7,15 +7,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from cute_flash.device import split_fp32
-from cute_flash.device.band import Band
-from cute_flash.device.ldmatrix import FragmentStore, MmaOperand
-from cute_flash.device.score_bwd import BwdScoreParams
-from cute_flash.device.semaphore import DQSemaphore
-from cute_flash.device.seqlen import SeqlenInfo
-from cute_flash.device.smem import allocate_stages
-from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
-from cute_flash.device.warp_grid import WarpGrid
+from cute_flash.device.gradients.score_bwd import BwdScoreParams
+from cute_flash.device.memory.ldmatrix import FragmentStore, MmaOperand
+from cute_flash.device.memory.smem import allocate_stages
+from cute_flash.device.mma import split_fp32
+from cute_flash.device.mma.warp_grid import WarpGrid
+from cute_flash.device.scheduling.semaphore import DQSemaphore
+from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
+from cute_flash.device.scores.band import Band
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.smem.tile import SmemTile
 
@@ -51,13 +51,13 @@ class Params:
     mma_q: cute.TiledMma  # dS K: queries x head_dim
     score_params: BwdScoreParams | None  # None: without score features
     # (5, B, H) in fp32 calls: the largest row norms of Q, K, V and dO, and the largest |Δ|. mQ, mK, mV and mdO are
-    # then fp16 pieces (`device.split_fp32`).
+    # then fp16 pieces (`device.mma.split_fp32`).
     norms: cute.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors that turn products of fp16 pieces into the true products, for one head. See `device.split_fp32`.
+    """The factors that turn products of fp16 pieces into the true products, for one head. See `device.mma.split_fp32`.
 
     In 16-bit calls there are no pieces, and all factors are None.
     """

@@ -16,7 +16,7 @@ the K/V blocks are those that it lists, full ones first.
 Warps are not specialised. In most tiles a warp has tile_m / num_warps rows (16 or 32), and reads all of K and V. With
 16 rows, ldmatrix saturates shared memory. At D = 192 and 256 there are no registers for 32 rows of O, so two warps
 share 32 rows: each computes S for half of the keys and O for half of the columns, and reads half of K and V
-(`device/warp_pair.py`).
+(`device/mma/warp_pair.py`).
 
 | shared memory | elements                  | lifetime                                     |
 |---------------|---------------------------|----------------------------------------------|
@@ -37,18 +37,18 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
-from cute_flash.device import split_fp32
-from cute_flash.device.block_sparse import BlockSparseIterator
-from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
-from cute_flash.device.epilogue import Epilogue, store_floats, store_fp32, store_lse, update_max_logit
-from cute_flash.device.mask import Mask
-from cute_flash.device.philox import batch_head_index
-from cute_flash.device.position import TilePosition
+from cute_flash.device.memory.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
+from cute_flash.device.memory.epilogue import Epilogue, store_floats, store_fp32, store_lse, update_max_logit
+from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.mma import split_fp32
 from cute_flash.device.ptx import rederived
-from cute_flash.device.seqlen import SeqlenInfo
-from cute_flash.device.softmax import EXACT_KEYS, Softmax
-from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
-from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.device.scheduling.block_sparse import BlockSparseIterator
+from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
+from cute_flash.device.scores.mask import Mask
+from cute_flash.device.scores.philox import batch_head_index
+from cute_flash.device.scores.position import TilePosition
+from cute_flash.device.softmax.softmax import EXACT_KEYS, Softmax
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm80.fwd_storage import MainloopState, Params, SharedStorage, WarpGrids, gemm, gemm_rs
@@ -139,7 +139,7 @@ class FwdSm80(Kernel):
         tracks_max_score, is_exact = p.score_params.max_logit is not None, self.static.batch_invariant
         softmax = Softmax.start(as_mn(acc_O), p.scale_log2, tracks_max_score, is_exact)
         softmax = replace(softmax, sums_by_block=self.static.is_fp32)
-        # fp32 calls load fp16 pieces (`device.split_fp32`), whose rows are padded to the width of the tile.
+        # fp32 calls load fp16 pieces (`device.mma.split_fp32`), whose rows are padded to the width of the tile.
         head_dim, width_v = self.static.head_dim, self.static.width_v
         if cutlass.const_expr(self.static.is_fp32):
             head_dim, width_v = tile.row_cols, tile.row_cols
@@ -413,7 +413,7 @@ class FwdSm80(Kernel):
 
     @cute.jit
     def speculative_probs(self, state: MainloopState, acc_S: cute.Tensor, keys_seen: Int32) -> cute.Tensor:
-        """P as operand A, with a speculative row max (`device/softmax.py`), except in the first blocks."""
+        """P as operand A, with a speculative row max (`device/softmax/softmax.py`), except in the first blocks."""
         softmax, rP = state.softmax, cute.make_fragment_like(acc_S, self.dtype)
         block_sum = cute.make_fragment_like(softmax.row_max)
         is_early, may_be_outgrown = keys_seen < EXACT_KEYS, cutlass.Boolean(True)

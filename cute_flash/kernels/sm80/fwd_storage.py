@@ -8,17 +8,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from cute_flash.device.band import Band
-from cute_flash.device.block_sparse import BlockSparseIterator
-from cute_flash.device.copies import RowTiles
-from cute_flash.device.ldmatrix import MmaOperand
-from cute_flash.device.mask import Mask
-from cute_flash.device.philox import Dropout
-from cute_flash.device.smem import allocate_stages
-from cute_flash.device.softmax import Softmax
-from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
-from cute_flash.device.warp_grid import WarpGrid
-from cute_flash.device.warp_pair import WarpPair
+from cute_flash.device.memory.copies import RowTiles
+from cute_flash.device.memory.ldmatrix import MmaOperand
+from cute_flash.device.memory.smem import allocate_stages
+from cute_flash.device.mma.warp_grid import WarpGrid
+from cute_flash.device.mma.warp_pair import WarpPair
+from cute_flash.device.scheduling.block_sparse import BlockSparseIterator
+from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
+from cute_flash.device.scores.band import Band
+from cute_flash.device.scores.mask import Mask
+from cute_flash.device.scores.philox import Dropout
+from cute_flash.device.softmax.softmax import Softmax
 from cute_flash.kernels.common.params import HeadScoreParams, ScoreParams
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.band import BlockRange
@@ -43,7 +43,7 @@ class Params:
     mma_o: cute.TiledMma  # P V: queries x head_dim; the same without warp pairs
     score_params: ScoreParams
     # (4, B, H) in fp32 calls: the largest row norms of Q, K and V; the last entry is not used. mQ, mK and mV are then
-    # fp16 pieces (`device.split_fp32`).
+    # fp16 pieces (`device.mma.split_fp32`).
     norms: cute.Tensor | None = None
 
 
@@ -76,7 +76,7 @@ class MainloopState:
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """The tensors in shared memory. The last two exist if warps share rows (`device/warp_pair.py`)."""
+    """The tensors in shared memory. The last two exist if warps share rows (`device/mma/warp_pair.py`)."""
 
     sQ: cute.Tensor  # (tile_m, tile_d, 1)
     sK: cute.Tensor  # (tile_n, tile_d, stage)

@@ -5,10 +5,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from cute_flash.device.copies import RowTiles, plain_row_copy, row_tile
-from cute_flash.device.epilogue import Epilogue, store_fp32
-from cute_flash.device.seqlen import SeqlenInfo
-from cute_flash.device.smem import allocate_stages
+from cute_flash.device.memory.copies import RowTiles, plain_row_copy, row_tile
+from cute_flash.device.memory.epilogue import Epilogue, store_fp32
+from cute_flash.device.memory.smem import allocate_stages
+from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.kernels.common.postprocess import BwdPostprocess, Params
 from cute_flash.kernels.sm80.bwd_storage import dq_grid
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80

@@ -14,7 +14,7 @@ For each K/V tile, over the query heads that share it and their m_blocks i, in p
 |-----------|-------|----------------------------------------------------------|
 | 0         | 0     | load K, V, Q, dO, LSE and Δ by TMA                       |
 | 0         | 1     | add dQ to global memory by bulk reductions; the first    |
-|           |       | CTA of an m_block stores it (`device/dq_claims.py`)      |
+|           |       | CTA of an m_block stores it (`device/gradients/dq_claims.py`)      |
 | 0         | 2     | if deterministic: the same, alternating with warp 1;     |
 |           |       | or store the gradient of a bias by TMA, and its zeros    |
 | 0         | 3     | load a bias by TMA                                       |
@@ -40,22 +40,22 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from cute_flash.device.band import Band
-from cute_flash.device.block_sparse import BwdBlockIndex
-from cute_flash.device.copies import row_tile
-from cute_flash.device.epilogue import store_rows
-from cute_flash.device.mask import Mask, column_offset
-from cute_flash.device.mods_bwd import AnyScores
-from cute_flash.device.pipeline import WARPGROUP_THREADS, WarpgroupOrder
+from cute_flash.device.gradients.mods_bwd import AnyScores
+from cute_flash.device.gradients.score_bwd import PlainScores, compute_probs
+from cute_flash.device.memory.copies import row_tile
+from cute_flash.device.memory.epilogue import store_rows
+from cute_flash.device.memory.stmatrix import store_transposed
+from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
+from cute_flash.device.memory.views import as_mn, as_operand_a, transposed
+from cute_flash.device.mma.wgmma import convert, make_mma, start_gemm
 from cute_flash.device.ptx import rederived
-from cute_flash.device.score_bwd import PlainScores, compute_probs
-from cute_flash.device.semaphore import DQSemaphore
-from cute_flash.device.seqlen import SeqlenInfo
-from cute_flash.device.stmatrix import store_transposed
-from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
-from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
-from cute_flash.device.views import as_mn, as_operand_a, transposed
-from cute_flash.device.wgmma import convert, make_mma, start_gemm
+from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
+from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, WarpgroupOrder
+from cute_flash.device.scheduling.semaphore import DQSemaphore
+from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
+from cute_flash.device.scores.band import Band
+from cute_flash.device.scores.mask import Mask, column_offset
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm90 import bwd_producer as producer

@@ -12,12 +12,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from cute_flash.device.block_iterator import share_of
-from cute_flash.device.block_sparse import BwdBlockIndex
-from cute_flash.device.pipeline import Pipeline
+from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.ptx import rederived
-from cute_flash.device.seqlen import SeqlenInfo
-from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
+from cute_flash.device.scheduling.block_iterator import share_of
+from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
+from cute_flash.device.scheduling.pipeline import Pipeline
+from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.kernels.sm90.bwd_storage import NUM_WARPGROUPS, KVTile, Params, SharedStorage
 from cute_flash.kernels.sm90.dq import DQPart, bulk_add, bulk_add_or_store
 from cute_flash.kernels.sm90.published_tiles import NO_TILE

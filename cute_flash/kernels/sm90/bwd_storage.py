@@ -8,17 +8,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from cute_flash.device.band import Band
-from cute_flash.device.bias_bwd import BwdBiasPipeline
-from cute_flash.device.block_iterator import BlockIterator
-from cute_flash.device.block_sparse import BwdBlockIndex, BwdBlockIndices
-from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
-from cute_flash.device.score_bwd import BwdScoreParams
-from cute_flash.device.semaphore import DQSemaphore
-from cute_flash.device.seqlen import NUM_VALUES, SeqlenInfo
-from cute_flash.device.smem import allocate_stages
-from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
-from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
+from cute_flash.device.gradients.bias_bwd import BwdBiasPipeline
+from cute_flash.device.gradients.score_bwd import BwdScoreParams
+from cute_flash.device.memory.smem import allocate_stages
+from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
+from cute_flash.device.scheduling.block_iterator import BlockIterator
+from cute_flash.device.scheduling.block_sparse import BwdBlockIndex, BwdBlockIndices
+from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
+from cute_flash.device.scheduling.semaphore import DQSemaphore
+from cute_flash.device.scheduling.seqlen import NUM_VALUES, SeqlenInfo
+from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
+from cute_flash.device.scores.band import Band
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.sm90.published_tiles import PublishedTiles
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide

@@ -22,7 +22,7 @@ the other warpgroup. dQ0 and dQ1 complete at equal intervals, so that the additi
 |-----------|-------|----------------------------------------------------------------|
 | 0         | 0     | load K, V, Q, dO, LSE, Δ and a bias by TMA                     |
 | 0         | 1, 2  | adder warps: each adds one warpgroup's dQ to global memory by  |
-|           |       | bulk reductions, or stores it (`device/dq_claims.py`)          |
+|           |       | bulk reductions, or stores it (`device/gradients/dq_claims.py`)          |
 | 0         | 1 - 3 | if deterministic: adder warps, which take the halves of dQ in  |
 |           |       | turn, each half in the order of a semaphore                    |
 | 0         | 3     | store the gradient of a bias by TMA, and its zeros             |
@@ -55,21 +55,21 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from cute_flash.device.band import Band
-from cute_flash.device.bias_bwd import publish_gradient
-from cute_flash.device.block_sparse import BwdBlockIndex
-from cute_flash.device.mask import Mask
-from cute_flash.device.mods_bwd import AnyScores, ModScores
-from cute_flash.device.pipeline import WARPGROUP_THREADS, WarpgroupOrder
+from cute_flash.device.gradients.bias_bwd import publish_gradient
+from cute_flash.device.gradients.mods_bwd import AnyScores, ModScores
+from cute_flash.device.gradients.score_bwd import PlainScores, compute_probs
+from cute_flash.device.memory.stmatrix import store_transposed
+from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
+from cute_flash.device.memory.views import as_mn, transposed
+from cute_flash.device.mma.wgmma import convert, make_mma, start_gemm
 from cute_flash.device.ptx import rederived
-from cute_flash.device.score_bwd import PlainScores, compute_probs
-from cute_flash.device.semaphore import DQSemaphore
-from cute_flash.device.seqlen import SeqlenInfo
-from cute_flash.device.stmatrix import store_transposed
-from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
-from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
-from cute_flash.device.views import as_mn, transposed
-from cute_flash.device.wgmma import convert, make_mma, start_gemm
+from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
+from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, WarpgroupOrder
+from cute_flash.device.scheduling.semaphore import DQSemaphore
+from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
+from cute_flash.device.scores.band import Band
+from cute_flash.device.scores.mask import Mask
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm90.bwd_producer import (

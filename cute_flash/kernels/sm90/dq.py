@@ -10,13 +10,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from cute_flash.device.copies import row_tile
-from cute_flash.device.dq_claims import DQClaim
-from cute_flash.device.epilogue import store_rows
-from cute_flash.device.pipeline import Pipeline
+from cute_flash.device.gradients.dq_claims import DQClaim
+from cute_flash.device.memory.copies import row_tile
+from cute_flash.device.memory.epilogue import store_rows
+from cute_flash.device.memory.views import as_mn
+from cute_flash.device.mma.wgmma import convert
 from cute_flash.device.ptx import rederived
-from cute_flash.device.views import as_mn
-from cute_flash.device.wgmma import convert
+from cute_flash.device.scheduling.pipeline import Pipeline
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 
 THREADS = 128  # of a warpgroup

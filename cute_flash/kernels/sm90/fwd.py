@@ -41,21 +41,21 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from cute_flash.device.alibi_step import AlibiStep, row_word, write_columns
-from cute_flash.device.block_iterator import OutwardBlockIterator
-from cute_flash.device.copies import row_tile
-from cute_flash.device.dropout_mask import DropoutMaskPipeline, NoDropoutMasks
-from cute_flash.device.epilogue import store_floats, store_lse, store_rounded, update_max_logit
-from cute_flash.device.fused_exp2 import FusedExp2
-from cute_flash.device.mask import Mask
-from cute_flash.device.pipeline import WARPGROUP_THREADS, WarpgroupOrder
+from cute_flash.device.memory.copies import row_tile
+from cute_flash.device.memory.epilogue import store_floats, store_lse, store_rounded, update_max_logit
+from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
+from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.mma.wgmma import convert, make_mma, start_gemm
 from cute_flash.device.ptx import rederived
-from cute_flash.device.seqlen import SeqlenInfo
-from cute_flash.device.softmax import EXACT_KEYS, Softmax
-from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
-from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
-from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.device.wgmma import convert, make_mma, start_gemm
+from cute_flash.device.scheduling.block_iterator import OutwardBlockIterator
+from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, WarpgroupOrder
+from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
+from cute_flash.device.scores.alibi_step import AlibiStep, row_word, write_columns
+from cute_flash.device.scores.dropout_mask import DropoutMaskPipeline, NoDropoutMasks
+from cute_flash.device.scores.mask import Mask
+from cute_flash.device.softmax.fused_exp2 import FusedExp2
+from cute_flash.device.softmax.softmax import EXACT_KEYS, Softmax
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm90 import fwd_producer as producer
@@ -335,7 +335,7 @@ class FwdSm90(Kernel):
     ):
         """Process a block after the first: its S and P, and P V of the previous block.
 
-        `masked`: True, False or MAYBE. `speculative_max`: compute P with the old row max (`device/softmax.py`).
+        `masked`: True, False or MAYBE. `speculative_max`: compute P with the old row max (`device/softmax/softmax.py`).
         """
         # `RowExp2` adds the rest of ALiBi.
         assert state.alibi_step is None or speculative_max

@@ -11,12 +11,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_flash.device.block_sparse import AnyBlockIterator
-from cute_flash.device.dropout_mask import RECTANGLES
-from cute_flash.device.philox import batch_head_index
-from cute_flash.device.pipeline import Pipeline
-from cute_flash.device.seqlen import SeqlenInfo
-from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
+from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
+from cute_flash.device.scheduling.block_sparse import AnyBlockIterator
+from cute_flash.device.scheduling.pipeline import Pipeline
+from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scores.dropout_mask import RECTANGLES
+from cute_flash.device.scores.philox import batch_head_index
 from cute_flash.kernels.sm90.fwd_storage import Params, SharedStorage
 from cute_flash.kernels.sm90.published_tiles import NO_TILE
 

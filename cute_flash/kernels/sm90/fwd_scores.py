@@ -2,9 +2,9 @@
 
 *Further* blocks are those after the first block of a tile. The first block is transformed in place. With a speculative
 row max, S of a further block is kept until the row sums are checked, and a fused pass can compute P from Q K^T
-(`device/fused_exp2.py`). Other further blocks are transformed in place too. Without a bias, user mods and a block mask,
-the transform of softcap and ALiBi then also subtracts the row max so far, the *reference*, at no cost; such scores are
-*relative*.
+(`device/softmax/fused_exp2.py`). Other further blocks are transformed in place too. Without a bias, user mods and a
+block mask, the transform of softcap and ALiBi then also subtracts the row max so far, the *reference*, at no cost;
+such scores are *relative*.
 """
 
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_flash.device.alibi_step import AlibiStep
-from cute_flash.device.bias import BlockBias
-from cute_flash.device.block_sparse import AnyBlockIterator, BlockSparseIterator
-from cute_flash.device.fused_exp2 import FusedExp2
-from cute_flash.device.mask import Mask
-from cute_flash.device.mods import ModExp2
-from cute_flash.device.pipeline import WarpgroupOrder
-from cute_flash.device.seqlen import SeqlenInfo
-from cute_flash.device.softmax import Softmax
-from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.scheduling.block_sparse import AnyBlockIterator, BlockSparseIterator
+from cute_flash.device.scheduling.pipeline import WarpgroupOrder
+from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scores.alibi_step import AlibiStep
+from cute_flash.device.scores.bias import BlockBias
+from cute_flash.device.scores.mask import Mask
+from cute_flash.device.scores.mods import ModExp2
+from cute_flash.device.softmax.fused_exp2 import FusedExp2
+from cute_flash.device.softmax.softmax import Softmax
 from cute_flash.kernels.common.params import HeadScoreParams
 from cute_flash.kernels.sm90.fwd_storage import Config, SharedStorage
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS

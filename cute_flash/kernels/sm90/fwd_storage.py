@@ -8,17 +8,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from cute_flash.device.alibi_step import allocate_columns
-from cute_flash.device.band import Band
-from cute_flash.device.bias import BiasPipeline
-from cute_flash.device.block_iterator import BlockIterator, OutwardBlockIterator
-from cute_flash.device.block_sparse import AnyBlockIterator, BlockSparseIterator
-from cute_flash.device.dropout_mask import WARPS, DropoutMaskPipeline
-from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
-from cute_flash.device.seqlen import NUM_VALUES, SeqlenInfo
-from cute_flash.device.smem import affine_layout, allocate_stages
-from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
-from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
+from cute_flash.device.memory.smem import affine_layout, allocate_stages
+from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
+from cute_flash.device.scheduling.block_iterator import BlockIterator, OutwardBlockIterator
+from cute_flash.device.scheduling.block_sparse import AnyBlockIterator, BlockSparseIterator
+from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
+from cute_flash.device.scheduling.seqlen import NUM_VALUES, SeqlenInfo
+from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
+from cute_flash.device.scores.alibi_step import allocate_columns
+from cute_flash.device.scores.band import Band
+from cute_flash.device.scores.bias import BiasPipeline
+from cute_flash.device.scores.dropout_mask import WARPS, DropoutMaskPipeline
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm90.published_tiles import PublishedTiles
@@ -136,7 +136,7 @@ class Config:
 
     @property
     def fuses_exp2(self) -> bool:
-        """Whether there is a fused score-to-exp2 pass (`device/fused_exp2.py`).
+        """Whether there is a fused score-to-exp2 pass (`device/softmax/fused_exp2.py`).
 
         There is none for ALiBi and softcap together. With three warpgroups there are not enough registers for softcap.
         """
@@ -147,7 +147,7 @@ class Config:
 
     @property
     def has_alibi_step(self) -> bool:
-        """Whether tensor cores add the terms of ALiBi after the first block of a tile (`device/alibi_step.py`).
+        """Whether tensor cores add the terms of ALiBi after the first block of a tile (`device/scores/alibi_step.py`).
 
         Only the fused pass adds the rest. Tiles without a speculative row max have none; with the k-step they were 4 %
         slower if causal. At D = 64 the masks of a dropout producer leave no shared memory for the columns; other tiles

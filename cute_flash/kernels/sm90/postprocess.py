@@ -5,9 +5,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from cute_flash.device.pipeline import WARPGROUP_THREADS
-from cute_flash.device.seqlen import SeqlenInfo
-from cute_flash.device.wgmma import make_mma
+from cute_flash.device.mma.wgmma import make_mma
+from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS
+from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.kernels.common.postprocess import BwdPostprocess, Params
 from cute_flash.kernels.sm90.dq import add_accumulators, store_dq
 

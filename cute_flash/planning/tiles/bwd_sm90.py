@@ -16,7 +16,7 @@ from cute_flash.planning.tiles.common import (
 from cute_flash.spec.problem import Static
 
 # For up to `max_queries_claimed` queries, the first K/V tile that is ready stores dQ of an m_block, and the others add
-# to it (`device.dq_claims`). For more queries the preprocess kernel stores zeros, and all K/V tiles add. With
+# to it (`device.gradients.dq_claims`). For more queries the preprocess kernel stores zeros, and all K/V tiles add. With
 # deterministic gradients see `first_tile_stores`.
 ALL_QUERIES = (1 << 31) - 1
 PIECES = 8  # of half of a warpgroup's dQ; a piece is four registers of each thread (`BwdTileSm90Wide`)

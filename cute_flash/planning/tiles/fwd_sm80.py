@@ -41,7 +41,8 @@ class FwdTileSm80(Tile):
     layout: str = VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
     pieces: int = 1  # 16-bit pieces per element of Q, K and V; 2 for fp32
     speculative_max: bool = False  # blocks use the old row max, and keep S until their row sums are checked
-    # Two warps share their rows. Each has half of the keys of S and half of the columns of O (`device/warp_pair.py`).
+    # Two warps share their rows. Each has half of the keys of S and half of the columns of O; see
+    # `device/mma/warp_pair.py`.
     warp_pairs: bool = False
 
     def __post_init__(self) -> None:

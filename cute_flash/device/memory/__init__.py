@@ -1,0 +1,1 @@
+"""Tiles and fragments between global memory, shared memory and registers."""

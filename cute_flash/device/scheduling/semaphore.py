@@ -1,0 +1,84 @@
+"""A semaphore per tile in global memory: CTAs add to the tile one after the other, in a fixed order.
+
+The first CTA, of rank 0, may store instead: the tile then needs no zeros.
+The semaphore counts the CTAs that have added to its tile. A CTA waits until the count equals its rank, adds, and
+increments the count, so the result does not depend on the speed of the CTAs. A CTA must come later in the grid than the
+CTAs that it waits for. Otherwise it could occupy the SM that they need, and the kernel would deadlock.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_flash.device.ptx import instruction
+from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scores.band import Band
+
+
+@dataclass(frozen=True)
+class DQSemaphore:
+    """The order of additions to dQ: the last K/V tile adds to an m_block first, the first tile last.
+
+    The grid starts the last tiles first too, so a tile that others wait for has always started. Tiles reach the same
+    m_block at different times, which shortens the waits. A K/V tile visits m_blocks in ascending order. With a right
+    bound (causal) it begins at the diagonal. Without one all tiles begin with the first m_block, but the grid
+    interleaves several heads, so the tiles of one head start at different times.
+    """
+
+    mSemaphore: cute.Tensor  # (B, H, m_block)
+    band: Band  # rows are queries, columns are keys
+    seqlen_q: Int32  # not used in a varlen batch
+    seqlen_k: Int32
+    tile_m: cutlass.Constexpr
+    tile_n: cutlass.Constexpr
+    by_tma: cutlass.Constexpr = True  # bulk copies do the additions, which needs proxy fences
+
+    def rank(self, n_block: Int32, m_block: Int32, seqlen: SeqlenInfo | None = None) -> Int32:
+        """The number of K/V tiles that add to the m_block before this tile. `seqlen`: of a varlen batch."""
+        lengths = (self.seqlen_q, self.seqlen_k) if seqlen is None else (seqlen.q_len, seqlen.k_len)
+        blocks = self.band.blocks(m_block, self.tile_m, self.tile_n, *lengths)
+        return blocks.end - 1 - n_block
+
+    def _address(self, coord: tuple, half: Int32 | None):
+        head, batch, m_block = coord
+        address = cute.domain_offset((batch, head, m_block), self.mSemaphore).iterator.toint()
+        return address if half is None else address + 2 * half
+
+    def _state_of_half(self, count: Int32) -> Int32:
+        """The 16 bits of a half's semaphore after `count` > 0 tiles have added: odd, so that only 0 means none.
+
+        The count is modulo 2^15. This suffices: fewer than 2^15 tiles run at a time, so the count is less than 2^15
+        below the rank of a tile that waits.
+        """
+        return (2 * count + 1) & 0xFFFF
+
+    @cute.jit
+    def wait(self, coord: tuple, rank: Int32, half: Int32 | None = None):
+        """Wait until `rank` tiles have added to the block at `coord`; their sums are then visible.
+
+        Called by one thread. `coord`: (head, batch, m_block). `half`: 0 or 1 if tiles wait for each half of the block
+        separately; see `_state_of_half`.
+        """
+        address, found = self._address(coord, half), Int32(-1)
+        if cutlass.const_expr(half is None):
+            while found != rank:
+                found = instruction("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", Int32, address)
+        elif rank > 0:
+            while found != self._state_of_half(rank):
+                found = instruction("ld.acquire.gpu.global.u16 {$w0}, [{$r0}];", Int32, address)
+        if cutlass.const_expr(self.by_tma):
+            cute.arch.inline_ptx("fence.proxy.async.global;")
+
+    @cute.jit
+    def arrive(self, coord: tuple, rank: Int32, half: Int32 | None = None):
+        """Increment the count after this CTA's additions are complete. `half`: as in `wait`.
+
+        Called by the thread that issued them or, if several threads did, by one thread after a barrier.
+        """
+        if cutlass.const_expr(self.by_tma):
+            cute.arch.inline_ptx("fence.proxy.async.global;")
+        state, bits = (rank + 1, "s32") if half is None else (self._state_of_half(rank + 1), "u16")
+        arguments = [self._address(coord, half), state]
+        cute.arch.inline_ptx(f"st.release.gpu.global.{bits} [{{$r0}}], {{$r1}};", read_only_args=arguments)

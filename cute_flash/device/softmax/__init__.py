@@ -1,0 +1,1 @@
+"""The online softmax of a block, and the pass that fuses the score transform with its exponentials."""
