@@ -66,7 +66,7 @@ class BwdScoreParams:
         score, bits, distance = self.score, None, None
         if self.alibi_slopes is not None:
             score = score.for_head(self.alibi_slopes[batch, head])
-            distance = score.first_distance(mask, 0, first_col)
+            distance = score.alibi.first_distance(mask, 0, first_col)
         if self.rng is not None:
             dropout = Dropout.read(self.rng, self.dropout_threshold, self.dropout_origin)
             position = TilePosition(
