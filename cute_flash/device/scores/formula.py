@@ -10,8 +10,11 @@ of them:
 | fused    | `fused_exp2`     | other blocks, if the row max is speculative: one pass computes P from Q K^T         |
 
 The mma.sync forward and decode use the first path only. A new formula must define `apply`; the other two paths then use
-it, until the formula has a faster method of its own. Backward kernels have formulas of their own
-(`device/gradients/score_bwd.py`).
+it, until the formula has a faster method of its own. `kernels/sm90/fwd_scores.py` chooses the path.
+
+Backward kernels compute P again, and the derivative: `prob` and `differentiate` of `BlockScores`
+(`device/gradients/score_bwd.py`) and of `ModScores` (`device/gradients/mods_bwd.py`). They refuse a formula that is not
+in `DIFFERENTIATED`.
 """
 
 from typing import NamedTuple
