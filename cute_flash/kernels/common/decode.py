@@ -29,11 +29,12 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.device.memory import fp8
 from cute_flash.device.memory.copies import assume_aligned
-from cute_flash.device.memory.kv_cache import CacheHead, WarpLoader, copy_if_less
+from cute_flash.device.memory.kv_cache import CacheHead, CacheHeads, WarpLoader, copy_if_less
 from cute_flash.device.memory.ldmatrix import MmaOperand
 from cute_flash.device.memory.rotary import VECTOR, Rotary, load_floats
 from cute_flash.device.memory.smem import allocate_stages
 from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.mma.warp_gemm import gemm, gemm_rs
 from cute_flash.device.mma.warp_grid import WarpGrid
 from cute_flash.device.ptx import instruction
 from cute_flash.device.scheduling.kv_splits import Division, KvSplits, Lengths, Split, TileCtas, quotient
@@ -41,7 +42,6 @@ from cute_flash.device.scores.mask import column_offset
 from cute_flash.device.scores.score import Score
 from cute_flash.device.softmax.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.kernels.common.kernel import Kernel
-from cute_flash.kernels.sm80.fwd_storage import gemm, gemm_rs
 from cute_flash.planning.decode import ATOM_BYTES, EXCHANGE_ROWS, UNIT_KEYS, DecodeTile
 from cute_flash.planning.tiles.common import SMEM_ALIGN
 
@@ -554,7 +554,7 @@ class Decode(Kernel):
             k_scale=p.k_scale[split.head_kv] if is_fp8 else None,
         )
 
-    def cache_heads(self, p: Params, split: Split) -> tuple[CacheHead, CacheHead]:
+    def cache_heads(self, p: Params, split: Split) -> CacheHeads:
         """The keys and the values of the split's sequence and K/V head."""
         static = self.static
         batch = split.batch
@@ -564,7 +564,7 @@ class Decode(Kernel):
         first_row = p.splits.first_row(split.batch) if static.varlen_keys else None
         common = split.head_kv, batch, first_row, p.page_table, p.page_size, static.page_lookup
         widths = (p.mK, static.head_dim), (p.mV, static.width_v)
-        return tuple(CacheHead(mX, *common, width, static.cache_bytes) for mX, width in widths)
+        return CacheHeads(*(CacheHead(mX, *common, width, static.cache_bytes) for mX, width in widths))
 
     def loads(self, p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32) -> Loads:
         tile, warp = self.tile, cute.arch.make_warp_uniform(thread // 32)
@@ -609,7 +609,7 @@ class Decode(Kernel):
         if first_key < split.end:
             key = first_key + loads.key_offset
             memory = loads.memory + stage * (2 * self.tile.kv_smem.bytes)
-            loads.loader.load(key, (memory, memory + self.tile.kv_smem.bytes), pages)
+            loads.loader.load(key, memory, pages)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -619,11 +619,11 @@ class Decode(Kernel):
         acc_S.fill(0.0)
         index = (state.warp * tile.stages + stage) * 2
         if cutlass.const_expr(self.static.is_fp8):
-            where = state.memory + index * tile.kv_smem.bytes, state.lane, tile.tile_n
-            fp8.add_scores(p.tiled_mma, acc_S, state.q, where, (tile.head_dim // 16, q_steps), self.has_fp8_cvt)
+            keys = fp8.Fp8Tile(state.memory + index * tile.kv_smem.bytes, state.lane, tile.tile_n, self.has_fp8_cvt)
+            fp8.add_scores(p.tiled_mma, acc_S, state.q, keys, tile.head_dim // 16, q_steps)
             acc_S.store(acc_S.load() * state.k_scale)
         else:
-            gemm(p.tiled_mma, acc_S, (state.q, state.k), index, q_steps)
+            gemm(p.tiled_mma, acc_S, state.q, state.k, index, q_steps)
         self.transform(p, state, as_mn(acc_S), key)
         if key < state.visible[0] or key + tile.tile_n - 1 > state.visible[1]:
             self.mask(state, as_mn(acc_S), key)
@@ -631,8 +631,9 @@ class Decode(Kernel):
         rP = cute.make_fragment_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
         if cutlass.const_expr(self.static.is_fp8):
-            where = state.memory + (index + 1) * tile.kv_smem.bytes, state.lane, tile.tile_n
-            fp8.add_output(p.tiled_mma, state.acc_O, as_operand_a(rP), where, self.has_fp8_cvt)
+            address = state.memory + (index + 1) * tile.kv_smem.bytes
+            values = fp8.Fp8Tile(address, state.lane, tile.tile_n, self.has_fp8_cvt)
+            fp8.add_output(p.tiled_mma, state.acc_O, as_operand_a(rP), values)
         else:
             gemm_rs(p.tiled_mma, state.acc_O, as_operand_a(rP), state.v, index + 1)
 
