@@ -114,7 +114,10 @@ def load_q(
     pipeline, tile = storage.q, storage.config.tile
     num = tile.num_warpgroups
     pipeline.wait_empty(count)
-    storage.tiles.write(count, (m_block, head, *seqlen.values, *(block_counts or ())))
+    values = (m_block, head, *seqlen.values)
+    if cutlass.const_expr(block_counts is not None):
+        values = (*values, *block_counts)
+    storage.tiles.write(count, values)
     pipeline.expect_bytes(count, num * tile.operand_smem("Q").bytes)
     for w in cutlass.range_constexpr(num):
         sQ = storage.sQ[None, None, (w, pipeline.stage(count))]
