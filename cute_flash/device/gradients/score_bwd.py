@@ -122,26 +122,42 @@ def compute_probs(
         scores.pack_probs(acc_S, rP)
 
 
-@dataclass(frozen=True)
-class PlainScores:
-    """This thread's scores of one block, without score features."""
+class NoMods:
+    """The steps of a block of scores without a bias, user mods and a block mask."""
 
-    scale: Float32  # the softmax scale; if `by_vectors`, times LOG2_E
-    is_transposed: cutlass.Constexpr  # rows are keys: LSE and Δ belong to columns
-    by_vectors: cutlass.Constexpr = False  # operate on whole rows, in mma.sync kernels; requires `is_transposed` and rP
-    masks_probs = keeps_score = False
+    masks_probs = False
 
     def prefetch(self) -> None:
         """Nothing: there is no bias."""
-
-    def apply_softcap(self, acc_S: cute.Tensor) -> None:
-        """Nothing: there is no softcap."""
 
     def apply_band(self, acc_S: cute.Tensor, mask: Mask, first_col: Int32) -> None:
         apply_band(acc_S, mask, first_col, self.is_transposed)
 
     def apply_mask(self, acc_S: cute.Tensor, is_partial: Boolean | None = None) -> None:
         """Nothing: there is no mask_mod."""
+
+    def finish_bias(self, rdS: cute.Tensor) -> None:
+        """Nothing: there is no bias."""
+
+    def finish(self, sums: None) -> None:
+        """Nothing: there is no bias and no captured tensor."""
+
+    def of_query(self, rX: cute.Tensor, r: int, c: int) -> Float32:
+        """LSE or Δ of the query of an element."""
+        return rX[c if self.is_transposed else r]
+
+
+@dataclass(frozen=True)
+class PlainScores(NoMods):
+    """This thread's scores of one block, without score features."""
+
+    scale: Float32  # the softmax scale; if `by_vectors`, times LOG2_E
+    is_transposed: cutlass.Constexpr  # rows are keys: LSE and Δ belong to columns
+    by_vectors: cutlass.Constexpr = False  # operate on whole rows, in mma.sync kernels; requires `is_transposed` and rP
+    keeps_score = False
+
+    def apply_softcap(self, acc_S: cute.Tensor) -> None:
+        """Nothing: there is no softcap."""
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor | None, rLSE: cute.Tensor):
@@ -176,21 +192,11 @@ class PlainScores:
             for r, c in self.elements(P_mn):
                 P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - self.of_query(rDelta, r, c))
 
-    def finish_bias(self, rdS: cute.Tensor) -> None:
-        """Nothing: there is no bias."""
-
-    def finish(self, sums: None) -> None:
-        """Nothing: there is no bias and no captured tensor."""
-
     def elements(self, S_mn: cute.Tensor) -> list[tuple[int, int]]:
         """(row, column) of each element, query by query."""
         rows, columns = (range(cute.size(S_mn, mode=[i])) for i in range(2))
         by_column = self.is_transposed
         return [(r, c) for c in columns for r in rows] if by_column else [(r, c) for r in rows for c in columns]
-
-    def of_query(self, rX: cute.Tensor, r: int, c: int) -> Float32:
-        """LSE or Δ of the query of an element."""
-        return rX[c if self.is_transposed else r]
 
 
 @cute.jit
@@ -218,7 +224,7 @@ def store_pair(rP: cute.Tensor, pair: list[Float32], index: int, mask: Callable[
 
 
 @dataclass(frozen=True)
-class BlockScores:
+class BlockScores(NoMods):
     """This thread's scores of one block. Rows are keys if `is_transposed`, else queries."""
 
     score: Score  # of the block's head
@@ -228,7 +234,6 @@ class BlockScores:
     dropout_scale: Float32 | None  # 1 / (1 - dropout)
     is_transposed: cutlass.Constexpr  # rows are keys: LSE and Δ belong to columns
     row_step: cutlass.Constexpr
-    masks_probs = False
 
     @property
     def has_no_transform(self) -> bool:
@@ -245,9 +250,6 @@ class BlockScores:
         """Whether `differentiate` computes P again, from the LSE."""
         return self.keeps_tanh
 
-    def prefetch(self) -> None:
-        """Nothing: there is no bias."""
-
     @cute.jit
     def apply_softcap(self, acc_S: cute.Tensor):
         """Replace Q K^T by t. Called before the mask."""
@@ -255,18 +257,6 @@ class BlockScores:
             # With ALiBi or dropout there are not enough registers for both methods of tanh.
             looks_near = self.score.slope_log2 is None and self.dropout_bits is None
             self.score.apply_cap(acc_S, looks_near)
-
-    def apply_band(self, acc_S: cute.Tensor, mask: Mask, first_col: Int32) -> None:
-        apply_band(acc_S, mask, first_col, self.is_transposed)
-
-    def apply_mask(self, acc_S: cute.Tensor, is_partial: Boolean | None = None) -> None:
-        """Nothing: there is no mask_mod."""
-
-    def finish_bias(self, rdS: cute.Tensor) -> None:
-        """Nothing: there is no bias."""
-
-    def finish(self, sums: None) -> None:
-        """Nothing: there is no bias and no captured tensor."""
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):
@@ -345,7 +335,3 @@ class BlockScores:
         """The absolute distance of query and key, for ALiBi."""
         offset = r // 2 * self.row_step + r % 2 * 8 - column_offset(c)
         return cute.math.absf(self.first_distance + Float32(offset))
-
-    def of_query(self, rX: cute.Tensor, r: int, c: int) -> Float32:
-        """LSE or Δ of the query of an element."""
-        return rX[c if self.is_transposed else r]

@@ -93,8 +93,8 @@ class MmaState:
     rdO: cute.Tensor
     rQt: cute.Tensor
     rdOt: cute.Tensor
-    rdSt: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, stage), of the rows of the warpgroup's part of dQ
-    rKt: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), of the columns of that part
+    rdSt: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, stage); the warpgroup's rows of dQ
+    rKt: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K); the warpgroup's columns of dQ
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     tScS: cute.Tensor  # (key, query) of every element of S^T
@@ -468,7 +468,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def last_dq(self, p: Params, state: MmaState, iteration: Int32):
-        """Compute and publish dQ of one of the last two blocks of a tile, without overlap."""
+        """Compute dQ of a block, and publish it, without overlap. The last two blocks of a tile need this."""
         acc_dQ = self.start_dq(p, state, iteration)
         warpgroup.wait_group(0)
         state.storage.ds.release(iteration)

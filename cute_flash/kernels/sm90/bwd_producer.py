@@ -240,7 +240,7 @@ def store_dbias(p: Params, storage: SharedStorage, for_each: Callable[..., None]
 
 @cute.jit
 def store_excluded_blocks(p: Params, tile: KVTile, head: Int32, share: Int32, shares: Int32):
-    """Store one of `shares` equal shares of the zeros of the m_blocks that a K/V tile does not visit."""
+    """Store zeros for m_blocks that a K/V tile does not visit: one of `shares` equal shares of them."""
     tile_m, blocks = p.config.tile.tile_m, tile.block_iter
     excluded = (p.seqlen_q + (tile_m - 1)) // tile_m - blocks.num
     begin, end = share_of(excluded, share, shares)

@@ -144,7 +144,7 @@ class TileVisits:
         return None if mods is None else mods.block_indices
 
     def num_m_blocks(self, tile: KVTile) -> Int32:
-        """The number of m_blocks of a tile, of all heads that share its keys."""
+        """The number of m_blocks that a tile visits in all heads that share its keys."""
         return tile.block_iter.num * self.heads_per_kv if tile.num_sparse is None else tile.num_sparse
 
     def block_index(self, tile: KVTile, i: Int32) -> BwdBlockIndex:

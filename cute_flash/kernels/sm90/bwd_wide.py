@@ -443,7 +443,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def mma(self, p: Params, storage: SharedStorage, wg: Int32, thread: Int32):
-        """The role of an MMA warpgroup: its part of dK and dV of the K/V tile, and of dQ."""
+        """The role of an MMA warpgroup: compute its part of the K/V tile's dK and dV, and of dQ."""
         state, tile = self._state(p, storage, wg, thread), p.tile()
         for half in cutlass.range_constexpr(HALVES):
             state.acc_dK[half].fill(0.0)

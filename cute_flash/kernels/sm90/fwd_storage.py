@@ -174,7 +174,7 @@ class Params:
     bias: TmaTiles | None  # (64, tile_n); None: threads load it, or there is none
     mO: cute.Tensor  # (B, H, Sq, D), or (1, H, T, D) in a varlen batch
     mLSE: cute.Tensor  # (B, H, Sq)
-    num_rows: Int32  # queries of a head, or of all heads of a group with pack_gqa
+    num_rows: Int32  # queries of a head; with pack_gqa, of all heads in a group
     seqlen_q: Int32  # queries of a head
     seqlen_k: Int32
     heads_per_kv: Int32
