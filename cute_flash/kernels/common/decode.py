@@ -20,6 +20,7 @@ The loop needs no CTA barrier, because a warp reads only keys that it has copied
 """
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
@@ -43,6 +44,7 @@ from cute_flash.device.softmax.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Sof
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.sm80.fwd_storage import gemm, gemm_rs
 from cute_flash.planning.decode import ATOM_BYTES, EXCHANGE_ROWS, UNIT_KEYS, DecodeTile
+from cute_flash.planning.registry import KERNELS
 from cute_flash.planning.tiles.common import SMEM_ALIGN
 
 FLOATS = 4  # floats of O that a thread combines at once
@@ -178,7 +180,19 @@ class Loads:
 
 
 class Decode(Kernel):
-    """The decode kernel."""
+    """The decode kernel, and the kernel of `attn` with few queries, whose keys and values are the caches."""
+
+    def read_operands(self, operands: dict) -> SimpleNamespace:
+        """The operands of "decode" by name; those of "fwd_split_kv" as operands of "decode", (B, S, H, D)."""
+        args = super().read_operands(operands)
+        if not self.static.heads_first:
+            args.cu_seqlens_k = None
+            return args
+        for name, of_decode in (("q", "q"), ("k", "k_cache"), ("v", "v_cache"), ("out", "out")):
+            mX = getattr(args, name)
+            setattr(args, of_decode, cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[0, 2, 1, 3])))
+        absent = {name: None for name in KERNELS["decode"].names if not hasattr(args, name)}
+        return SimpleNamespace(**(absent | vars(args) | {"cache_seqlens": args.seqused_k}))
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
@@ -561,7 +575,7 @@ class Decode(Kernel):
         if p.batch_idx is not None:
             # Clamp, so that an invalid index stays within the cache.
             batch = cutlass.min(cutlass.max(p.batch_idx[batch], 0), p.mK.shape[0] - 1)
-        first_row = p.splits.first_row(split.batch) if static.varlen_keys else None
+        first_row = p.splits.first_row(split.batch) if static.varlen else None
         common = split.head_kv, batch, first_row, p.page_table, p.page_size, static.page_lookup
         widths = (p.mK, static.head_dim), (p.mV, static.width_v)
         return tuple(CacheHead(mX, *common, width, static.cache_bytes) for mX, width in widths)
