@@ -411,7 +411,7 @@ def bind_decode(
         scratch_lse: Receives the LSE if the caller does not read it.
     """
     problem = plan.problem
-    f = FunctionSource.of_plan("decode", "q, k_cache, v_cache, args", plan, device)
+    f = FunctionSource.of_plan("run_decode", "q, k_cache, v_cache, args", plan, device)
     f.add(f"if (k_cache.data_ptr() | v_cache.data_ptr()) % {ROW_ALIGN_BYTES}:\n    check_caches(k_cache, v_cache)")
     f.scale()
     f.align(("q",), copies_q)

@@ -276,17 +276,17 @@ def test_random_calls_of_the_families_differ() -> None:
 # ---- attn with few queries
 
 
-def test_attn_with_few_queries_launches_the_decode_kernel(gpu: DecodeGpu) -> None:
+def test_attn_with_few_queries_splits_the_keys(gpu: DecodeGpu) -> None:
     q, k, v = (torch.randn(2, heads, rows, 64).bfloat16() for heads, rows in ((8, 3), (2, 2000), (2, 2000)))
     for layout, tensors in (("bhsd", (q, k, v)), ("bshd", [x.transpose(1, 2).contiguous() for x in (q, k, v)])):
         with claiming_cuda():
             out = cute_flash.attn(*tensors, layout=layout, causal=True, softcap=3.0)
         launched = gpu.launches[-1]
         assert out.shape == tensors[0].shape
-        assert launched["q"].shape == (2, 3, 8, 64) and launched["k_cache"].shape == (2, 2000, 2, 64)
-        assert launched["k_cache"].data_ptr() == tensors[1].data_ptr()
+        assert launched["q"].shape == (2, 8, 3, 64) and launched["k"].shape == (2, 2, 2000, 64)
+        assert launched["k"].data_ptr() == tensors[1].data_ptr()
         assert launched["window_right"] == 0 and launched["softcap"] == 3.0
-    assert {key.kernel for key in gpu.keys} == {"decode"}
+    assert {key.kernel for key in gpu.keys} == {"fwd_split_kv"}
 
 
 def test_batch_invariant_and_chosen_families_do_not_split() -> None:

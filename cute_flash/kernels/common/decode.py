@@ -188,11 +188,13 @@ class Decode(Kernel):
         if not self.static.heads_first:
             args.cu_seqlens_k = None
             return args
-        for name, of_decode in (("q", "q"), ("k", "k_cache"), ("v", "v_cache"), ("out", "out")):
-            mX = getattr(args, name)
-            setattr(args, of_decode, cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[0, 2, 1, 3])))
-        absent = {name: None for name in KERNELS["decode"].names if not hasattr(args, name)}
-        return SimpleNamespace(**(absent | vars(args) | {"cache_seqlens": args.seqused_k}))
+
+        def rows_first(mX: cute.Tensor) -> cute.Tensor:
+            return cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[0, 2, 1, 3]))
+
+        views = {"k_cache": rows_first(args.k), "v_cache": rows_first(args.v), "cache_seqlens": args.seqused_k}
+        views |= {"q": rows_first(args.q), "out": rows_first(args.out)}
+        return SimpleNamespace(**(dict.fromkeys(KERNELS["decode"].names) | vars(args) | views))
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
