@@ -82,7 +82,6 @@ def attn(
     mask_mod: Callable | None = None,
     score_mod_bwd: Callable | None = None,
     block_mask: BlockMask | TorchBlockMask | None = None,
-    block_map: BlockMask | TorchBlockMask | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention: softmax(scale · q kᵀ, masked) v.
 
@@ -137,7 +136,6 @@ def attn(
             and replaces the derivative of score_mod.
         block_mask: A `BlockMask`, or a `torch.nn.attention.flex_attention.BlockMask`. Its empty blocks are skipped, and
             its mask_mod and window are applied, so leave mask_mod out.
-        block_map: The former name of `block_mask`.
 
     Returns:
         `out`, or a tuple of `out` and the requested results, in the order (out, lse, max_logit).
@@ -166,7 +164,7 @@ def attn(
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         check_are_tensors(q=q, k=k, v=v)
     if q.is_nested:
-        _refuse_for_nested(bias=bias, block_mask=block_mask, block_map=block_map)
+        _refuse_for_nested(bias=bias, block_mask=block_mask)
         _check_nested_layout(q, layout)
         return attn_nested(
             q, k, v, causal=causal, window=window, scale=scale, return_lse=return_lse, deterministic=deterministic,
@@ -179,8 +177,7 @@ def attn(
     args = _args(q, causal, window, scale, deterministic, softcap, return_max_logit, out_dtype, batch_invariant)
     if alibi is not None or sinks is not None or dropout is not None:
         args = _with_features(args, q, alibi, sinks, dropout)
-    if not (bias is score_mod is mask_mod is score_mod_bwd is block_mask is block_map is None):
-        block_mask = _one_block_mask(block_mask, block_map)
+    if not (bias is score_mod is mask_mod is score_mod_bwd is block_mask is None):
         if bias is not None:
             bias = _checked_bias(bias, q, k, layout)
         args = _with_mods(args, q, bias, score_mod, mask_mod, score_mod_bwd, block_mask)
@@ -230,8 +227,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
         )  # fmt: skip
         args = _with_features(args, q, values.alibi, values.sinks, values.dropout, draws_seed=False)
         bias = None if values.bias is None else _checked_bias(values.bias, q, k, values.layout)
-        block_mask = _one_block_mask(values.block_mask, values.block_map)
-        args = _with_mods(args, q, bias, values.score_mod, values.mask_mod, values.score_mod_bwd, block_mask)
+        mods = (values.score_mod, values.mask_mod, values.score_mod_bwd)
+        args = _with_mods(args, q, bias, *mods, values.block_mask)
         problem = describe(*ops.autocast(*_to_bhsd(q, k, v, values.layout)), args)
         if q.device.type == "cuda":
             from cute_flash.planning.plan import plan_backward, plan_forward
@@ -470,13 +467,6 @@ def _check_nested_layout(q: Tensor, layout: str) -> None:
         raise ValueError(f"layout={layout!r}: use one of {', '.join(LAYOUTS)}")
     if layout == "bshd" and _ragged_dim(q, "q") == 2:
         raise ValueError("layout='bshd' with a NestedTensor (B, H, j, D): leave layout out; it follows from the tensor")
-
-
-def _one_block_mask(block_mask: Any, block_map: Any) -> Any:
-    """The block mask, given by its name or by its former name."""
-    if block_mask is not None and block_map is not None:
-        raise ValueError("block_map is the former name of block_mask: pass block_mask alone")
-    return block_map if block_mask is None else block_mask
 
 
 def _ragged_dim(x: Any, name: str) -> int:

@@ -7,7 +7,8 @@ from cute_flash.smem.tile import WAVEFRONT_BYTES
 from cute_flash.spec import arch
 from cute_flash.spec.arch import KIB
 from cute_flash.spec.problem import Problem
-from cute_flash.tools import loop_order, roofline, tile_choice
+from cute_flash.tools import roofline
+from layouts.studies import loop_order, tile_choice
 from profiling.terminal import Table
 
 # GPU -> GB of device memory; the A100 is the one with 2 TB/s.

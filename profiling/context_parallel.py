@@ -22,7 +22,7 @@ from cute_flash.distributed.sharding import Sharding, join, split
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
-from cute_flash.tools.cp_cost import LINKS, Model
+from layouts.studies.cp_cost import LINKS, Model
 from profiling.terminal import Table
 from profiling.timing import Contender, Timer, measure
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cute_flash import attn, reference
 from cute_flash.spec.band import Band
+from layouts.studies.loops import tiled_q_outer
 from profiling.accuracy import OUTLIER_RATE, OUTLIER_STD
 
 NORMAL, OUTLIERS, LONG_TAILED = DISTRIBUTIONS = ("normal", "outliers", "long-tailed")
@@ -73,7 +74,7 @@ def _start(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 
 
 def online_fp32(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
-    return reference.tiled_q_outer(q, k, v, Band(), None, q.shape[2], block)[0]
+    return tiled_q_outer(q, k, v, Band(), None, q.shape[2], block)[0]
 
 
 def online_kahan(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
@@ -185,7 +186,7 @@ SMALL = Sizes(8, 1, 16, (32, 64), 16, 64, (4, 16, 64), 4, (1, 4, 16))
 
 
 def _rescales(q: Tensor, k: Tensor, v: Tensor, block: int) -> float:
-    _, _, traffic = reference.tiled_q_outer(q, k, v, Band(), None, q.shape[2], block)
+    _, _, traffic = tiled_q_outer(q, k, v, Band(), None, q.shape[2], block)
     return traffic.rescales / q[..., 0].numel()
 
 

@@ -1,4 +1,4 @@
-"""The cost model of context parallelism (`cute_flash.tools.cp_cost`) as a figure and a table of docs/distributed.md."""
+"""The cost model of context parallelism (`layouts.studies.cp_cost`) as a figure and a table of docs/distributed.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
-from cute_flash.tools.cp_cost import LINKS, Cost, Model
+from layouts.studies.cp_cost import LINKS, Cost, Model
 from profiling.context_parallel import Settings
 from profiling.terminal import Table
 

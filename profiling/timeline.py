@@ -11,8 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from cute_flash.spec.arch import SM_80, SM_90, ArchSpec
-from cute_flash.tools.loop_order import FP32_PER_CLOCK, OPS_PER_SCORE
 from cute_flash.tools.roofline import L2_BYTES_PER_CLOCK
+from layouts.studies.loop_order import FP32_PER_CLOCK, OPS_PER_SCORE
 
 ELEMENT_BYTES = 2
 # Rows of a timeline that all warps share.

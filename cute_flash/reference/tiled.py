@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cute_flash.reference.formulas import divisor, group_size, softmax_step
 from cute_flash.reference.grads import FeatureGrads
-from cute_flash.reference.loops import divisor, group_size, softmax_step
 from cute_flash.reference.score import ScoreBlock, ScoreFeatures, num_temporaries
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import BlockRange, ceil_div

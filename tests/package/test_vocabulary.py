@@ -31,7 +31,7 @@ NAMES = {
 }  # fmt: skip
 MODULES = {"partial"}
 # Words that are the field's words in one folder or module: ring attention.
-ALLOWED = {"distributed": {"ring"}, "cp_cost": {"ring"}}
+ALLOWED = {"distributed": {"ring"}}
 
 
 def words(name: str) -> list[str]:

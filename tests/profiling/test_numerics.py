@@ -11,6 +11,7 @@ import torch
 from cute_flash import reference
 from cute_flash.spec.arch import SM_90
 from cute_flash.spec.band import Band
+from layouts.studies.loops import tiled_q_outer
 from profiling import __main__ as cli
 from profiling import numerics, numerics_gpu, numerics_report, plot_numerics
 from profiling.figures import DATA, NUMERICS_CPU
@@ -54,7 +55,7 @@ def test_the_order_of_the_keys_sets_the_number_of_rescales(growing: int) -> None
     q, k, v = torch.ones(1, 1, 3, 1), torch.randn(1, 1, 64, 1), torch.randn(1, 1, 64, 4)
     order = numerics.growing_order(k[0, 0, :, 0], 4, growing)
     assert sorted(order.tolist()) == list(range(64))
-    _, _, traffic = reference.tiled_q_outer(q, k[:, :, order], v[:, :, order], Band(), None, 3, 4)
+    _, _, traffic = tiled_q_outer(q, k[:, :, order], v[:, :, order], Band(), None, 3, 4)
     assert traffic.rescales == 3 * (growing - 1)
 
 

@@ -31,6 +31,7 @@ from cute_flash.spec.features import FEATURES, MODS
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import cli, demo, explain, precompile, roofline, text
 from cute_flash.tools.cli import main
+from cute_flash.tools.studies import STUDIES
 from tests.fakes.recording import backward_keys, forward_keys
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +84,7 @@ def test_help_and_version_do_not_import_torch(argv: str) -> None:
         assert "cute-flash" in found.stdout
 
 
-@pytest.mark.parametrize("command", ["", "demo", "doctor", "explain", "inspect", "precompile", "cache"])
+@pytest.mark.parametrize("command", ["", "demo", "doctor", "explain", *STUDIES, "inspect", "precompile", "cache"])
 def test_examples_of_the_help_can_be_typed(command: str, capsys: pytest.CaptureFixture) -> None:
     assert exit_status([*command.split(), "--help"]) == 0
     _, found, examples = capsys.readouterr().out.partition("\nexamples:\n")
@@ -92,7 +93,7 @@ def test_examples_of_the_help_can_be_typed(command: str, capsys: pytest.CaptureF
         program, *argv = shlex.split(line, comments=True)
         assert program == "cute-flash" and argv[0].startswith(command)
         if "--help" not in argv:
-            cli._parser().parse_args(argv)
+            cli._parser(argv).parse_args(argv)
 
 
 def test_python_m_runs_the_commands() -> None:

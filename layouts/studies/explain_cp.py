@@ -9,8 +9,8 @@ from typing import Any
 from cute_flash.distributed.choice import choice_by_bytes
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.problem import Problem
-from cute_flash.tools.cp_cost import HBM_SHARE, LINK_SHARE, LINKS, Cost, Model, Pass
 from cute_flash.tools.text import aligned
+from layouts.studies.cp_cost import HBM_SHARE, LINK_SHARE, LINKS, Cost, Model, Pass
 
 COLUMNS = ("method", "hops", "sent", "compute", "passes", "communication", "not hidden", "total", "efficiency")
 

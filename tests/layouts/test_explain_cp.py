@@ -12,7 +12,7 @@ from cute_flash.spec.arch import GPUS
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import cli
-from cute_flash.tools.cp_cost import LINKS, RATES, Cost, Model
+from layouts.studies.cp_cost import LINKS, RATES, Cost, Model
 from profiling.figures import BACKWARD, DATA, FORWARD
 from profiling.record import load
 
@@ -115,18 +115,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "8 x H200, zigzag shards of 16,384 tokens" in text and "A model: rates measured on one H200" in text
     assert "ulysses: the fewest bytes" in text
-    arguments = [
-        "explain",
-        "1,32,131072,128",
-        "--causal",
-        "--gpu",
-        "A100",
-        "--cp",
-        "512",
-        "--link",
-        "infiniband",
-        "--json",
-    ]
+    arguments = "explain 1,32,131072,128 --causal --gpu A100 --cp 512 --link infiniband --json".split()
     assert cli.main(arguments) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["auto"] in found["sent_bytes"] and found["link"] == "infiniband"
