@@ -154,7 +154,7 @@ KERNELS = {
     "bwd_sum_dbias": KernelSpec("common.sum_dbias:SumDbias", (DBIAS_TERMS, DBIAS_SUM, *WINDOW)),
     "split_fp32_fwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, *_PIECES, *_OFFSETS)),
     "split_fp32_bwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, DOUT_CAST, *_BWD_PIECES, *_OFFSETS)),
-    "decode": KernelSpec("common.decode:Decode", _DECODE),
+    "decode": KernelSpec("decode.kernel:Decode", _DECODE),
     "merge_partials": KernelSpec("common.merge:MergePartials", _MERGE),
     "varlen_scheduler_fwd": KernelSpec("common.varlen_scheduler:VarlenScheduler", (*_OFFSETS, Q_TILES, *_SCHEDULER)),
     "varlen_scheduler_bwd": KernelSpec(
