@@ -184,9 +184,9 @@ KERNELS = {
     "split_fp32_bwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, DOUT_CAST, *_BWD_PIECES, *_OFFSETS)),
     # `attn` and `attn_varlen` with few queries, and `attn_decode`.
     "fwd_split_kv": KernelSpec(
-        "common.decode:Decode", (Q, K, V, OUT, LSE, SCALE, *_SPLIT_WINDOW, *_SPLIT_FEATURES, *_OFFSETS, *_SPLITS)
+        "decode.kernel:Decode", (Q, K, V, OUT, LSE, SCALE, *_SPLIT_WINDOW, *_SPLIT_FEATURES, *_OFFSETS, *_SPLITS)
     ),
-    "decode": KernelSpec("common.decode:Decode", _DECODE),
+    "decode": KernelSpec("decode.kernel:Decode", _DECODE),
     "merge_partials": KernelSpec("common.merge:MergePartials", _MERGE),
     "varlen_scheduler_fwd": KernelSpec("common.varlen_scheduler:VarlenScheduler", (*_OFFSETS, Q_TILES, *_SCHEDULER)),
     "varlen_scheduler_bwd": KernelSpec(

@@ -16,6 +16,7 @@ from cutlass.cute.runtime import from_dlpack
 from cute_flash import BlockMask
 from cute_flash.device.memory.views import as_mn, as_operand_a
 from cute_flash.device.scheduling.block_sparse import BlockIndices, BlockSparseIterator
+from cute_flash.device.scheduling.seqlen import HeadBlock
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.mask import Mask
 from cute_flash.device.scores.mods import ModParams
@@ -173,8 +174,8 @@ def test_iterator_of_a_block_mask(parts: int) -> None:
 
     @cute.jit
     def program(out, indices, head, block):  # type: ignore[no-untyped-def]
-        indices, coord = BlockIndices(*indices), (Int32(0), head, block)
-        block_iter = BlockSparseIterator(indices, coord, indices.counts(*coord), parts)
+        indices, coord = BlockIndices(*indices), HeadBlock(Int32(0), head, block)
+        block_iter = BlockSparseIterator(indices, coord, indices.counts(coord), parts)
         out[0], out[1] = block_iter.num, block_iter.full_end
         for i in cutlass.range(block_iter.num, unroll=1):
             out[2 + i] = block_iter.block(i)

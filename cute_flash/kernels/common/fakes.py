@@ -6,6 +6,7 @@ batch, rows are (T, H, D) instead of (B, H, S, D), statistics are (H, T), and th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -195,12 +196,12 @@ class Fakes:
         return lists
 
 
-def _compact(dtype: Any, shape: tuple, align: int | None = None, **options: Any) -> cute.Tensor:
+def _compact(dtype: Any, shape: Sequence[Any], align: int | None = None, **options: Any) -> cute.Tensor:
     order, align = tuple(reversed(range(len(shape)))), align or dtype.width // 8
     return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, **options)
 
 
-def _strided(dtype: Any, shape: tuple, last: int | None = None) -> cute.Tensor:
+def _strided(dtype: Any, shape: Sequence[Any], last: int | None = None) -> cute.Tensor:
     """A tensor of any strides. `last`: the stride of the last dimension; None: unknown."""
     *strides, end = (cute.sym_int64() for _ in shape)
     strides = (*strides, end if last is None else last)

@@ -551,11 +551,11 @@ class FwdSm90(Kernel):
         if cutlass.const_expr(self.static.out_fp32):
             state.softmax.scale_rows(as_mn(state.acc_O), state.inverse)
             where = (self.thread_at_end(state), seqlen.q_len - first_row)
-            store_floats(state.acc_O, gO, state.mma_pv, where, self.static.width_v)
+            store_floats(state.acc_O, gO, state.mma_pv, *where, self.static.width_v)
         else:
             rO = self.output(state)
             where = (self.thread_at_end(state), seqlen.q_len - first_row)
-            store_rounded(rO, gO, state.mma_pv, where, self.static.width_v)
+            store_rounded(rO, gO, state.mma_pv, *where, self.static.width_v)
 
     @cute.jit
     def hand_over_output(self, p: Params, state: MmaState, tile: MmaTile):
