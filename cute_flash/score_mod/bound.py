@@ -96,8 +96,9 @@ class BoundMods(NamedTuple):
         if score_mod is None and mask_mod is None and score_mod_bwd is None:
             return NO_MODS
         check_mods(score_mod, score_mod_bwd)
-        mods = {"score_mod": score_mod, "mask_mod": mask_mod, "score_mod_bwd": score_mod_bwd}
-        score, mask, bwd = (_NO_MOD if mod is None else bind(mod, role) for role, mod in mods.items())
+        score = _NO_MOD if score_mod is None else bind(score_mod, "score_mod")
+        mask = _NO_MOD if mask_mod is None else bind(mask_mod, "mask_mod")
+        bwd = _NO_MOD if score_mod_bwd is None else bind(score_mod_bwd, "score_mod_bwd")
         graphs = _interned(score.graph, mask.graph, bwd.graph)
         captures = score.captures + mask.captures + bwd.captures
         return BoundMods(graphs, captures, score.scalars + mask.scalars + bwd.scalars)
