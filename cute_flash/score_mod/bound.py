@@ -33,6 +33,11 @@ class Graphs:
             return ""
         return "[" + ",".join("null" if x is None else x.text for x in graphs) + "]"
 
+    @property
+    def present(self) -> list[Graph]:
+        """The graphs that the call has, in the order of their captures and scalars."""
+        return [graph for graph in (self.score, self.mask, self.bwd) if graph is not None]
+
     def split(self, captures: Sequence[Any], scalars: Sequence[Any]) -> GraphArguments:
         """Split the concatenated arguments of all graphs into those of each graph."""
         arguments: list[tuple[tuple, tuple]] = []

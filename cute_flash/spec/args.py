@@ -150,6 +150,8 @@ _PLACES = {name: i for i, name in enumerate(AttentionArgs._fields)}
 # Fields that are tuples here and lists in the operators' schema.
 LISTS = ("captures", "scalars", "needs_grad", "block_mask", "block_mask_sizes", "dropout_origin")
 _LIST_PLACES = tuple(_PLACES[name] for name in LISTS)
+# The fields that may have a gradient, in the order of `AttentionArgs.differentiable`. The last one is a tuple.
+GRADIENT_FIELDS = ("alibi", "sinks", "bias", "captures")
 # Tensors without a gradient that are saved for the backward.
 SAVED = ("rng", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 

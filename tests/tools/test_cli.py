@@ -160,7 +160,7 @@ def test_explain_of_few_queries_tells_that_keys_are_split(capsys: pytest.Capture
     argv = "explain 1,64,1,128 --kv-heads 8 --seqlen-k 32768 --gpu H100".split()
     assert main([*argv, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
-    assert found["kernel"] == "decode" and found["splits_keys"] and found["problem"]["is_attn"]
+    assert found["kernel"] == "fwd_split_kv" and found["splits_keys"] and found["problem"]["is_attn"]
     assert found["busy_blocks"] > 100 and found["splits"][0] > 10
     assert found["least_bytes"] == roofline.hbm_bytes(Problem(1, 64, 8, 1, 32768, 128))
     assert found["seconds"] == pytest.approx(40e-6, rel=0.01) and found["bound"] == "memory"

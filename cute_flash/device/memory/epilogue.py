@@ -60,25 +60,35 @@ def store_lse(lse: cute.Tensor, gLSE: cute.Tensor, tScS: cute.Tensor, thread: In
 
 
 @cute.jit
+def warp_max(x: Float32) -> Float32:
+    """The largest x of the lanes of a warp. NaN is ignored."""
+    for step in cutlass.range_constexpr(5):
+        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1 << step))
+    return x
+
+
+@cute.jit
 def update_max_logit(mMax: cute.Tensor, head: Int32, largest: Float32):
     """Raise mMax[head] to the largest logit of this warp, atomically. NaN is ignored."""
-    for step in cutlass.range_constexpr(5):
-        largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
+    largest = warp_max(largest)
     if cute.arch.lane_idx() == 0 and largest > -Float32.inf:
         cute.arch.atomic_fmax(mMax.iterator + head, largest, sem="relaxed", scope="gpu")
 
 
 @cute.jit
-def store_floats(acc: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr):
+def store_floats(
+    acc: cute.Tensor,
+    gO: cute.Tensor,
+    tiled_mma: cute.TiledMma,
+    thread: Int32,
+    rows_left: Int32,
+    width: cutlass.Constexpr,
+):
     """Store accumulators to global memory in fp32, directly from registers.
 
-    A thread stores two columns at a time, so the four threads of a row fill a 32-byte sector.
-
-    Args:
-        where: this thread, and the number of rows of the tile that exist.
-        width: the number of columns that exist.
+    A thread stores two columns at a time, so the four threads of a row fill a 32-byte sector. `rows_left`, `width`: the
+    rows and columns of the tile that exist.
     """
-    thread, rows_left = where
     coords = as_mn(tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(gO.shape)))
     acc_mn, gO_8_bytes = as_mn(acc), cute.recast_tensor(gO, cutlass.Int64)
     both = cute.make_rmem_tensor(2, Float32)
@@ -92,9 +102,10 @@ def store_floats(acc: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, wh
 
 
 @cute.jit
-def store_fp32(acc: cute.Tensor, gX: cute.Tensor, mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr):
+def store_fp32(
+    acc: cute.Tensor, gX: cute.Tensor, mma: cute.TiledMma, thread: Int32, rows_left: Int32, width: cutlass.Constexpr
+):
     """`store_floats` for a tile whose columns are distributed over the warps in any order."""
-    thread, rows_left = where
     coords = as_mn(mma.get_slice(thread).partition_C(cute.make_identity_tensor(gX.shape)))
     acc_mn, gX_8_bytes = as_mn(acc), cute.recast_tensor(gX, cutlass.Int64)
     both = cute.make_rmem_tensor(2, Float32)
@@ -107,9 +118,15 @@ def store_fp32(acc: cute.Tensor, gX: cute.Tensor, mma: cute.TiledMma, where: tup
 
 
 @cute.jit
-def store_rounded(rO: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr):
+def store_rounded(
+    rO: cute.Tensor,
+    gO: cute.Tensor,
+    tiled_mma: cute.TiledMma,
+    thread: Int32,
+    rows_left: Int32,
+    width: cutlass.Constexpr,
+):
     """Store a warpgroup's 16-bit output fragment to global memory. Arguments are those of `store_floats`."""
-    thread, rows_left = where
     tOcO = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(gO.shape))
     # A pair of columns is one register: (2 rows, n8 tiles)
     pairs = cute.make_layout((2, gO.shape[1] // 8))

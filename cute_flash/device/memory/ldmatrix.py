@@ -36,7 +36,13 @@ class MmaOperand:
 
     @staticmethod
     def of(
-        copy: cute.TiledCopy, thread: Int32, sX: cute.Tensor, tile: SmemTile, step: int, fragment, is_transposed: bool
+        copy: cute.TiledCopy,
+        thread: Int32,
+        sX: cute.Tensor,
+        tile: SmemTile,
+        step: int,
+        fragment: cute.Tensor,
+        is_transposed: bool,
     ) -> "MmaOperand":
         """The operand in sX (rows, cols, stage), or (cols, rows, stage) if `is_transposed`.
 

@@ -23,7 +23,7 @@ _STMATRIX = "stmatrix.sync.aligned.m8n8.{}.{}shared.b16 [{{$r0}}], {{ {} }};"
 _TRANS = "trans."
 
 
-def lane_offset(thread):
+def lane_offset(thread: Int32 | int) -> Int32 | int:
     """Byte offset from the first row to this lane's column of the first two n8 tiles.
 
     The 16 rows of a warp are two 16-byte chunks of a row of the tile, permuted by the swizzle.

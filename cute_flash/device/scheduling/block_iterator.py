@@ -76,7 +76,7 @@ class OutwardBlockIterator:
         return self.blocks.is_masked(self.first)
 
 
-def share_of(total: Int32, i: Int32, shares: Int32) -> tuple:
+def share_of(total: Int32, i: Int32, shares: Int32) -> tuple[Int32, Int32]:
     """(begin, end) of the i-th of `shares` parts of range(total); the first parts may have one number more.
 
     The products are at most `total`, so they fit in 32 bits.

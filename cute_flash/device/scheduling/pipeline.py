@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass.memory import SmemAllocator
 
 WARPGROUP_THREADS = 128
 
@@ -24,7 +25,7 @@ class Pipeline:
     stages: cutlass.Constexpr
 
     @staticmethod
-    def allocate(smem, stages: int) -> "Pipeline":
+    def allocate(smem: SmemAllocator, stages: int) -> "Pipeline":
         barriers = smem.allocate_array(cutlass.Int64, 2 * stages, byte_alignment=8)
         return Pipeline(barriers, barriers + stages, stages)
 

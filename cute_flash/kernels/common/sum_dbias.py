@@ -4,6 +4,7 @@ The main kernel of the backward stores one term per score, in 16 bits. This kern
 bias in fp32, in a fixed order. It reads no blocks that the band excludes, and writes zeros there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import cutlass
@@ -11,8 +12,9 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 
+from cute_flash.device.memory.copies import row_vector
 from cute_flash.device.scores.band import Band
-from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.planning.plan import SumTile
 from cute_flash.spec.problem import Static
 
@@ -57,7 +59,7 @@ class SumDbias(Kernel):
         )
         num_blocks = cute.ceil_div(seqlen_q, self.tile.tile_m) * cute.ceil_div(seqlen_k, self.tile.tile_n)
         symbol = f"cute_flash_bwd_sum_dbias_{self.static.dtype}_{self.mask_name}_{self.tile.tile_m}x{self.tile.tile_n}"
-        self.launch(symbol, params, (num_blocks, sum_heads, sum_batch), self.tile.num_threads, stream)
+        self.launch(symbol, params, Grid(num_blocks, sum_heads, sum_batch), self.tile.num_threads, stream)
 
     @cute.kernel
     def kernel(self, p: Params):
@@ -74,12 +76,13 @@ class SumDbias(Kernel):
         for i in cutlass.range_constexpr(0, tile_m // rows_per_pass, ROWS_AT_ONCE):
             count = min(ROWS_AT_ONCE, tile_m // rows_per_pass - i)
             rows = [first + (i + j) * rows_per_pass for j in range(count)]
-            self.sum_rows(p, (batch, head), rows, key, num_terms)
+            self.sum_rows(p, p.terms[batch, head, None, None], p.sums[batch, head, None, None], rows, key, num_terms)
 
     @cute.jit
-    def sum_rows(self, p: Params, where: tuple, rows: list, key: Int32, num_terms: Int32):
+    def sum_rows(
+        self, p: Params, gTerms: cute.Tensor, gSums: cute.Tensor, rows: Sequence[Int32], key: Int32, num_terms: Int32
+    ):
         """Sum the vectors at `key` of some rows, and store them. Rows and keys past the end load others instead."""
-        gTerms, gSums = p.terms[(*where, None, None)], p.sums[(*where, None, None)]
         seqlen_q, seqlen_k = gSums.shape
         inside = cutlass.min(key, seqlen_k - VECTOR)
         sums = [cute.make_rmem_tensor(VECTOR, Float32) for _ in rows]
@@ -89,16 +92,10 @@ class SumDbias(Kernel):
             for row, total in zip(rows, sums):
                 found = cute.make_rmem_tensor(VECTOR, gTerms.element_type)
                 row = cutlass.min(row, seqlen_q - 1)
-                cute.autovec_copy(_vector(gTerms, row, inside, term * p.term_stride), found)
+                cute.autovec_copy(row_vector(gTerms, row, inside, VECTOR, term * p.term_stride), found)
                 total.store(total.load() + found.load().to(Float32))
         for row, total in zip(rows, sums):
             if row < seqlen_q and key < seqlen_k:
                 rounded = cute.make_rmem_tensor(VECTOR, gSums.element_type)
                 rounded.store(total.load().to(gSums.element_type))
-                cute.autovec_copy(rounded, _vector(gSums, row, key, Int64(0)))
-
-
-def _vector(gX: cute.Tensor, row: Int32, column: Int32, offset: Int64) -> cute.Tensor:
-    """The 16 bytes at (row, column) in a matrix that begins `offset` elements after gX."""
-    pointer = (gX.iterator + (offset + Int64(row) * gX.stride[0] + column)).align(16)
-    return cute.make_tensor(pointer, cute.make_layout(VECTOR))
+                cute.autovec_copy(rounded, row_vector(gSums, row, key, VECTOR))

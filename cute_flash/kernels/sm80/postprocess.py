@@ -37,7 +37,7 @@ class BwdPostprocessSm80(BwdPostprocess):
             acc[i] = gdQ_accum[i * self.num_threads + thread] * p.dq_scale
         gdQ = row_tile(seqlen.slice_head(p.dq, head), seqlen.q_row(first_row), tile_m, tile_d)
         if cutlass.const_expr(self.static.is_fp32):
-            store_fp32(acc, gdQ, p.tiled_mma, (thread, seqlen.q_len - first_row), self.static.head_dim)
+            store_fp32(acc, gdQ, p.tiled_mma, thread, seqlen.q_len - first_row, self.static.head_dim)
         else:
             sdQ = allocate_stages(SmemAllocator(), self.dtype, dq_tile, 1)[None, None, 0]
             copy_out = plain_row_copy(self.num_threads, dq_tile.copy_cols, self.dtype)

@@ -17,7 +17,7 @@ from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.block_iterator import share_of
 from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
 from cute_flash.device.scheduling.pipeline import Pipeline
-from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scheduling.seqlen import HeadBlock, SeqlenInfo
 from cute_flash.kernels.sm90.bwd_storage import NUM_WARPGROUPS, KVTile, Params, SharedStorage
 from cute_flash.kernels.sm90.dq import DQPart, bulk_add, bulk_add_or_store
 from cute_flash.kernels.sm90.published_tiles import NO_TILE
@@ -285,7 +285,7 @@ def add_in_order(p: Params, storage: SharedStorage, tile: KVTile, head: Int32, m
     # Addresses are recomputed for each block, for lack of registers.
     head, seqlen = rederived(head), replace(tile.seqlen, batch=rederived(tile.batch))
     block = seqlen.padded_q_block(m_block, p.config.tile.tile_m)
-    coord = (head, 0 if seqlen.is_varlen else seqlen.batch, block)
+    coord = HeadBlock(0 if seqlen.is_varlen else seqlen.batch, head, block)
     rank = p.dq_semaphore.rank(tile.n_block, m_block, seqlen if seqlen.is_varlen else None)
     with cute.arch.elect_one():
         p.dq_semaphore.wait(coord, rank)
@@ -306,7 +306,7 @@ def add_sparse_in_order(p: Params, storage: SharedStorage, tile: KVTile, i: Int3
         coord, rank = sparse_rank(p, tile, i)
         p.dq_semaphore.wait(coord, rank)
     cute.arch.sync_warp()
-    (head, _, m_block), _ = sparse_rank(p, tile, rederived(i))
+    (_, head, m_block), _ = sparse_rank(p, tile, rederived(i))
     add_parts(p, storage, accumulators(p, tile.seqlen, head, m_block), iteration)
     with cute.arch.elect_one():
         cute.arch.cp_async_bulk_wait_group(0)
@@ -321,7 +321,7 @@ def sparse_rank(p: Params, tile: KVTile, i: Int32) -> tuple:
     # `BwdBlockIndices.read` shuffles over all lanes, but a single lane may call this function.
     index = BwdBlockIndex(p.block_indices.mIndices[batch, tile.head_kv, tile.n_block, i])
     head = tile.head_kv * p.heads_per_kv + index.head
-    return (head, batch, index.m_block), p.block_indices.rank(batch, head, index.m_block, tile.n_block)
+    return HeadBlock(batch, head, index.m_block), p.block_indices.rank(batch, head, index.m_block, tile.n_block)
 
 
 @cute.jit

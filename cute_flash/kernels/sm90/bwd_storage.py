@@ -164,7 +164,7 @@ class Params:
     def seqlen_info(self, coord: tuple) -> SeqlenInfo:
         if self.tile_list is None:
             return SeqlenInfo(coord[2], self.seqlen_q, self.seqlen_k)
-        return SeqlenInfo.of_values(coord[2:])
+        return SeqlenInfo.of_values(*coord[2:])
 
     @property
     def block_indices(self) -> BwdBlockIndices | None:

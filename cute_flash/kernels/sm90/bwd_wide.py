@@ -66,7 +66,7 @@ from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.scheduling.semaphore import DQSemaphore
-from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scheduling.seqlen import HeadBlock, SeqlenInfo
 from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.mask import Mask
@@ -304,7 +304,7 @@ class BwdSm90Wide(Kernel):
         half, accum_block, staged = part
         coord, rank = self.semaphore_rank(p, tile, block)
         if cutlass.const_expr(p.block_indices is not None):
-            accum_block = (coord[1] * p.mdQ_accum.shape[1] + coord[0]) * p.mdQ_accum.shape[2] + coord[2]
+            accum_block = (coord.batch * p.mdQ_accum.shape[1] + coord.head) * p.mdQ_accum.shape[2] + coord.block
         with cute.arch.elect_one():
             p.dq_semaphore.wait(coord, rank, half)
         cute.arch.sync_warp()
@@ -340,7 +340,7 @@ class BwdSm90Wide(Kernel):
             return sparse_rank(p, tile, rederived(i))
         seqlen, m_block = replace(tile.seqlen, batch=rederived(tile.batch)), tile.block_iter.block(rederived(i))
         index = seqlen.padded_q_block(m_block, self.tile.tile_m)
-        coord = (tile.head_kv * p.heads_per_kv + g, 0 if seqlen.is_varlen else seqlen.batch, index)
+        coord = HeadBlock(0 if seqlen.is_varlen else seqlen.batch, tile.head_kv * p.heads_per_kv + g, index)
         return coord, p.dq_semaphore.rank(tile.n_block, m_block, seqlen if seqlen.is_varlen else None)
 
     @property

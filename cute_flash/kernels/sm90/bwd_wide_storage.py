@@ -78,7 +78,7 @@ class Params:
             n_block, head_kv, batch = self.scheduler.tile_coord(index)
             return n_block, head_kv, SeqlenInfo(batch, self.seqlen_q, self.seqlen_k)
         n_block, head_kv, seqlen_values = self.tile_list.read(index)
-        return n_block, head_kv, SeqlenInfo.of_values(seqlen_values)
+        return n_block, head_kv, SeqlenInfo.of_values(*seqlen_values)
 
     @cute.jit
     def tile(self):

@@ -11,9 +11,9 @@ from cutlass.memory import SmemAllocator
 from cute_flash.device.memory.smem import affine_layout, allocate_stages
 from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.scheduling.block_iterator import BlockIterator, OutwardBlockIterator
-from cute_flash.device.scheduling.block_sparse import AnyBlockIterator, BlockSparseIterator
+from cute_flash.device.scheduling.block_sparse import AnyBlockIterator, BlockCounts, BlockSparseIterator
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
-from cute_flash.device.scheduling.seqlen import NUM_VALUES, SeqlenInfo
+from cute_flash.device.scheduling.seqlen import NUM_VALUES, HeadBlock, SeqlenInfo
 from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.alibi_step import allocate_columns
 from cute_flash.device.scores.band import Band
@@ -192,7 +192,7 @@ class Params:
         """The sequence of a published tile."""
         if self.tile_list is None:
             return SeqlenInfo(*values, self.num_rows, self.seqlen_k)
-        return SeqlenInfo.of_values(values)
+        return SeqlenInfo.of_values(*values)
 
     def seqlen_q_of(self, seqlen: SeqlenInfo) -> Int32:
         """The number of queries of one head. With pack_gqa, `q_len` counts those of several heads."""
@@ -215,10 +215,11 @@ class Params:
     def block_counts(self, m_block: Int32, head: Int32, seqlen: SeqlenInfo) -> tuple:
         """With a block mask, the numbers of full and partial blocks of a tile."""
         indices = self.score_params.block_indices
-        return () if indices is None else indices.counts(*self._block_mask_coord(m_block, head, seqlen))
+        return () if indices is None else indices.counts(self._block_mask_coord(m_block, head, seqlen))
 
-    def _block_mask_coord(self, m_block: Int32, head: Int32, seqlen: SeqlenInfo) -> tuple:
-        return seqlen.batch, head, m_block // (self.config.static.mods.block_mask_tile[0] // self.config.tile.tile_m)
+    def _block_mask_coord(self, m_block: Int32, head: Int32, seqlen: SeqlenInfo) -> HeadBlock:
+        m_blocks = self.config.static.mods.block_mask_tile[0] // self.config.tile.tile_m
+        return HeadBlock(seqlen.batch, head, m_block // m_blocks)
 
     def block_iterator(self, m_block: Int32, head: Int32, seqlen: SeqlenInfo, counts: tuple) -> AnyBlockIterator:
         """The K/V blocks of a tile, in the order in which the tile visits them.
@@ -234,7 +235,8 @@ class Params:
         if indices is not None:
             parts = config.static.mods.block_mask_tile[1] // config.tile.tile_n
             blocks = self._blocks(m_block, seqlen) if config.static.is_bounded else None
-            return BlockSparseIterator(indices, self._block_mask_coord(m_block, head, seqlen), counts, parts, blocks)
+            queries = self._block_mask_coord(m_block, head, seqlen)
+            return BlockSparseIterator(indices, queries, BlockCounts(*counts), parts, blocks)
         blocks, static, tile = self._blocks(m_block, seqlen), config.static, config.tile
         if config.starts_near and config.static.is_bounded:
             return BlockIterator.of(blocks, False)
