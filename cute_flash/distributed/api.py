@@ -140,7 +140,6 @@ def attn(
     """
     check_are_tensors(q=q, k=k, v=v)
     refuse("cute_flash.distributed.attn", others, REMEDY)
-    _check_of_heads(alibi=alibi, sinks=sinks)
     return_lse = as_bool("return_lse", return_lse)
     call = _Call.of(q, k, v, group, method, sharding or "zigzag", seqlen, causal, window, layout)
     q, k, v = ops.autocast(*call.to_bhsd(q, k, v))
@@ -215,7 +214,6 @@ def attn_varlen(
     """
     check_are_tensors(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     refuse("cute_flash.distributed.attn_varlen", others, REMEDY)
-    _check_of_heads(alibi=alibi, sinks=sinks)
     if dropout:
         raise UnsupportedError(
             f"dropout={dropout} of a varlen batch in context parallelism: the kernels number the rows of a sequence "
@@ -239,12 +237,6 @@ def attn_varlen(
     strategy.check(alibi)
     out, lse = _run(strategy, args, None, (0, 0), None, q, k, v, alibi, sinks)
     return (out, lse) if return_lse else out
-
-
-def _check_of_heads(**tensors: Tensor | None) -> None:
-    for name, x in tensors.items():
-        if x is not None and not isinstance(x, Tensor):
-            raise ValueError(f"{name} is a {type(x).__name__}: give a tensor with a value for each query head")
 
 
 def _args(q: Tensor, scale: float | None, softcap: float | None, deterministic: bool) -> AttentionArgs:
@@ -409,7 +401,7 @@ class _Call:
             rng = broadcast(draw_seed(q.device), self.axes)
         if axis.size > 1:
             k, v = ulysses.repeat_heads(k, axis.size), ulysses.repeat_heads(v, axis.size)
-            q, k, v = ulysses.ScatterHeads.apply(axis, kind, q, k, v)
+            q, k, v = ulysses.ExchangeHeads.apply(axis, kind, True, q, k, v)
             alibi, sinks = ulysses.head_slice(alibi, axis), ulysses.head_slice(sinks, axis)
         positions = None
         if alibi is not None:
@@ -419,7 +411,7 @@ class _Call:
         heads_of_call = first_head, heads
         out, lse = ShardedAttention.apply(strategy, args, positions, heads_of_call, rng, q, k, v, alibi, sinks)
         if axis.size > 1:
-            out, lse = ulysses.GatherHeads.apply(axis, kind, out, lse)
+            out, lse = ulysses.ExchangeHeads.apply(axis, kind, False, out, lse)
         return out, lse
 
 
