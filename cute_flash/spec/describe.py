@@ -192,6 +192,8 @@ def check_int32(name: str, x: Tensor, q: Tensor, size: str) -> None:
 def check_per_head(name: str, x: Tensor | None, q: Tensor, shapes: list[tuple[int, ...]]) -> None:
     if x is None:
         return
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}: give a tensor with a value for each query head")
     if tuple(x.shape) not in shapes:
         choices = " or ".join(map(str, shapes))
         raise ValueError(f"{name} has shape {tuple(x.shape)}: expected {choices}, a value for each query head")
