@@ -34,12 +34,17 @@ from cute_flash.device.memory.views import as_mn
 from cute_flash.device.mma.wgmma import convert
 from cute_flash.device.ptx import bits_and, pack, rederived, tanh_derivative
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scores.alibi import Alibi
 from cute_flash.device.scores.dropout_bits import DropoutBits, KeepBits, RowDropoutBits
 from cute_flash.device.scores.mask import Mask, column_offset
 from cute_flash.device.scores.philox import Dropout, DropoutOrigin, batch_head_index
 from cute_flash.device.scores.position import TilePosition
 from cute_flash.device.scores.score import Score
+from cute_flash.device.scores.softcap import Softcap
 from cute_flash.device.softmax.softmax import LOG2_E
+
+# The formulas of `Score` whose derivatives are here and in `ModScores`.
+DIFFERENTIATED = (Softcap, Alibi)
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,12 @@ class BwdScoreParams:
         `is_transposed`: rows are keys. `row_step`: rows from one m16 tile of a thread to the next.
         """
         score, bits, distance = self.score, None, None
+        for formula in score.formulas:
+            if not isinstance(formula, DIFFERENTIATED):
+                raise NotImplementedError(f"`BlockScores` has no derivative of {type(formula).__name__}")
         if self.alibi_slopes is not None:
             score = score.for_head(self.alibi_slopes[batch, head])
-            distance = score.first_distance(mask, 0, first_col)
+            distance = score.alibi.first_distance(mask, 0, first_col)
         if self.rng is not None:
             dropout = Dropout.read(self.rng, self.dropout_threshold, self.dropout_origin)
             position = TilePosition(

@@ -52,6 +52,7 @@ from cute_flash.device.scores.mask import Mask
 from cute_flash.device.scores.philox import batch_head_index
 from cute_flash.device.scores.position import TilePosition
 from cute_flash.device.softmax.softmax import EXACT_KEYS, Softmax
+from cute_flash.device.softmax.speculative import SpeculativeMax
 from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm80.fwd_storage import MainloopState, Params, SharedStorage, WarpGrids
@@ -425,13 +426,13 @@ class FwdSm80(Kernel):
 
     @cute.jit
     def speculative_probs(self, state: MainloopState, acc_S: cute.Tensor, keys_seen: Int32) -> cute.Tensor:
-        """P as operand A, with a speculative row max (`device/softmax/softmax.py`), except in the first blocks."""
+        """P as operand A, with a speculative row max (`device/softmax/speculative.py`), except in the first blocks."""
         softmax, rP = state.softmax, cute.make_fragment_like(acc_S, self.dtype)
         block_sum = cute.make_fragment_like(softmax.row_max)
         is_early, may_be_outgrown = keys_seen < EXACT_KEYS, cutlass.Boolean(True)
         if not is_early:
-            softmax.exponentiate_to(rP, acc_S, block_sum, maybe_empty=False)
-            may_be_outgrown = softmax.may_have_outgrown(block_sum)
+            SpeculativeMax(softmax).exponentiate_to(rP, acc_S, block_sum, maybe_empty=False)
+            may_be_outgrown = SpeculativeMax(softmax).may_have_outgrown(block_sum)
         if may_be_outgrown:
             self.correct_max(state, acc_S, rP, block_sum, keys_seen, is_early)
         softmax.add_sums(block_sum)
@@ -450,8 +451,8 @@ class FwdSm80(Kernel):
         block_sum = cute.make_fragment_like(softmax.row_max)
         is_early, may_be_outgrown = keys_seen < EXACT_KEYS, cutlass.Boolean(True)
         if not is_early:
-            softmax.exponentiate_to(rP, acc_S, block_sum, maybe_empty=False)
-            may_be_outgrown = softmax.sums_exceed(block_sum)
+            SpeculativeMax(softmax).exponentiate_to(rP, acc_S, block_sum, maybe_empty=False)
+            may_be_outgrown = SpeculativeMax(softmax).sums_exceed(block_sum)
             pair.store_p.store(rP)
         # Wait until V(n) has landed, and every warp has stored P and is done with K(n).
         cute.arch.cp_async_wait_group(0)
@@ -481,11 +482,11 @@ class FwdSm80(Kernel):
         softmax.block_max(as_mn(acc_S), block_max)
         if cutlass.const_expr(pair is not None):
             pair.combine(block_max, cute.arch.fmax)
-        is_outgrown = softmax.max_exceeds(block_max, keys_seen)
+        is_outgrown = SpeculativeMax(softmax).max_exceeds(block_max, keys_seen)
         if is_outgrown:
             softmax.raise_max(block_max, as_mn(state.acc_O))
         if is_outgrown | has_no_probs:
-            softmax.exponentiate_to(rP, acc_S, block_sum, maybe_empty=True)
+            SpeculativeMax(softmax).exponentiate_to(rP, acc_S, block_sum, maybe_empty=True)
             if cutlass.const_expr(pair is not None):
                 pair.store_p.store(rP)
         if cutlass.const_expr(pair is not None):
