@@ -40,10 +40,10 @@ class Graphs:
 
     def split(self, captures: Sequence[Any], scalars: Sequence[Any]) -> GraphArguments:
         """Split the concatenated arguments of all graphs into those of each graph."""
-        arguments: list[tuple[tuple, tuple]] = []
+        arguments: list[GraphValues] = []
         for graph in (self.score, self.mask, self.bwd):
             num_captures, num_scalars = (0, 0) if graph is None else (len(graph.captures), len(graph.scalars))
-            arguments.append((tuple(captures[:num_captures]), tuple(scalars[:num_scalars])))
+            arguments.append(GraphValues(tuple(captures[:num_captures]), tuple(scalars[:num_scalars])))
             captures, scalars = captures[num_captures:], scalars[num_scalars:]
         return GraphArguments(*arguments)
 
@@ -53,18 +53,26 @@ class Graphs:
         return gradient(self.score, captures_needing_grad, self.bwd)
 
 
+class GraphValues(NamedTuple):
+    """The captured tensors and scalars of a graph. As kernel arguments, empty tuples are None."""
+
+    captures: tuple[Any, ...]
+    scalars: tuple[Any, ...]
+
+
 @dataclass(frozen=True)
 class GraphArguments:
-    """(captures, scalars) of each graph."""
+    """The values of each graph."""
 
-    score: tuple[tuple, tuple]
-    mask: tuple[tuple, tuple]
-    bwd: tuple[tuple, tuple]
+    score: GraphValues
+    mask: GraphValues
+    bwd: GraphValues
 
     @property
-    def gradient(self) -> tuple[tuple, tuple]:
-        """(captures, scalars) of the gradient of score_mod: those of score_mod, then those of score_mod_bwd."""
-        return (*self.score[0], *self.bwd[0]), (*self.score[1], *self.bwd[1])
+    def gradient(self) -> GraphValues:
+        """The values of the gradient of score_mod: those of score_mod, then those of score_mod_bwd."""
+        captures, scalars = ((*x, *y) for x, y in zip(self.score, self.bwd, strict=True))
+        return GraphValues(captures, scalars)
 
 
 @lru_cache(maxsize=1024)

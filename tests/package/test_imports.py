@@ -91,6 +91,15 @@ def test_folders_import_only_lower_ranks(module: str) -> None:
             assert folder(name) in allowed, f"{module} imports {name}"
 
 
+@pytest.mark.parametrize("module", [name for name in CUTE_FLASH if name.startswith("cute_flash.kernels.")])
+def test_kernels_of_a_family_stand_alone(module: str) -> None:
+    """kernels/sm80, sm90 and decode share device/ and kernels/common, which imports none of them."""
+    own = module.split(".")[2]
+    for name, _ in imports(MODULES[module]):
+        if name.startswith("cute_flash.kernels."):
+            assert name.split(".")[2] in (own, "common"), f"{module} imports {name}"
+
+
 def test_few_modules_are_at_the_top() -> None:
     top = [path.stem for path in (ROOT / "cute_flash").glob("*.py") if path.stem != "__init__"]
     assert len(top) <= MAX_TOP_MODULES, top

@@ -25,6 +25,7 @@ from cute_flash.device.scores.score import Score
 from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
+from cute_flash.score_mod.bound import GraphValues
 from cute_flash.spec.problem import Static
 
 
@@ -197,7 +198,6 @@ def _dropout_origin(static: Static, args: SimpleNamespace) -> DropoutOrigin | No
     return DropoutOrigin(args.dropout_first_query, args.dropout_first_key, args.dropout_first_head, args.dropout_heads)
 
 
-def _or_none(arguments: tuple) -> tuple | None:
-    """Replace empty tuples in (captures, scalars) by None, as kernels take no empty tuples; None if both are empty."""
-    nonempty = tuple(x or None for x in arguments)
-    return None if nonempty == (None, None) else nonempty
+def _or_none(values: GraphValues) -> GraphValues | None:
+    """The values with None for empty tuples, which kernels do not take; None if both are empty."""
+    return GraphValues(*(x or None for x in values)) if any(values) else None

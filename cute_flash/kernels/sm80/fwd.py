@@ -39,7 +39,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
 from cute_flash.device.memory.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
-from cute_flash.device.memory.epilogue import Epilogue, store_floats, store_fp32, store_lse, update_max_logit
+from cute_flash.device.memory.epilogue import DirectStore, Epilogue, store_lse, update_max_logit
 from cute_flash.device.memory.views import as_mn, as_operand_a
 from cute_flash.device.mma import split_fp32
 from cute_flash.device.mma.split_fp32 import Pieces
@@ -211,8 +211,7 @@ class FwdSm80(Kernel):
         if cutlass.const_expr(p.score_params.max_logit is not None):
             update_max_logit(p.score_params.max_logit, head, softmax.max_logit(tScS, rows_left))
         if cutlass.const_expr(self.static.out_fp32 or self.static.is_fp32):
-            store = store_floats if state.pair is None else store_fp32
-            store(acc_O, gO, p.mma_o, thread, rows_left, self.static.width_v)
+            DirectStore(p.mma_o, thread, rows_left, self.static.width_v).floats(acc_O, gO)
         else:
             store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.width_v)
             Epilogue(p.mma_o, store_rows, thread, rows_left).store(acc_O, storage.sQ[None, None, 0], gO)
