@@ -19,14 +19,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # Lint, types, and all tests that need no GPU.
 test: lint
 	$(PYTEST) -m "not gpu"
-	$(MAKE) test-floor
 
 # The tests that compile nothing and start no processes that import torch.
 test-fast: $(INSTALLED)
 	$(PYTEST) -m "not compiles and not processes and not gpu"
 
 # The tests that depend on torch's behaviour (compile, functorch, autocast, arguments, torch.distributed), on the oldest
-# torch that pyproject.toml allows. On x86_64, PyPI has the CUDA build; PIP_INDEX_URL can name an index of CPU builds.
+# torch that pyproject.toml allows: a step of releases, and of .ci/run where CUTE_FLASH_FLOOR=1. On x86_64, PyPI has the
+# CUDA build, with gigabytes of CUDA packages; PIP_INDEX_URL can name an index of CPU builds.
 FLOOR := .venv-floor
 CONTRACTS := tests/score_mod/test_compile.py tests/score_mod/test_operations.py tests/test_ops.py tests/test_api.py \
   tests/test_bad_input.py tests/test_fuzz.py tests/decode/test_ops.py tests/decode/test_bad_input.py \

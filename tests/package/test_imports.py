@@ -144,31 +144,24 @@ def test_the_wheel_stands_alone(module: str) -> None:
     assert not outside & {name.partition(".")[0] for name, _ in imports(MODULES[module])}
 
 
-# CPU time, which other processes do not stretch; torch itself does not count.
 IMPORT = """
-import json, sys, time, torch
-before, start = set(sys.modules), time.process_time()
+import json, sys, torch
+before = set(sys.modules)
 import cute_flash
-seconds = time.process_time() - start
 package = set(sys.modules) - before
 assert torch.ops.cute_flash.attention_fwd.default.name() == "cute_flash::attention_fwd"
 import cute_flash.tools.cli, layouts.__main__
 tools = set(sys.modules) - before - package
-print(json.dumps({"seconds": seconds, "package": sorted(package), "tools": sorted(tools)}))
+print(json.dumps({"package": sorted(package), "tools": sorted(tools)}))
 """
 
 
 def test_import_is_light() -> None:
-    seconds = []
-    for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", IMPORT], cwd=ROOT, capture_output=True, text=True, check=True)
-        answer = json.loads(done.stdout)
-        package, tools = ({name.partition(".")[0] for name in answer[part]} for part in ("package", "tools"))
-        assert "cute_flash" in package and {"cute_flash", "layouts"} <= tools
-        assert not package & {"cutlass", "tvm_ffi", "typer", "rich", "numpy", "matplotlib"}
-        # Of the command lines of the package and of `layouts`.
-        assert not tools & {"cutlass", "tvm_ffi", "rich"}
-        seconds.append(answer["seconds"])
-        if seconds[-1] <= 0.1:
-            return
-    pytest.fail(f"import cute_flash took {min(seconds):.3f} s at best, beyond torch")
+    done = subprocess.run([sys.executable, "-c", IMPORT], cwd=ROOT, capture_output=True, text=True, check=True)
+    answer = json.loads(done.stdout)
+    package, tools = ({name.partition(".")[0] for name in answer[part]} for part in ("package", "tools"))
+    # Beyond torch, the package imports itself, modules of Python, and little of either.
+    assert "cute_flash" in package <= {"cute_flash", *sys.stdlib_module_names}, package
+    assert len(answer["package"]) <= 80, answer["package"]
+    # The command lines of the package and of `layouts`.
+    assert {"cute_flash", "layouts"} <= tools and not tools & {"cutlass", "tvm_ffi", "rich"}
