@@ -42,9 +42,11 @@ $(FLOOR)/.installed: Makefile
 	$(FLOOR)/bin/python -m pip install --quiet torch==2.9.1 numpy pytest pytest-xdist nvtx
 	touch $@
 
-# Random valid and invalid arguments, and random cases of context parallelism, for a minute each.
+# Random valid and invalid arguments, and random cases of context parallelism, for a minute each; the compile gates of
+# all kernels, also of those whose sources did not change.
 nightly: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m "not gpu" tests/test_fuzz.py tests/distributed/test_random.py --fuzz-seconds=60
+	$(PYTEST) -m "compiles and not gpu" --all-kernels tests/lock tests/kernels tests/device tests/layouts
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

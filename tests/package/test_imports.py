@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from cute_flash.jit.compile import SOURCES
-
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("cute_flash", "layouts")
+from tests.import_graph import ROOT, files, imports, module_name, reached_from
 
 # Folders and top modules of cute_flash from the lowest rank to the highest. A module imports from its own folder and
 # from those before it. docs/architecture.md has the table.
@@ -31,34 +26,8 @@ TRACED = ("device", "kernels")
 DSL_IN_FUNCTIONS = ("jit",)
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {
-    module_name(path): ast.parse(path.read_text(encoding="utf-8"))
-    for package in PACKAGES
-    for path in sorted((ROOT / package).rglob("*.py"))
-}
+MODULES = files()
 CUTE_FLASH = [name for name in MODULES if name.startswith("cute_flash.")]
-
-
-def imports(tree: ast.AST, in_function: bool = False) -> Iterator[tuple[str, bool]]:
-    """(module, whether inside a function) of every import and of every `import_module("...")`."""
-    for node in ast.iter_child_nodes(tree):
-        inside = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, in_function) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute here"
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                yield (full if full in MODULES else str(node.module)), in_function
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            if isinstance(node.args[0], ast.Constant):
-                yield str(node.args[0].value), in_function
-        yield from imports(node, inside)
 
 
 def folder(module: str) -> str:
@@ -67,10 +36,10 @@ def folder(module: str) -> str:
 
 
 def test_imports_are_read() -> None:
-    found = dict(imports(MODULES["cute_flash.runtime.launcher"]))
+    found = dict(imports("cute_flash.runtime.launcher"))
     assert found["cute_flash.planning.plan"] is False
     assert found["cute_flash.score_mod.graph"] is True
-    assert dict(imports(MODULES["cute_flash.jit.compile"]))["cutlass.cute"] is True
+    assert dict(imports("cute_flash.jit.compile"))["cutlass.cute"] is True
 
 
 # ---- ranks
@@ -83,7 +52,7 @@ def test_every_folder_has_a_rank() -> None:
 @pytest.mark.parametrize("module", CUTE_FLASH)
 def test_folders_import_only_lower_ranks(module: str) -> None:
     allowed = RANKS[: RANKS.index(folder(module)) + 1]
-    for name, _ in imports(MODULES[module]):
+    for name, _ in imports(module):
         if name == "cute_flash":
             assert folder(module) in ("tools", "integrations"), f"{module} imports the whole package"
         elif name.startswith("cute_flash."):
@@ -111,7 +80,7 @@ def test_the_table_of_folders_is_complete() -> None:
 def test_the_dsl_is_imported_by_traced_code_and_jit_only(module: str) -> None:
     if module.startswith("cute_flash.") and folder(module) in TRACED:
         return
-    for name, in_function in imports(MODULES[module]):
+    for name, in_function in imports(module):
         if name.partition(".")[0] in DSL:
             assert folder(module) in DSL_IN_FUNCTIONS, f"{module} imports {name}"
             assert in_function, f"{module} imports {name} before it is needed"
@@ -119,14 +88,7 @@ def test_the_dsl_is_imported_by_traced_code_and_jit_only(module: str) -> None:
 
 def test_the_cache_digest_covers_what_kernels_import() -> None:
     """Kernels are traced: any module that they import may decide machine code."""
-    pending = [name for name in CUTE_FLASH if folder(name) in TRACED]
-    reached: set[str] = set()
-    while pending:
-        name = pending.pop()
-        if name.startswith("cute_flash.") and name not in reached:
-            reached.add(name)
-            pending += (found for found, _ in imports(MODULES[name]))
-            pending.append(name.rpartition(".")[0])  # importing a module runs its package
+    reached = reached_from(name for name in CUTE_FLASH if folder(name) in TRACED)
     assert {folder(name) for name in reached} >= {*TRACED, "smem", "score_mod", "spec", "planning"}
     package = ROOT / "cute_flash"
     covered = {module_name(path) for pattern in SOURCES for path in package.glob(pattern)}
@@ -141,7 +103,7 @@ def test_the_cache_digest_covers_what_kernels_import() -> None:
 def test_the_wheel_stands_alone(module: str) -> None:
     """The wheel holds `cute_flash` only, so nothing there imports another folder of the repository."""
     outside = {"layouts", "profiling", "tests"}
-    assert not outside & {name.partition(".")[0] for name, _ in imports(MODULES[module])}
+    assert not outside & {name.partition(".")[0] for name, _ in imports(module)}
 
 
 IMPORT = """
