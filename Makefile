@@ -20,9 +20,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 test: lint
 	$(PYTEST) -m "not gpu"
 
-# The tests that compile nothing and start no processes that import torch.
+# The tests that compile nothing, start no processes that import torch and do not compute for seconds.
 test-fast: $(INSTALLED)
-	$(PYTEST) -m "not compiles and not processes and not gpu"
+	$(PYTEST) -m "not compiles and not processes and not slow and not gpu"
 
 # The tests that depend on torch's behaviour (compile, functorch, autocast, arguments, torch.distributed), on the oldest
 # torch that pyproject.toml allows: a step of releases, and of .ci/run where CUTE_FLASH_FLOOR=1. On x86_64, PyPI has the

@@ -1,14 +1,16 @@
 """The environment of all tests: no CUTE_FLASH_* variable of the caller, and caches of the test session.
 
 All tests and workers of pytest-xdist share the kernel cache, so that a kernel is compiled once. `--kernel-cache=DIR`
-keeps it between sessions. Tests with the marker `kernels` compile whole kernels; they are deselected while the traced
-sources of these kernels are those recorded with the lock (`tests.lock.sources`), unless `--all-kernels` is given. Inductor's cache is not kept: its key does not cover the schema of an operator, so it may
+keeps it between sessions. Inductor's cache is not kept: its key does not cover the schema of an operator, so it may
 hold calls with argument names of an earlier version. Only tests with the marker `compiles` or `gpu` may run the DSL's
-compiler, so that `make test-fast` stays fast.
+compiler, so that `make test-fast` stays fast. Tests with the marker `kernels` compile whole kernels. They are
+deselected while the sources of these kernels are those recorded with the lock (`tests.lock.sources`), unless
+`--all-kernels` is given or the command names their file.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -54,10 +56,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests with the marker `gpu` if there is no GPU; deselect those of kernels that no change reaches."""
-    if any(item.get_closest_marker("kernels") for item in items):
+    named = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
+    if not config.getoption("--all-kernels") and any(item.get_closest_marker("kernels") for item in items):
         from tests.lock.sources import reaches
 
-        kept = {item: reaches(item) for item in items}
+        kept = {item: item.path in named or reaches(item) for item in items}
         config.hook.pytest_deselected(items=[item for item in items if not kept[item]])
         items[:] = [item for item in items if kept[item]]
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -68,6 +71,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what was imported and collected from garbage collections, which would visit a million objects each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -29,6 +29,8 @@ from tests.lock.sample import QUICK, SAMPLE
 RECORDED = Path(__file__).with_name("sources.json")
 # Set by the option --all-kernels of pytest.
 ALL = "TESTS_COMPILE_ALL_KERNELS"
+# The package `layouts` counts instructions of kernels, and has a digest as a kernel has one.
+LAYOUTS = "layouts"
 
 
 def code(text: str) -> str:
@@ -54,6 +56,8 @@ def _digest_of_module(module: str) -> str:
 
 def traced_modules(kernel: str) -> set[str]:
     """The modules that a kernel's class imports, those that describe its arguments, and the caller of the compiler."""
+    if kernel == LAYOUTS:
+        return {module for module in files() if module.startswith(LAYOUTS)}
     module = KERNELS[kernel].path.partition(":")[0]
     roots = (f"cute_flash.kernels.{module}", "cute_flash.kernels.common.fakes")
     return {*reached_from(roots), "cute_flash.jit.compile"}
@@ -90,7 +94,7 @@ def digest_of_kernel(kernel: str) -> str:
 def changed_kernels() -> frozenset[str]:
     """The kernels whose sources are not those that were recorded with this toolchain."""
     recorded = _read(RECORDED).get(toolchain(), {})
-    return frozenset(kernel for kernel in KERNELS if recorded.get(kernel) != digest_of_kernel(kernel))
+    return frozenset(name for name in (*KERNELS, LAYOUTS) if recorded.get(name) != digest_of_kernel(name))
 
 
 def is_reached(name: str) -> bool:
@@ -117,9 +121,10 @@ def record(path: Path, checked: Iterable[str]) -> list[str]:
     """Write the digests of the kernels all of whose cases were checked; return these kernels."""
     unchecked = {kernel_of(name) for name in set(_by_name()) - set(checked)}
     whole = [kernel for kernel in KERNELS if kernel not in unchecked]
+    whole += [] if unchecked else [LAYOUTS]
     everything = _read(path)
     everything[toolchain()] = {
-        **{kernel: value for kernel, value in everything.get(toolchain(), {}).items() if kernel in KERNELS},
+        **{name: value for name, value in everything.get(toolchain(), {}).items() if name in (*KERNELS, LAYOUTS)},
         **{kernel: digest_of_kernel(kernel) for kernel in whole},
     }
     path.write_text(json.dumps(everything, indent=1, sort_keys=True) + "\n", encoding="utf-8")
