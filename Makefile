@@ -7,7 +7,7 @@ DEMO_INSTALLED := .venv/.installed-demo
 # Worker processes. Each may compile a kernel, which takes a core and about 1 GB.
 JOBS ?= 2
 
-.PHONY: demo test test-fast test-floor nightly lint lock gpu-test sanitize bench plots docs docs-serve clean
+.PHONY: demo test test-fast test-floor nightly mutants lint lock gpu-test sanitize bench plots docs docs-serve clean
 
 # Installs the package without the development tools.
 demo: $(DEMO_INSTALLED)
@@ -47,6 +47,10 @@ $(FLOOR)/.installed: Makefile
 nightly: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m "not gpu" tests/test_fuzz.py tests/distributed/test_random.py --fuzz-seconds=60
 	$(PYTEST) -m "compiles and not gpu" --all-kernels tests/lock tests/kernels tests/device tests/layouts
+
+# Wrong versions of single lines: the tests must notice each of them.
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutants --jobs $(JOBS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -126,6 +126,7 @@ def test_a_kernel_reaches_what_its_class_imports() -> None:
     assert all("cute_flash.jit.compile" in modules and len(modules) > 20 for modules in found.values())
 
 
+@pytest.mark.slow
 def test_a_changed_module_reaches_its_kernels_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "sources.json"
     monkeypatch.setattr(sources, "RECORDED", path)
