@@ -110,6 +110,7 @@ def test_other_gpus_are_scaled() -> None:
     assert a100.forward.compute == pytest.approx(costs(8)["ring"].forward.compute * 989 / 312)
 
 
+@pytest.mark.slow
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "1,32,131072,128", "--kv-heads", "8", "--causal", "--gpu", "H200", "--cp", "8"]) == 0
     text = capsys.readouterr().out

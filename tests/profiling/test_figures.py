@@ -38,6 +38,7 @@ def parts(drawn: str) -> tuple[str, list[float]]:
     return re.sub(number, "N", drawn), [float(found) for found in re.findall(number, drawn)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_is_drawn_from_checked_in_files(name: str) -> None:
     if missing := figures.missing(name):
@@ -125,6 +126,7 @@ def test_tables_of_counters(monkeypatch, tmp_path) -> None:
     assert "old" not in text and doc_tables.embed(text) == text
 
 
+@pytest.mark.slow
 def test_plots_command(tmp_path, capsys) -> None:
     lacking = [name for name in FIGURES if figures.missing(name)]
     assert cli.main(("plots", "--out", str(tmp_path))) == (cli.NOT_MEASURED if lacking else cli.OK)

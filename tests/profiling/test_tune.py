@@ -408,7 +408,14 @@ def test_variants_of_a_backward(world, monkeypatch, family, gradient):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(("family", "arch"), [(FAMILY, "sm_80"), (HOPPER, "sm_90"), ("bwd_sm90", "sm_90")])
+@pytest.mark.parametrize(
+    ("family", "arch"),
+    [
+        (FAMILY, "sm_80"),
+        pytest.param(HOPPER, "sm_90", marks=pytest.mark.kernels("fwd_sm90")),
+        pytest.param("bwd_sm90", "sm_90", marks=pytest.mark.kernels("bwd_sm90")),
+    ],
+)
 def test_compile_only_for_real(family, arch, tmp_path, capsys, monkeypatch):
     """In a spawned process without a GPU, for `--arch`."""
     monkeypatch.setattr(machine, "facts", lambda: {"gpu": None})
