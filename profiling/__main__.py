@@ -21,40 +21,22 @@ from cute_flash.spec.arch import ArchSpec
 from cute_flash.tools.cli import HELP_FORMATTER, add_command
 from cute_flash.tools.precompile import precompile_keys
 from cute_flash.tools.progress import steps
-from profiling import (
-    compare,
-    decode,
-    every_run,
-    fa4_cache,
-    features,
-    fp32,
-    host,
-    host_cases,
-    host_report,
-    machine,
-    mods,
-    mods_processes,
-    mods_summary,
-    ncu,
-    ncu_case,
-    ncu_report,
-    ncu_run,
-    ncu_source,
-    ranking,
-    report,
-    sanitize,
-    sanitize_case,
-    start,
-    studies,
-    tune,
-    versions,
-)
-from profiling.arguments import at_least_one, int_list, name_list, num_cores
-from profiling.bench import Settings, Tools, needed_kernels, run_bench
-from profiling.directions import DIRECTIONS
-from profiling.expect import expected
-from profiling.gpu_lock import GpuLock
-from profiling.providers import (
+from profiling.bench import compare, report
+from profiling.bench.bench import Settings, Tools, needed_kernels, run_bench
+from profiling.counters import ncu, ncu_case, ncu_report, ncu_run, ncu_source, sanitize, sanitize_case
+from profiling.counters.expect import expected
+from profiling.documents import every_run
+from profiling.measure import machine
+from profiling.measure.arguments import at_least_one, int_list, name_list, num_cores
+from profiling.measure.gpu_lock import GpuLock
+from profiling.measure.record import Run, load, save, write_json
+from profiling.measure.suites import DTYPES, MASKS, SUITES, Shape
+from profiling.measure.terminal import Table, print_lines, print_unavailable, show
+from profiling.measure.timing import EventTimer, GraphTimer
+from profiling.measure.workers import Pool
+from profiling.peers import fa4_cache
+from profiling.peers.directions import DIRECTIONS
+from profiling.peers.providers import (
     BY_NAME_ONLY,
     DEFAULT_NAMES,
     KERNELS,
@@ -64,12 +46,21 @@ from profiling.providers import (
     select,
     split_available,
 )
-from profiling.record import Run, load, save, write_json
-from profiling.suites import DTYPES, MASKS, SUITES, Shape
-from profiling.terminal import Table, print_lines, print_unavailable, show
-from profiling.timing import EventTimer, GraphTimer
-from profiling.variants import FAMILIES, Selection, choose, family_of
-from profiling.workers import Pool
+from profiling.studies import commands as studies
+from profiling.studies import (
+    decode,
+    features,
+    fp32,
+    host,
+    host_cases,
+    host_report,
+    mods,
+    mods_processes,
+    mods_summary,
+    start,
+)
+from profiling.tune import ranking, tune, versions
+from profiling.tune.variants import FAMILIES, Selection, choose, family_of
 
 DESCRIPTION = "Measure cute_flash beside other libraries, tune its tiles, and compare counters with predictions."
 # The layout of shared memory that every kernel has.
@@ -697,7 +688,7 @@ def _versions(args: argparse.Namespace) -> int:
 
 def _plots(args: argparse.Namespace) -> int:
     # These modules need the checked-in results, which measuring does not.
-    from profiling import doc_tables, figures
+    from profiling.documents import doc_tables, figures
 
     missing = figures.write(args.out)
     if args.out == machine.PLOTS:

@@ -14,11 +14,11 @@ from cute_flash import reference
 from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band
-from profiling.accuracy import Accuracy, Errors
-from profiling.bench import Settings, Tools
-from profiling.record import Ceiling, Cell, Result, Run
-from profiling.suites import Shape
-from profiling.timing import Batch, repeat
+from profiling.bench.bench import Settings, Tools
+from profiling.measure.accuracy import Accuracy, Errors
+from profiling.measure.record import Ceiling, Cell, Result, Run
+from profiling.measure.suites import Shape
+from profiling.measure.timing import Batch, repeat
 from tests.fakes.recording import RecordingGpu
 
 

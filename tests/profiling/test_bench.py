@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from profiling import report
-from profiling.bench import run_bench
-from profiling.record import Run
+from profiling.bench import report
+from profiling.bench.bench import run_bench
+from profiling.measure.record import Run
 from tests.profiling.fakes import SETTINGS, SMALL, FakeProvider, FakeTimer, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")

@@ -11,11 +11,11 @@ from torch.nn.attention import SDPBackend
 
 from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
-from profiling import report
-from profiling.bench import needed_kernels, run_bench
-from profiling.providers import CuteFlash, Sdpa
-from profiling.record import Run
-from profiling.suites import Shape
+from profiling.bench import report
+from profiling.bench.bench import needed_kernels, run_bench
+from profiling.measure.record import Run
+from profiling.measure.suites import Shape
+from profiling.peers.providers import CuteFlash, Sdpa
 from tests.fakes.cuda import claiming_cuda, own_workspaces
 from tests.profiling.fakes import SETTINGS, SMALL, CpuGpu, FakeProvider, FakeTimer, tools
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from profiling import __main__ as cli
-from profiling import context_parallel, plot_cp
-from profiling.context_parallel import DRY_SETTINGS
+from profiling.documents import plot_cp
+from profiling.studies import context_parallel
+from profiling.studies.context_parallel import DRY_SETTINGS
 from tests.profiling.fakes import FakeTimer
 
 pytestmark = pytest.mark.usefixtures("few_calls")

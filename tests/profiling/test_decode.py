@@ -12,8 +12,10 @@ import torch
 from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec import arch
 from profiling import __main__ as cli
-from profiling import decode, decode_cases, doc_results, machine
-from profiling.decode_cases import CUDNN, FA3, FLASH, OURS, VARIANTS, Inputs, Shape, Side, Sizes
+from profiling.documents import doc_results
+from profiling.measure import machine
+from profiling.studies import decode, decode_cases
+from profiling.studies.decode_cases import CUDNN, FA3, FLASH, OURS, VARIANTS, Inputs, Shape, Side, Sizes
 from tests.fakes.cuda import claiming_cuda, own_workspaces
 from tests.profiling.fakes import CpuGpu, FakeTimer
 

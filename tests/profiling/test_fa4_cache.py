@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from profiling import fa4_cache, providers
-from profiling.suites import SUITES, Shape
-from profiling.workers import Outcome
+from profiling.measure.suites import SUITES, Shape
+from profiling.measure.workers import Outcome
+from profiling.peers import fa4_cache, providers
 
 SHAPE = Shape(batch=3, heads=4, heads_kv=2, seqlen=64, head_dim=16, causal=True)
 

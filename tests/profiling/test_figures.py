@@ -13,14 +13,14 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from profiling import __main__ as cli
-from profiling import doc_results, doc_tables, figures, plot_counters, plot_speed
-from profiling.figures import FIGURES
-from profiling.machine import PLOTS, ROOT
-from profiling.ncu_case import Case
-from profiling.ncu_metrics import METRICS
-from profiling.plot_style import BLUE, LOOKS, PURPLE, RED, style, svg
-from profiling.record import load
-from profiling.suites import Shape
+from profiling.counters.ncu_case import Case
+from profiling.counters.ncu_metrics import METRICS
+from profiling.documents import doc_results, doc_tables, figures, plot_counters, plot_speed
+from profiling.documents.figures import FIGURES
+from profiling.documents.plot_style import BLUE, LOOKS, PURPLE, RED, style, svg
+from profiling.measure.machine import PLOTS, ROOT
+from profiling.measure.record import load
+from profiling.measure.suites import Shape
 
 PERFORMANCE = ROOT / "docs" / "performance.md"
 # Another version of matplotlib places the same data and texts a little differently.

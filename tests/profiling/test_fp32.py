@@ -11,9 +11,11 @@ import torch
 import cute_flash
 from cute_flash.spec import arch
 from profiling import __main__ as cli
-from profiling import doc_results, fp32, machine
-from profiling.providers import CuteFlash
-from profiling.suites import Shape, Suite
+from profiling.documents import doc_results
+from profiling.measure import machine
+from profiling.measure.suites import Shape, Suite
+from profiling.peers.providers import CuteFlash
+from profiling.studies import fp32
 from tests.fakes.cuda import claiming_cuda
 from tests.fakes.gpu import fake_gpu
 from tests.profiling.fakes import FakeProvider, FakeTimer

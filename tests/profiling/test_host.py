@@ -16,11 +16,12 @@ from cute_flash.planning.plan import CompileKey
 from cute_flash.runtime import gpu
 from cute_flash.spec.arch import ARCHS
 from profiling import __main__ as cli
-from profiling import host, machine
-from profiling.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Settings, contender
-from profiling.host_report import FLOOR, OURS, Figures, Times, figures_of, has_failed, host_tables
-from profiling.suites import Shape
-from profiling.timing import Contender
+from profiling.measure import machine
+from profiling.measure.suites import Shape
+from profiling.measure.timing import Contender
+from profiling.studies import host
+from profiling.studies.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Settings, contender
+from profiling.studies.host_report import FLOOR, OURS, Figures, Times, figures_of, has_failed, host_tables
 from tests.profiling.fakes import CpuGpu, FakeTimer
 
 TINY = Shape(batch=2, heads=2, heads_kv=2, seqlen=16, head_dim=16, causal=False)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from profiling import __main__ as cli
-from profiling import machine, record
-from profiling.suites import Suite
+from profiling.measure import machine, record
+from profiling.measure.suites import Suite
 from tests.profiling.fakes import FakeProvider, FakeTimer
 
 pytestmark = pytest.mark.usefixtures("few_calls")

@@ -11,11 +11,11 @@ import torch
 
 from cute_flash import masks
 from profiling import __main__ as cli
-from profiling import features, mods, mods_fa4, mods_summary
-from profiling.features import Cell, CellResult, Settings, Side, measure_cell, run_features
-from profiling.gpu_lock import GpuLock
-from profiling.record import write_json
-from profiling.timing import Samples
+from profiling.measure.gpu_lock import GpuLock
+from profiling.measure.record import write_json
+from profiling.measure.timing import Samples
+from profiling.studies import features, mods, mods_fa4, mods_summary
+from profiling.studies.features import Cell, CellResult, Settings, Side, measure_cell, run_features
 from tests.profiling.fakes import FakeTimer
 
 SMALL = Settings(head_dims=(8,), hidden=16, batch=2, seqlen=24, long=40, rounds=2, ms=1.0)

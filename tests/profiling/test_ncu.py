@@ -18,11 +18,12 @@ from cute_flash.smem.tile import HOPPER_VARIANTS, VARIANTS
 from cute_flash.spec import arch
 from layouts import Work
 from profiling import __main__ as cli
-from profiling import l2_model, machine, ncu, ncu_case, ncu_report, ncu_run, ncu_source
-from profiling.expect import expected, work_of
-from profiling.ncu_case import Case
-from profiling.ncu_metrics import COLLECTED, METRICS, SECTIONS, parse_raw, trim_raw
-from profiling.suites import Shape
+from profiling.counters import l2_model, ncu, ncu_case, ncu_report, ncu_run, ncu_source
+from profiling.counters.expect import expected, work_of
+from profiling.counters.ncu_case import Case
+from profiling.counters.ncu_metrics import COLLECTED, METRICS, SECTIONS, parse_raw, trim_raw
+from profiling.measure import machine
+from profiling.measure.suites import Shape
 
 RAW = Path(__file__).with_name("data") / "ncu_raw.csv"
 SHAPE = Shape(2, 8, 8, 2048, 128, False)
@@ -83,7 +84,7 @@ def test_raw_csv_without_a_table() -> None:
 def test_command() -> None:
     command = ncu.Tool(Path("reports"), run=FakeNcu()).command(PLAIN)
     options, worker = command[: command.index("-m")], command[command.index("-m") :]
-    assert worker[:2] == ["-m", "profiling.ncu_case"]
+    assert worker[:2] == ["-m", "profiling.counters.ncu_case"]
     assert options[options.index("--kernel-name") + 1] == "regex:^cute_flash_fwd_sm80_"
     assert options[options.index("--clock-control") + 1] == "none"
     assert options.count("--section") == len(SECTIONS)

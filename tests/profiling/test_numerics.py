@@ -12,11 +12,12 @@ from cute_flash import reference
 from cute_flash.spec.arch import SM_90
 from cute_flash.spec.band import Band
 from profiling import __main__ as cli
-from profiling import numerics, numerics_gpu, numerics_report, plot_numerics
-from profiling.figures import DATA, NUMERICS_CPU
-from profiling.numerics import DISTRIBUTIONS, SMALL, WAYS
-from profiling.numerics_report import pick
-from profiling.plot_style import style, svg
+from profiling.documents import plot_numerics
+from profiling.documents.figures import DATA, NUMERICS_CPU
+from profiling.documents.plot_style import style, svg
+from profiling.studies import numerics, numerics_gpu, numerics_report
+from profiling.studies.numerics import DISTRIBUTIONS, SMALL, WAYS
+from profiling.studies.numerics_report import pick
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -13,8 +13,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cute_flash import reference
 from cute_flash.spec.band import Band
-from profiling import providers
-from profiling.providers import (
+from profiling.peers import providers
+from profiling.peers.providers import (
     DEFAULT_NAMES,
     NO_GPU,
     CuteFlash,

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from profiling import compare, record, report
-from profiling.bench import run_bench
+from profiling.bench import compare, report
+from profiling.bench.bench import run_bench
+from profiling.measure import record
+from profiling.measure.machine import ROOT
 from tests.profiling.fakes import SETTINGS, SMALL, FakeProvider, FakeTimer, cell, result, run, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
@@ -34,7 +35,7 @@ def test_a_real_run_survives_the_file(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-RESULTS = sorted((Path(record.__file__).parent / "results").rglob("*-paper*.json"))
+RESULTS = sorted((ROOT / "profiling" / "results").rglob("*-paper*.json"))
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

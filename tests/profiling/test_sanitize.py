@@ -13,8 +13,9 @@ from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.features import FEATURES
 from cute_flash.tools.explain_decode import DecodeExplanation, DecodeShape
 from profiling import __main__ as cli
-from profiling import machine, sanitize, sanitize_case
-from profiling.sanitize_case import Launch, launches
+from profiling.counters import sanitize, sanitize_case
+from profiling.counters.sanitize_case import Launch, launches
+from profiling.measure import machine
 from tests.fakes.cuda import claiming_cuda, launching_operators, own_workspaces
 from tests.profiling.fakes import CpuGpu
 
@@ -103,7 +104,7 @@ def test_a_launch_that_ends_the_process_is_named_and_the_others_run() -> None:
     commands = []
 
     def fake(command: Sequence[str], limit: float) -> tuple[int, str]:
-        commands.append(command[command.index("profiling.sanitize_case") + 1 :])
+        commands.append(command[command.index("profiling.counters.sanitize_case") + 1 :])
         if first in commands[-1]:
             return 1, f"LAUNCH {first}\nRuntimeError: illegal address\n"
         return 0, f"LAUNCH {second}\nDONE {second}\n========= ERROR SUMMARY: 0 errors\n"
@@ -123,7 +124,7 @@ def test_launches_without_time_are_listed() -> None:
 
 def test_processes_share_the_launches() -> None:
     def fake(command: Sequence[str], limit: float) -> tuple[int, str]:
-        (name,) = command[command.index("profiling.sanitize_case") + 1 :]
+        (name,) = command[command.index("profiling.counters.sanitize_case") + 1 :]
         report = f"{RACE}\n" if name == TWO[1].name else ""
         return 0, f"LAUNCH {name}\n{report}DONE {name}\n========= ERROR SUMMARY: 0 errors\n"
 

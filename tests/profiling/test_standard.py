@@ -15,12 +15,16 @@ from cute_flash import reference
 from cute_flash.spec.arch import SM_80, SM_90
 from cute_flash.spec.band import Band
 from profiling import __main__ as cli
-from profiling import machine, ncu, plot_standard, standard, standard_bytes, standard_case, standard_report, studies
-from profiling.accuracy import random_inputs
-from profiling.ncu_metrics import METRICS, Profile
-from profiling.plot_style import style, svg
-from profiling.standard import OURS, STANDARD, Settings, Standard
-from profiling.suites import Shape
+from profiling.counters import ncu
+from profiling.counters.ncu_metrics import METRICS, Profile
+from profiling.documents import plot_standard
+from profiling.documents.plot_style import style, svg
+from profiling.measure import machine
+from profiling.measure.accuracy import random_inputs
+from profiling.measure.suites import Shape
+from profiling.studies import commands as studies
+from profiling.studies import standard, standard_bytes, standard_case, standard_report
+from profiling.studies.standard import OURS, STANDARD, Settings, Standard
 from tests.profiling.fakes import FakeProvider, FakeTimer
 
 pytestmark = pytest.mark.usefixtures("few_calls")
@@ -229,7 +233,7 @@ def test_one_process_is_profiled_in_one_pass() -> None:
     profiled = " ".join(commands[0])
     assert "--cache-control none" in profiled and "--profile-from-start off" in profiled
     assert "--metrics dram__bytes_read.sum,dram__bytes_write.sum" in profiled
-    assert profiled.endswith("-m profiling.standard_case --lengths 16 --head-dims 8 --masks full")
+    assert profiled.endswith("-m profiling.studies.standard_case --lengths 16 --head-dims 8 --masks full")
 
 
 @pytest.mark.parametrize(

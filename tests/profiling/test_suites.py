@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from profiling.suites import SUITES, Shape
+from profiling.measure.suites import SUITES, Shape
 
 
 def test_paper_is_the_papers_setting():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from profiling.timing import (
+from profiling.measure.timing import (
     CALLS_PER_GRAPH,
     MAX_CALLS,
     MIN_CALLS,

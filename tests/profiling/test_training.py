@@ -12,8 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
 from profiling import __main__ as cli
-from profiling import doc_results, training
-from profiling.training_sides import CPU_SIDES, OURS, SIDES, Side
+from profiling.documents import doc_results
+from profiling.studies import training
+from profiling.studies.training_sides import CPU_SIDES, OURS, SIDES, Side
 from tests.fakes.cuda import claiming_cuda, launching_operators
 from tests.fakes.recording import RecordingGpu
 from tests.profiling.fakes import FakeTimer

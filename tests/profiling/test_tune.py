@@ -17,14 +17,15 @@ from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
 from profiling import __main__ as cli
-from profiling import machine, ranking, trial, tune
-from profiling.record import write_json
-from profiling.suites import Suite
-from profiling.timing import describe
-from profiling.trial import Build
-from profiling.tune import Settings, run_tune
-from profiling.variants import FAMILIES, Variant, parse, table_rows
-from profiling.workers import Outcome, Task, Unusable
+from profiling.measure import machine
+from profiling.measure.record import write_json
+from profiling.measure.suites import Suite
+from profiling.measure.timing import describe
+from profiling.measure.workers import Outcome, Task, Unusable
+from profiling.tune import ranking, trial, tune
+from profiling.tune.trial import Build
+from profiling.tune.tune import Settings, run_tune
+from profiling.tune.variants import FAMILIES, Variant, parse, table_rows
 from tests.fakes.gpu import Present
 from tests.fakes.kernels import kernel_of
 from tests.profiling.fakes import CpuGpu, FakeProvider, FakeTimer, tools

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from profiling import __main__ as cli
-from profiling import versions
-from profiling.features import OPTIONS
-from profiling.machine import ROOT
-from profiling.record import write_json
-from profiling.version_worker import Cell, VersionWorker, WallTimer, receive, send, serve, some_elements
-from profiling.versions import Settings, VersionError
+from profiling.measure.machine import ROOT
+from profiling.measure.record import write_json
+from profiling.studies.features import OPTIONS
+from profiling.tune import versions
+from profiling.tune.version_worker import Cell, VersionWorker, WallTimer, receive, send, serve, some_elements
+from profiling.tune.versions import Settings, VersionError
 
 SMALL = Settings(directions=("bwd",), head_dims=(8,), masks=("causal",), lengths=(16,), tokens=32, hidden=16, rounds=4)
 

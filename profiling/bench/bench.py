@@ -1,0 +1,270 @@
+"""The benchmark: checks and times every provider on every shape, and records the results.
+
+If a provider fails in a cell, its error is recorded there, and the run continues. Only a lost CUDA context ends the
+run; results up to then are saved.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash.errors import UnsupportedError
+from cute_flash.planning.plan import CompileKey
+from profiling.measure.accuracy import DISTRIBUTIONS, Accuracy, Oracle, poison
+from profiling.measure.record import Ceiling, Cell, Result, Run
+from profiling.measure.suites import DTYPES, Shape
+from profiling.measure.timing import Contender, DeviceLost, Failure, Measured, Timer, attempt, measure
+from profiling.peers.directions import DIRECTIONS, Direction, Inputs
+from profiling.peers.providers import Provider, in_layout
+from profiling.studies.host import recorded_kernels
+
+METHOD = {
+    "rounds": "in one process, every round times every provider once; over as many rounds as there are "
+    "providers (twice as many, if odd), each follows every other equally often (Williams design)",
+    "batch": "back-to-back calls for about settings.ms ms between two events, after half as many untimed",
+    "ms": "median over rounds; spread = (max - min) / median",
+    "warm_up": "the calls of the accuracy check, one more call, and an estimate of its time",
+    "l2": "not flushed: back-to-back calls on the same buffers; see exceeds_l2 of each cell",
+    "inputs": "standard normal; settings.layout is their order in memory. If it is bhsd, providers that take "
+    "(B, S, H, D) tensors get contiguous copies",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    suite: str = "quick"
+    direction: str = "fwd"
+    dtype: str = "bf16"
+    kernels: str = "auto"
+    reference: str = "sdpa-flash"
+    rounds: int = 6
+    ms: float = 25.0
+    graph: bool = False
+    outliers: bool = False
+    layout: str = "bhsd"
+    seed: int = 0
+    ceiling_size: int = 8192
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The timer, device and callbacks of the benchmark; tests replace them."""
+
+    timer: Timer
+    device: torch.device
+    facts: Callable[[], dict[str, Any]]
+    card_state: Callable[[], dict[str, Any]]
+    progress: Callable[[str], None] = lambda line: None
+    save: Callable[[Run], None] = lambda run: None
+
+
+@dataclass
+class _Checked:
+    """The first call of each provider on one set of inputs; results by provider and output."""
+
+    contenders: dict[str, Contender] = field(default_factory=dict)
+    outputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    accuracy: dict[str, dict[str, Accuracy]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    oracles: dict[str, Oracle] | Failure = field(default_factory=dict)
+
+    def judge(self, outputs: Mapping[str, Tensor], reference: str) -> dict[str, Accuracy]:
+        peer = self.outputs.get(reference, {})
+        oracles = {} if isinstance(self.oracles, Failure) else self.oracles
+        return {name: oracle.judge(outputs[name], peer.get(name)) for name, oracle in oracles.items()}
+
+
+def _outputs(direction: Direction, provider: Provider, contender: Contender, timer: Timer) -> dict[str, Tensor]:
+    with contender.context(), timer.stream():
+        outputs = direction.named(provider, contender.call())
+    timer.synchronize()
+    return outputs
+
+
+def _first_call(
+    direction: Direction, provider: Provider, inputs: Inputs, causal: bool, timer: Timer
+) -> tuple[Contender, dict[str, Tensor]]:
+    expected = dict(zip(direction.outputs, inputs, strict=False))
+    with provider.context(), timer.stream():
+        call = direction.prepare(provider, inputs, causal)
+        poison(*expected.values())
+    contender = Contender(call, provider.context)
+    outputs = _outputs(direction, provider, contender, timer)
+    for name, like in expected.items():
+        if outputs[name].shape != like.shape:
+            shape = tuple(outputs[name].shape)
+            raise ValueError(f"{name} of shape {shape}, expected {tuple(like.shape)}")
+    return contender, outputs
+
+
+def _check(
+    shape: Shape, providers: Sequence[Provider], distribution: str, settings: Settings, tools: Tools
+) -> _Checked:
+    direction, timer = DIRECTIONS[settings.direction], tools.timer
+    made = direction.inputs(shape, DTYPES[settings.dtype], tools.device, settings.seed, distribution)
+    inputs = tuple(in_layout(x, settings.layout) for x in made)
+    checked = _Checked(oracles=attempt(partial(direction.oracles, inputs, shape.causal), timer))
+    for provider in providers:
+        done = attempt(partial(_first_call, direction, provider, inputs, shape.causal, timer), timer)
+        if isinstance(done, Failure):
+            checked.errors[provider.name] = done.message
+        else:
+            checked.contenders[provider.name], checked.outputs[provider.name] = done
+    for name, outputs in checked.outputs.items():
+        checked.accuracy[name] = checked.judge(outputs, settings.reference)
+    return checked
+
+
+def _result(
+    provider: Provider, checks: Mapping[str, _Checked], measured: Measured, cell: Cell, settings: Settings, timer: Timer
+) -> Result:
+    direction, name = DIRECTIONS[settings.direction], provider.name
+    errors = [checked.errors.get(name) for checked in checks.values()] + [measured.errors.get(name)]
+    accuracy = {
+        direction.label(distribution, output): value
+        for distribution, checked in checks.items()
+        for output, value in checked.accuracy.get(name, {}).items()
+    }
+    result = Result(accuracy=accuracy, error=next((error for error in errors if error), None))
+    if name not in measured.samples:
+        return result
+    result = replace(result, **Result.timing(measured.samples[name], cell.flops))
+    normal = checks["normal"]
+    again = attempt(partial(_outputs, direction, provider, normal.contenders[name], timer), timer)
+    if isinstance(again, Failure):
+        return replace(result, error=again.message)
+    if direction.has_fixed_order:
+        # A forward pass that gives other bits on the same inputs has a race.
+        first = normal.outputs[name]
+        return replace(result, is_repeatable=all(torch.equal(again[n], x) for n, x in first.items()))
+    # Judge the last call too: it is wrong if accumulators are not zeroed before every call.
+    later = {direction.label("normal", n): x for n, x in normal.judge(again, settings.reference).items()}
+    return replace(result, accuracy={**accuracy, **{n: x for n, x in later.items() if x.is_wrong}})
+
+
+def blank_cell(shape: Shape, settings: Settings, l2_bytes: int | None) -> Cell:
+    """A cell without results."""
+    size = shape.hbm_bytes(settings.dtype, settings.direction)
+    return Cell(
+        direction=settings.direction,
+        dtype=settings.dtype,
+        shape=shape,
+        flops=shape.flops(settings.direction),
+        working_set_bytes=size,
+        exceeds_l2=None if l2_bytes is None else size > l2_bytes,
+        results={},
+    )
+
+
+def _fill(cell: Cell, providers: Sequence[Provider], settings: Settings, tools: Tools) -> Cell:
+    wanted = DISTRIBUTIONS if settings.outliers else DISTRIBUTIONS[:1]
+    checks = {name: _check(cell.shape, providers, name, settings, tools) for name in wanted}
+    normal = checks["normal"]
+    measured = measure(normal.contenders, tools.timer, settings.rounds, settings.ms)
+    label = DIRECTIONS[settings.direction].label
+    oracles = {distribution: checked.oracles for distribution, checked in checks.items()}
+    failed = [one.message for one in oracles.values() if isinstance(one, Failure)]
+    return replace(
+        cell,
+        results={
+            provider.name: _result(provider, checks, measured, cell, settings, tools.timer) for provider in providers
+        },
+        yardstick={
+            label(distribution, output): oracle.yardstick
+            for distribution, by_output in oracles.items()
+            if not isinstance(by_output, Failure)
+            for output, oracle in by_output.items()
+        },
+        oracle_error=failed[0] if failed else None,
+    )
+
+
+def run_cell(cell: Cell, providers: Sequence[Provider], settings: Settings, tools: Tools) -> Cell:
+    """The cell with its results. If the inputs cannot be made, that error is the result of all providers."""
+    filled = attempt(partial(_fill, cell, providers, settings, tools), tools.timer)
+    if isinstance(filled, Failure):
+        return replace(cell, results={provider.name: Result(error=filled.message) for provider in providers})
+    return filled
+
+
+@torch.no_grad()
+def needed_kernels(
+    shapes: Sequence[Shape], providers: Sequence[Provider], settings: Settings, device: torch.device
+) -> list[CompileKey]:
+    """The kernels of all calls of cute_flash in a run; nothing is compiled or launched."""
+    direction, keys = DIRECTIONS[settings.direction], dict[CompileKey, None]()
+    ours = [provider for provider in providers if provider.is_ours]
+    for shape in shapes:
+        made = direction.inputs(shape, DTYPES[settings.dtype], device, settings.seed, DISTRIBUTIONS[0])
+        inputs = tuple(in_layout(x, settings.layout) for x in made)
+        for provider in ours:
+            # The run records the error of a call that is refused.
+            with provider.context(), recorded_kernels(keys), suppress(UnsupportedError):
+                direction.prepare(provider, inputs, shape.causal)()
+    return list(keys)
+
+
+def measure_ceiling(settings: Settings, tools: Tools, earlier: Ceiling | None = None) -> Ceiling:
+    """The speed of cuBLAS on random data. A second call, at the end of the run, adds its rounds to `earlier`."""
+    size, dtype = settings.ceiling_size, DTYPES[settings.dtype]
+    name = f"matmul {settings.dtype} {size}^3"
+
+    def rounds() -> tuple[float, ...]:
+        a, b = (torch.randn((size, size), device=tools.device).to(dtype) for _ in range(2))
+        contender = Contender(lambda: a @ b)
+        return measure({name: contender}, tools.timer, settings.rounds, settings.ms).samples[name].round_ms
+
+    times = attempt(rounds, tools.timer)
+    round_ms = (earlier.round_ms if earlier else ()) + (() if isinstance(times, Failure) else times)
+    tflops = 2 * size**3 / statistics.median(round_ms) / 1e9 if round_ms else None
+    return Ceiling(name, tflops, round_ms)
+
+
+def _line(cell: Cell) -> str:
+    values = [f"{n} {r.tflops:.0f}" if r.tflops else f"{n} failed" for n, r in cell.results.items()]
+    return f"{cell.key}: {', '.join(values)} TFLOP/s"
+
+
+@torch.no_grad()
+def run_bench(
+    shapes: Sequence[Shape],
+    providers: Sequence[Provider],
+    unavailable: dict[str, str],
+    settings: Settings,
+    tools: Tools,
+) -> Run:
+    """Run all cells; results are saved after each."""
+    run = Run(
+        settings=asdict(settings),
+        machine=tools.facts(),
+        method={**METHOD, **DIRECTIONS[settings.direction].method},
+        ours=tuple(provider.name for provider in providers if provider.is_ours),
+        providers=tuple(provider.name for provider in providers),
+        unavailable=unavailable,
+    )
+    l2_bytes = run.machine.get("l2_bytes")
+    try:
+        run = replace(run, ceiling=measure_ceiling(settings, tools))
+        before = tools.card_state()
+        for shape in shapes:
+            cell = run_cell(blank_cell(shape, settings, l2_bytes), providers, settings, tools)
+            after = tools.card_state()
+            cell = replace(cell, before=before, after=after)
+            before = after
+            run = replace(run, cells=(*run.cells, cell))
+            tools.save(run)
+            tools.progress(_line(cell))
+        run = replace(run, ceiling=measure_ceiling(settings, tools, run.ceiling), is_complete=True)
+    except DeviceLost as lost:
+        at = shapes[len(run.cells)].id if len(run.cells) < len(shapes) else "the matrix product"
+        run = replace(run, stopped=f"the CUDA context was lost at {at}: {lost}")
+    tools.save(run)
+    return run

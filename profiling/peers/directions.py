@@ -1,0 +1,93 @@
+"""Forward and backward as the benchmark sees them: inputs, outputs, oracles, and a description of the method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from profiling.measure.accuracy import Oracle, random_dout, random_inputs
+from profiling.measure.oracles import GRADIENTS, backward_oracles, forward_oracle
+from profiling.measure.suites import Shape
+from profiling.peers.providers import BackwardCall, Call, Provider, as_bhsd
+
+Inputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Direction:
+    """One direction. The i-th output has the shape of the i-th input."""
+
+    outputs: tuple[str, ...]
+    inputs: Callable[[Shape, torch.dtype, torch.device, int, str], Inputs]
+    prepare: Callable[[Provider, Inputs, bool], Callable[[], Any]]
+    oracles: Callable[[Inputs, bool], dict[str, Oracle]]  # by output
+    has_fixed_order: bool  # whether the same inputs must give the same bits
+    method: Mapping[str, str]
+
+    def named(self, provider: Provider, result: Any) -> dict[str, Tensor]:
+        """The results of a call by name, as (B, H, S, D) views."""
+        tensors = (result,) if len(self.outputs) == 1 else result
+        if len(tensors) != len(self.outputs):
+            raise ValueError(f"{len(tensors)} tensors, expected {', '.join(self.outputs)}")
+        return {name: as_bhsd(provider, x) for name, x in zip(self.outputs, tensors, strict=True)}
+
+    def label(self, distribution: str, output: str) -> str:
+        """The key of an output's accuracy: "normal", or "normal dq" if there are several outputs."""
+        return distribution if len(self.outputs) == 1 else f"{distribution} {output}"
+
+
+def _backward_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, distribution: str) -> Inputs:
+    return *random_inputs(shape, dtype, device, seed, distribution), random_dout(shape, dtype, device, seed)
+
+
+def _prepare(provider: Provider, inputs: Inputs, causal: bool) -> Call:
+    q, k, v = inputs
+    return provider.prepare(q, k, v, causal)
+
+
+def _prepare_backward(provider: Provider, inputs: Inputs, causal: bool) -> BackwardCall:
+    q, k, v, dout = inputs
+    return provider.prepare_backward(q, k, v, dout, causal)
+
+
+def _oracles(inputs: Inputs, causal: bool) -> dict[str, Oracle]:
+    q, k, v = inputs
+    return {"out": forward_oracle(q, k, v, causal)}
+
+
+def _backward_oracles(inputs: Inputs, causal: bool) -> dict[str, Oracle]:
+    q, k, v, dout = inputs
+    return backward_oracles(q, k, v, dout, causal)
+
+
+DIRECTIONS = {
+    "fwd": Direction(
+        outputs=("out",),
+        inputs=random_inputs,
+        prepare=_prepare,
+        oracles=_oracles,
+        has_fixed_order=True,
+        method={
+            "flops": "4 B H S^2 D, halved when causal",
+            "accuracy": "against fp64 on one batch, two heads, up to 1024 rows; yardstick: unfused PyTorch",
+        },
+    ),
+    "bwd": Direction(
+        outputs=GRADIENTS,
+        inputs=_backward_inputs,
+        prepare=_prepare_backward,
+        oracles=_backward_oracles,
+        # dQ is summed by atomic additions, in no fixed order.
+        has_fixed_order=False,
+        method={
+            "flops": "10 B H S^2 D, halved when causal: 2.5 times the forward pass",
+            "calls": "dq, dk and dv after one forward pass that is not timed; autograd.grad, but fa3: its op",
+            "accuracy": "dq, dk and dv, before and after the timed calls, against fp64 on one batch and two "
+            "K/V heads with all their query heads, all rows; yardstick: unfused PyTorch",
+        },
+    ),
+}
