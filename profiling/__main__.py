@@ -21,8 +21,9 @@ from cute_flash.spec.arch import ArchSpec
 from cute_flash.tools.cli import HELP_FORMATTER, add_command
 from cute_flash.tools.precompile import precompile_keys
 from cute_flash.tools.progress import steps
-from profiling.bench import compare, report
+from profiling.bench import compare, fa4_cache, report
 from profiling.bench.bench import Settings, Tools, needed_kernels, run_bench
+from profiling.bench.suites import SUITES
 from profiling.counters import ncu, ncu_case, ncu_report, ncu_run, ncu_source, sanitize, sanitize_case
 from profiling.counters.expect import expected
 from profiling.documents import every_run
@@ -30,22 +31,14 @@ from profiling.measure import machine
 from profiling.measure.arguments import at_least_one, int_list, name_list, num_cores
 from profiling.measure.gpu_lock import GpuLock
 from profiling.measure.record import Run, load, save, write_json
-from profiling.measure.suites import DTYPES, MASKS, SUITES, Shape
-from profiling.measure.terminal import Table, print_lines, print_unavailable, show
+from profiling.measure.shapes import DTYPES, MASKS, Shape
+from profiling.measure.tables import Table, print_lines, print_unavailable, show
 from profiling.measure.timing import EventTimer, GraphTimer
 from profiling.measure.workers import Pool
-from profiling.peers import fa4_cache
+from profiling.peers.cute_flash import CuteFlash
 from profiling.peers.directions import DIRECTIONS
-from profiling.peers.providers import (
-    BY_NAME_ONLY,
-    DEFAULT_NAMES,
-    KERNELS,
-    LAYOUTS,
-    CuteFlash,
-    Provider,
-    select,
-    split_available,
-)
+from profiling.peers.peer import KERNELS, LAYOUTS, Peer
+from profiling.peers.registry import BY_NAME_ONLY, DEFAULT_NAMES, select, split_available
 from profiling.studies import commands as studies
 from profiling.studies import (
     decode,
@@ -337,7 +330,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     add("--kernel-cache", type=Path, metavar="DIR", help="keep compiled kernels in DIR for later runs")
 
 
-def _available(args: argparse.Namespace, direction: str) -> tuple[list[Provider], dict[str, str]]:
+def _available(args: argparse.Namespace, direction: str) -> tuple[list[Peer], dict[str, str]]:
     available, unavailable = split_available(select(args.providers, args.kernels), direction)
     print_unavailable(unavailable)
     return available, unavailable
@@ -379,7 +372,7 @@ def _bench(args: argparse.Namespace) -> int:
     save_run: Callable[[Run], None] = partial(save, path=args.out) if args.out else lambda run: None
     device, settings = torch.device("cuda"), _settings(args)
     precompile_keys(needed_kernels(shapes, available, settings, device), args.jobs)
-    if any(provider.name == fa4_cache.NAME for provider in available):
+    if any(peer.name == fa4_cache.FA4 for peer in available):
         groups = fa4_cache.representatives(shapes)
         with steps("compiling FlashAttention-4", len(groups)) as done:
             fa4_cache.fill(groups, args.direction, args.dtype, args.jobs, done)
@@ -472,7 +465,7 @@ def _fp32(args: argparse.Namespace) -> int:
             progress=done,
             save=partial(write_json, path=args.out) if args.out else lambda record: None,
         )
-        record = fp32.run_fp32(settings, fp32.providers(), tools)
+        record = fp32.run_fp32(settings, fp32.peers(), tools)
     show(fp32.tables(record))
     print_lines("Failures", fp32.failures(record))
     return FAILED if fp32.has_failed(record) else OK

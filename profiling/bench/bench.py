@@ -1,6 +1,6 @@
-"""The benchmark: checks and times every provider on every shape, and records the results.
+"""The benchmark: checks and times every peer on every shape, and records the results.
 
-If a provider fails in a cell, its error is recorded there, and the run continues. Only a lost CUDA context ends the
+If a peer fails in a cell, its error is recorded there, and the run continues. Only a lost CUDA context ends the
 run; results up to then are saved.
 """
 
@@ -19,21 +19,21 @@ from torch import Tensor
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import CompileKey
 from profiling.measure.accuracy import DISTRIBUTIONS, Accuracy, Oracle, poison
+from profiling.measure.launches import recorded_kernels
 from profiling.measure.record import Ceiling, Cell, Result, Run
-from profiling.measure.suites import DTYPES, Shape
-from profiling.measure.timing import Contender, DeviceLost, Failure, Measured, Timer, attempt, measure
+from profiling.measure.shapes import DTYPES, Shape
+from profiling.measure.timing import DeviceLost, Failure, Measured, TimedCall, Timer, attempt, measure
 from profiling.peers.directions import DIRECTIONS, Direction, Inputs
-from profiling.peers.providers import Provider, in_layout
-from profiling.studies.host import recorded_kernels
+from profiling.peers.peer import Peer, in_layout
 
 METHOD = {
-    "rounds": "in one process, every round times every provider once; over as many rounds as there are "
-    "providers (twice as many, if odd), each follows every other equally often (Williams design)",
+    "rounds": "in one process, every round times every peer once; over as many rounds as there are "
+    "peers (twice as many, if odd), each follows every other equally often (Williams design)",
     "batch": "back-to-back calls for about settings.ms ms between two events, after half as many untimed",
     "ms": "median over rounds; spread = (max - min) / median",
     "warm_up": "the calls of the accuracy check, one more call, and an estimate of its time",
     "l2": "not flushed: back-to-back calls on the same buffers; see exceeds_l2 of each cell",
-    "inputs": "standard normal; settings.layout is their order in memory. If it is bhsd, providers that take "
+    "inputs": "standard normal; settings.layout is their order in memory. If it is bhsd, peers that take "
     "(B, S, H, D) tensors get contiguous copies",
 }
 
@@ -68,9 +68,9 @@ class Tools:
 
 @dataclass
 class _Checked:
-    """The first call of each provider on one set of inputs; results by provider and output."""
+    """The first call of each peer on one set of inputs; results by peer and output."""
 
-    contenders: dict[str, Contender] = field(default_factory=dict)
+    timed_calls: dict[str, TimedCall] = field(default_factory=dict)
     outputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     accuracy: dict[str, dict[str, Accuracy]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -82,51 +82,49 @@ class _Checked:
         return {name: oracle.judge(outputs[name], peer.get(name)) for name, oracle in oracles.items()}
 
 
-def _outputs(direction: Direction, provider: Provider, contender: Contender, timer: Timer) -> dict[str, Tensor]:
-    with contender.context(), timer.stream():
-        outputs = direction.named(provider, contender.call())
+def _outputs(direction: Direction, peer: Peer, timed_call: TimedCall, timer: Timer) -> dict[str, Tensor]:
+    with timed_call.context(), timer.stream():
+        outputs = direction.named(peer, timed_call.call())
     timer.synchronize()
     return outputs
 
 
 def _first_call(
-    direction: Direction, provider: Provider, inputs: Inputs, causal: bool, timer: Timer
-) -> tuple[Contender, dict[str, Tensor]]:
+    direction: Direction, peer: Peer, inputs: Inputs, causal: bool, timer: Timer
+) -> tuple[TimedCall, dict[str, Tensor]]:
     expected = dict(zip(direction.outputs, inputs, strict=False))
-    with provider.context(), timer.stream():
-        call = direction.prepare(provider, inputs, causal)
+    with peer.context(), timer.stream():
+        call = direction.prepare(peer, inputs, causal)
         poison(*expected.values())
-    contender = Contender(call, provider.context)
-    outputs = _outputs(direction, provider, contender, timer)
+    timed_call = TimedCall(call, peer.context)
+    outputs = _outputs(direction, peer, timed_call, timer)
     for name, like in expected.items():
         if outputs[name].shape != like.shape:
             shape = tuple(outputs[name].shape)
             raise ValueError(f"{name} of shape {shape}, expected {tuple(like.shape)}")
-    return contender, outputs
+    return timed_call, outputs
 
 
-def _check(
-    shape: Shape, providers: Sequence[Provider], distribution: str, settings: Settings, tools: Tools
-) -> _Checked:
+def _check(shape: Shape, peers: Sequence[Peer], distribution: str, settings: Settings, tools: Tools) -> _Checked:
     direction, timer = DIRECTIONS[settings.direction], tools.timer
     made = direction.inputs(shape, DTYPES[settings.dtype], tools.device, settings.seed, distribution)
     inputs = tuple(in_layout(x, settings.layout) for x in made)
     checked = _Checked(oracles=attempt(partial(direction.oracles, inputs, shape.causal), timer))
-    for provider in providers:
-        done = attempt(partial(_first_call, direction, provider, inputs, shape.causal, timer), timer)
+    for peer in peers:
+        done = attempt(partial(_first_call, direction, peer, inputs, shape.causal, timer), timer)
         if isinstance(done, Failure):
-            checked.errors[provider.name] = done.message
+            checked.errors[peer.name] = done.message
         else:
-            checked.contenders[provider.name], checked.outputs[provider.name] = done
+            checked.timed_calls[peer.name], checked.outputs[peer.name] = done
     for name, outputs in checked.outputs.items():
         checked.accuracy[name] = checked.judge(outputs, settings.reference)
     return checked
 
 
 def _result(
-    provider: Provider, checks: Mapping[str, _Checked], measured: Measured, cell: Cell, settings: Settings, timer: Timer
+    peer: Peer, checks: Mapping[str, _Checked], measured: Measured, cell: Cell, settings: Settings, timer: Timer
 ) -> Result:
-    direction, name = DIRECTIONS[settings.direction], provider.name
+    direction, name = DIRECTIONS[settings.direction], peer.name
     errors = [checked.errors.get(name) for checked in checks.values()] + [measured.errors.get(name)]
     accuracy = {
         direction.label(distribution, output): value
@@ -138,7 +136,7 @@ def _result(
         return result
     result = replace(result, **Result.timing(measured.samples[name], cell.flops))
     normal = checks["normal"]
-    again = attempt(partial(_outputs, direction, provider, normal.contenders[name], timer), timer)
+    again = attempt(partial(_outputs, direction, peer, normal.timed_calls[name], timer), timer)
     if isinstance(again, Failure):
         return replace(result, error=again.message)
     if direction.has_fixed_order:
@@ -164,19 +162,17 @@ def blank_cell(shape: Shape, settings: Settings, l2_bytes: int | None) -> Cell:
     )
 
 
-def _fill(cell: Cell, providers: Sequence[Provider], settings: Settings, tools: Tools) -> Cell:
+def _fill(cell: Cell, peers: Sequence[Peer], settings: Settings, tools: Tools) -> Cell:
     wanted = DISTRIBUTIONS if settings.outliers else DISTRIBUTIONS[:1]
-    checks = {name: _check(cell.shape, providers, name, settings, tools) for name in wanted}
+    checks = {name: _check(cell.shape, peers, name, settings, tools) for name in wanted}
     normal = checks["normal"]
-    measured = measure(normal.contenders, tools.timer, settings.rounds, settings.ms)
+    measured = measure(normal.timed_calls, tools.timer, settings.rounds, settings.ms)
     label = DIRECTIONS[settings.direction].label
     oracles = {distribution: checked.oracles for distribution, checked in checks.items()}
     failed = [one.message for one in oracles.values() if isinstance(one, Failure)]
     return replace(
         cell,
-        results={
-            provider.name: _result(provider, checks, measured, cell, settings, tools.timer) for provider in providers
-        },
+        results={peer.name: _result(peer, checks, measured, cell, settings, tools.timer) for peer in peers},
         yardstick={
             label(distribution, output): oracle.yardstick
             for distribution, by_output in oracles.items()
@@ -187,28 +183,28 @@ def _fill(cell: Cell, providers: Sequence[Provider], settings: Settings, tools: 
     )
 
 
-def run_cell(cell: Cell, providers: Sequence[Provider], settings: Settings, tools: Tools) -> Cell:
-    """The cell with its results. If the inputs cannot be made, that error is the result of all providers."""
-    filled = attempt(partial(_fill, cell, providers, settings, tools), tools.timer)
+def run_cell(cell: Cell, peers: Sequence[Peer], settings: Settings, tools: Tools) -> Cell:
+    """The cell with its results. If the inputs cannot be made, that error is the result of all peers."""
+    filled = attempt(partial(_fill, cell, peers, settings, tools), tools.timer)
     if isinstance(filled, Failure):
-        return replace(cell, results={provider.name: Result(error=filled.message) for provider in providers})
+        return replace(cell, results={peer.name: Result(error=filled.message) for peer in peers})
     return filled
 
 
 @torch.no_grad()
 def needed_kernels(
-    shapes: Sequence[Shape], providers: Sequence[Provider], settings: Settings, device: torch.device
+    shapes: Sequence[Shape], peers: Sequence[Peer], settings: Settings, device: torch.device
 ) -> list[CompileKey]:
     """The kernels of all calls of cute_flash in a run; nothing is compiled or launched."""
     direction, keys = DIRECTIONS[settings.direction], dict[CompileKey, None]()
-    ours = [provider for provider in providers if provider.is_ours]
+    ours = [peer for peer in peers if peer.is_ours]
     for shape in shapes:
         made = direction.inputs(shape, DTYPES[settings.dtype], device, settings.seed, DISTRIBUTIONS[0])
         inputs = tuple(in_layout(x, settings.layout) for x in made)
-        for provider in ours:
+        for peer in ours:
             # The run records the error of a call that is refused.
-            with provider.context(), recorded_kernels(keys), suppress(UnsupportedError):
-                direction.prepare(provider, inputs, shape.causal)()
+            with peer.context(), recorded_kernels(keys), suppress(UnsupportedError):
+                direction.prepare(peer, inputs, shape.causal)()
     return list(keys)
 
 
@@ -219,8 +215,8 @@ def measure_ceiling(settings: Settings, tools: Tools, earlier: Ceiling | None = 
 
     def rounds() -> tuple[float, ...]:
         a, b = (torch.randn((size, size), device=tools.device).to(dtype) for _ in range(2))
-        contender = Contender(lambda: a @ b)
-        return measure({name: contender}, tools.timer, settings.rounds, settings.ms).samples[name].round_ms
+        timed_call = TimedCall(lambda: a @ b)
+        return measure({name: timed_call}, tools.timer, settings.rounds, settings.ms).samples[name].round_ms
 
     times = attempt(rounds, tools.timer)
     round_ms = (earlier.round_ms if earlier else ()) + (() if isinstance(times, Failure) else times)
@@ -235,19 +231,15 @@ def _line(cell: Cell) -> str:
 
 @torch.no_grad()
 def run_bench(
-    shapes: Sequence[Shape],
-    providers: Sequence[Provider],
-    unavailable: dict[str, str],
-    settings: Settings,
-    tools: Tools,
+    shapes: Sequence[Shape], peers: Sequence[Peer], unavailable: dict[str, str], settings: Settings, tools: Tools
 ) -> Run:
     """Run all cells; results are saved after each."""
     run = Run(
         settings=asdict(settings),
         machine=tools.facts(),
         method={**METHOD, **DIRECTIONS[settings.direction].method},
-        ours=tuple(provider.name for provider in providers if provider.is_ours),
-        providers=tuple(provider.name for provider in providers),
+        ours=tuple(peer.name for peer in peers if peer.is_ours),
+        names=tuple(peer.name for peer in peers),
         unavailable=unavailable,
     )
     l2_bytes = run.machine.get("l2_bytes")
@@ -255,7 +247,7 @@ def run_bench(
         run = replace(run, ceiling=measure_ceiling(settings, tools))
         before = tools.card_state()
         for shape in shapes:
-            cell = run_cell(blank_cell(shape, settings, l2_bytes), providers, settings, tools)
+            cell = run_cell(blank_cell(shape, settings, l2_bytes), peers, settings, tools)
             after = tools.card_state()
             cell = replace(cell, before=before, after=after)
             before = after

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from profiling.bench.compare import Change
 from profiling.measure.accuracy import Accuracy
 from profiling.measure.record import Cell, Result, Run
-from profiling.measure.terminal import Table
+from profiling.measure.tables import Table, geometric_mean
 
 # A larger spread of the rounds is marked.
 NOISY_SPREAD = 0.05
@@ -19,12 +18,6 @@ LEGEND = (
     "err/ref: our relative error (Frobenius norm) over that of the reference; for gradients the worst of dq, dk and dv"
 )
 NOTHING = "-"
-
-
-def geometric_mean(values: Sequence[float]) -> float | None:
-    if not values:
-        return None
-    return math.exp(sum(math.log(value) for value in values) / len(values))
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -56,12 +49,12 @@ def _best_ratio(run: Run, cell: Cell, ours: str) -> float | None:
 def cell_tables(run: Run) -> list[Table]:
     tables = []
     for (direction, dtype, head_dim, mask), cells in groupby(run.cells, key=_group):
-        columns = ["S", *run.providers]
+        columns = ["S", *run.names]
         if run.ours:
             columns += ["ours/ref", "ours/best", "best", "err/ref"]
         rows = []
         for cell in cells:
-            row = [str(cell.shape.seqlen), *(_speed(cell.results.get(name)) for name in run.providers)]
+            row = [str(cell.shape.seqlen), *(_speed(cell.results.get(name)) for name in run.names)]
             if run.ours:
                 ours = run.ours[0]
                 row += [_ratio(cell.ratio(ours, run.reference)), _ratio(_best_ratio(run, cell, ours))]
@@ -88,13 +81,13 @@ def _directions(run: Run) -> str:
 
 
 def summary_table(run: Run) -> Table:
-    """Every provider over all cells: our speed over each, and over the best peer of each cell."""
+    """Every peer over all cells: our speed over each, and over the best peer of each cell."""
     ceiling = run.ceiling.tflops if run.ceiling else None
     columns = ["provider", "geomean TFLOP/s", "best TFLOP/s", "best % of matmul"]
     if run.ours:
         columns += ["ours/it geomean", "ours at least as fast", "lowest ours/it"]
     rows = []
-    for name in run.providers:
+    for name in run.names:
         speeds = [speed for cell in run.cells if (speed := cell.tflops(name))]
         best = max(speeds, default=None)
         percent = 100 * best / ceiling if best and ceiling else None
@@ -114,7 +107,7 @@ NORMS = {"relative": "Frobenius", "max_abs": "largest element"}
 
 
 def accuracy_table(run: Run) -> Table | None:
-    """The largest errors of each provider and of the yardstick over all cells, per distribution and gradient."""
+    """The largest errors of each peer and of the yardstick over all cells, per distribution and gradient."""
     labels = list(dict.fromkeys(label for cell in run.cells for label in cell.yardstick))
     if not labels:
         return None
@@ -123,7 +116,7 @@ def accuracy_table(run: Run) -> Table | None:
         for norm in NORMS.values():
             columns += [f"{label}: {norm}", f"{norm} err/ref"]
     rows = []
-    for name in run.providers:
+    for name in run.names:
         row = [name]
         for label in labels:
             accuracies = [c.results[name].accuracy.get(label) for c in run.cells if name in c.results]
@@ -162,7 +155,7 @@ def _unavailable(run: Run, is_ours: bool) -> list[str]:
 
 
 def _complaints(run: Run, names: Sequence[str]) -> list[tuple[str, str]]:
-    """(cell, complaint about a provider in it)."""
+    """(cell, complaint about a peer in it)."""
     complaints = []
     for cell in run.cells:
         for name in names:

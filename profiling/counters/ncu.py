@@ -19,7 +19,7 @@ from pathlib import Path
 from profiling.counters.ncu_case import LAYOUTS, Case
 from profiling.counters.ncu_metrics import COLLECTED, SECTIONS, Profile, parse_raw, trim_raw
 from profiling.measure.machine import ROOT
-from profiling.measure.suites import Shape
+from profiling.measure.shapes import Shape
 
 LIMIT_S = 300.0
 NO_PERMISSION = "ERR_NVGPUCTRPERM"

@@ -22,7 +22,7 @@ from cute_flash.smem.tile import HOPPER_VARIANTS, VARIANTS
 from cute_flash.spec import arch
 from cute_flash.spec.arch import ArchSpec
 from profiling.measure.accuracy import nan_in_new_memory
-from profiling.measure.suites import DTYPES, MASKS, Shape
+from profiling.measure.shapes import DTYPES, MASKS, Shape
 from profiling.tune.trial import forward_of
 
 # The shared-memory layouts that each kernel can have; the first is the default.

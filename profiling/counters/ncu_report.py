@@ -9,7 +9,7 @@ from typing import Any
 from profiling.counters.expect import Expected
 from profiling.counters.ncu_case import Case
 from profiling.counters.ncu_metrics import METRICS, Profile
-from profiling.measure.terminal import Table
+from profiling.measure.tables import Table
 
 SCHEMA = 1
 NUM_STALLS = 3

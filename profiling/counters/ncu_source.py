@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from profiling.counters.ncu import NcuError, Tool
 from profiling.counters.ncu_case import Case
-from profiling.measure.terminal import Table
+from profiling.measure.tables import Table
 
 SECTION = "SourceCounters"
 # Opcodes that use shared memory, and REDG, which adds to global memory.

@@ -288,7 +288,7 @@ def run(chosen: Iterable[Launch], device: str = "cuda") -> None:
 
 def needed_kernels(chosen: Iterable[Launch], device: str = "cuda") -> list[CompileKey]:
     """The kernels of the launches, which are not run."""
-    from profiling.studies.host import recorded_kernels
+    from profiling.measure.launches import recorded_kernels
 
     keys: dict[CompileKey, None] = {}
     for launch in chosen:

@@ -8,7 +8,7 @@ from cute_flash.spec import arch
 from cute_flash.spec.arch import KIB
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import loop_order, roofline, tile_choice
-from profiling.measure.terminal import Table
+from profiling.measure.tables import Table
 
 # GPU -> GB of device memory; the A100 is the one with 2 TB/s.
 HBM_GB = {"A100": 80, "H100": 80, "H200": 141}

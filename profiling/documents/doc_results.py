@@ -8,11 +8,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from profiling.bench.report import NORMS, geometric_mean
+from profiling.bench.report import NORMS
 from profiling.documents.figures import BACKWARD, BACKWARD_SM80, FORWARD, FORWARD_SM80, newest
 from profiling.measure.record import Run, load
-from profiling.measure.suites import MASKS
-from profiling.measure.terminal import Table
+from profiling.measure.shapes import MASKS
+from profiling.measure.tables import Table, geometric_mean
 from profiling.studies import context_parallel, decode, decode_cases, fp32, training
 
 GQA = newest("fwd-sm90-gqa"), newest("fwd-sm90-gqa8")

@@ -16,7 +16,7 @@ from cute_flash.smem.tile import VARIANTS
 from cute_flash.spec import arch
 from layouts.backward import bwd_sm80_uses
 from layouts.kernels import predict
-from profiling.bench.report import NOISY_SPREAD, geometric_mean
+from profiling.bench.report import NOISY_SPREAD
 from profiling.counters import ncu_source
 from profiling.counters.expect import work_of
 from profiling.counters.ncu_case import BEYOND_L2, LAYOUTS, case_of, is_beyond_l2, measured_cases
@@ -40,8 +40,8 @@ from profiling.documents.figures import (
 )
 from profiling.measure.machine import ROOT
 from profiling.measure.record import Cell, Run, load
-from profiling.measure.suites import MASKS, Shape
-from profiling.measure.terminal import Table
+from profiling.measure.shapes import MASKS, Shape
+from profiling.measure.tables import Table, geometric_mean
 from profiling.studies import numerics_report, standard_report
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"

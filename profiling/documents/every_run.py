@@ -18,7 +18,7 @@ from pathlib import Path
 
 from profiling.documents import kernel_changes
 from profiling.measure.record import write_json
-from profiling.measure.terminal import Table
+from profiling.measure.tables import Table
 
 PAPER = "bench --suite paper --graph --layout bshd"
 UNFINISHED = "unfinished"

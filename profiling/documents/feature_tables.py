@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from profiling.documents.figures import newest
-from profiling.measure.terminal import Table
+from profiling.measure.tables import Table
 
 FEATURES = newest("features")
 _NAMES = {"dropout": "dropout 0.1", "softcap": "softcap 30", "alibi": "ALiBi", "sinks": "sinks"}

@@ -8,7 +8,7 @@ from functools import cache
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 from cute_flash.tools.cp_cost import LINKS, Cost, Model
-from profiling.measure.terminal import Table
+from profiling.measure.tables import Table
 from profiling.studies.context_parallel import Settings
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -15,7 +15,7 @@ from cute_flash.spec import arch
 from cute_flash.tools.roofline import flops
 from profiling.documents.plot_style import BLUE, DIM, GREEN, GREY, INK, LOOKS, ORANGE, add_legend, new_figure
 from profiling.measure.record import Cell, Run
-from profiling.measure.suites import MASKS
+from profiling.measure.shapes import MASKS
 
 # The lines of the summary, by head dim and by mask.
 HEAD_DIMS = {64: GREEN, 128: BLUE, 256: ORANGE}
@@ -40,9 +40,9 @@ def _power_of_two_ticks(axes: Axes, ticks: Sequence[int]) -> None:
 
 
 def _curves(axes: Axes, run: Run, head_dim: int, mask: str) -> None:
-    """Draw all providers on the cells of a head dim and mask, and cuBLAS as a dashed line."""
+    """Draw all peers on the cells of a head dim and mask, and cuBLAS as a dashed line."""
     cells = [cell for cell in run.cells if (cell.shape.head_dim, cell.shape.mask) == (head_dim, mask)]
-    for name in (name for name in LOOKS if name in run.providers):
+    for name in (name for name in LOOKS if name in run.names):
         label, marker, colour = LOOKS[name]
         points = [(cell.shape.seqlen, speed) for cell in cells if (speed := cell.tflops(name))]
         width, layer = (2.4, 3) if name in run.ours else (1.3, 2)
@@ -54,7 +54,7 @@ def _curves(axes: Axes, run: Run, head_dim: int, mask: str) -> None:
 
 
 def speed(run: Run, title: str) -> Figure:
-    """All providers of a run, with a panel for each mask and head dim."""
+    """All peers of a run, with a panel for each mask and head dim."""
     head_dims = _head_dims([run])
     figure = new_figure(5.8, _setting(run))
     grid = figure.subplots(len(MASKS), len(head_dims), sharex=True, sharey=True, squeeze=False)

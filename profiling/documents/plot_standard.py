@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from profiling.documents.plot_style import BLUE, GREY, ORANGE, add_legend, new_figure
-from profiling.measure.suites import MASKS
+from profiling.measure.shapes import MASKS
 from profiling.studies.standard import DIRECTIONS
 from profiling.studies.standard_report import LABELS, RATIOS, Record, head_dims, select
 

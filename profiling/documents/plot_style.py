@@ -1,4 +1,4 @@
-"""The look of all figures: one colour and marker per provider, text kept as text, a white background on any page.
+"""The look of all figures: one colour and marker per peer, text kept as text, a white background on any page.
 
 Files are reproducible: no date, and ids from a fixed salt.
 """

@@ -1,4 +1,4 @@
-"""The error of each provider against exact attention, on the inputs that are timed.
+"""The error of each peer against exact attention, on the inputs that are timed.
 
 An oracle holds exact results for a sample of the outputs, and a yardstick: the error of unfused PyTorch in the
 input's precision. An output is wrong if its error is more than twice the yardstick, or twice the
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from profiling.measure.suites import Shape
+from profiling.measure.shapes import Shape
 
 MAX_TIMES = 2.0
 # N(0, 1) + N(0, 100) · Bernoulli(0.001): the outliers of the FlashAttention-3 paper.

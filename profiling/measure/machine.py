@@ -143,6 +143,17 @@ def _selector() -> tuple[str, ...]:
     return () if uuid is None else ("-i", f"GPU-{str(uuid).removeprefix('GPU-')}")
 
 
+def default_path(name: str, known: dict[str, Any]) -> Path:
+    """profiling/results/<gpu>/<date>-<name>.json; the folder "cpu" without a GPU. `known`: from `facts`."""
+    gpu = (known["gpu"] or "cpu").lower().removeprefix("nvidia ").split()[0]
+    return RESULTS / gpu / f"{datetime.date.today().isoformat()}-{name}.json"
+
+
+def headline(known: dict[str, Any]) -> str:
+    """The first line of a file of tables."""
+    return ", ".join(f"{name} {known[name]}" for name in ("gpu", "torch", "git_commit", "source_digest", "date"))
+
+
 def decode_reasons(mask: str) -> list[str]:
     """The names of the bits of `clocks_event_reasons.active`, such as 0x0000000000000004."""
     bits = int(mask, 16)

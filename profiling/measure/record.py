@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from profiling.measure.accuracy import Accuracy, Errors
-from profiling.measure.suites import Shape
+from profiling.measure.shapes import Shape
 from profiling.measure.timing import Samples
 
 SCHEMA = 1
@@ -21,7 +21,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Result:
-    """One provider in one cell: its times, or its error."""
+    """One peer in one cell: its times, or its error."""
 
     tflops: float | None = None
     ms: float | None = None
@@ -50,7 +50,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Cell:
-    """All providers on one shape."""
+    """All peers on one shape."""
 
     direction: str
     dtype: str
@@ -72,7 +72,7 @@ class Cell:
         return self.results[name].tflops if name in self.results else None
 
     def ratio(self, name: str, other: str) -> float | None:
-        """Speed of one provider over another's: above 1 is faster."""
+        """Speed of one peer over another's: above 1 is faster."""
         mine, theirs = self.tflops(name), self.tflops(other)
         return mine / theirs if mine and theirs else None
 
@@ -114,8 +114,8 @@ class Run:
     settings: dict[str, Any]
     machine: dict[str, Any]
     method: dict[str, Any]
-    ours: tuple[str, ...]  # the names of cute_flash among `providers`; ratios use the first
-    providers: tuple[str, ...]
+    ours: tuple[str, ...]  # the names of cute_flash among `names`; ratios use the first
+    names: tuple[str, ...]  # cute_flash and its peers; "providers" in the file
     unavailable: dict[str, str]
     ceiling: Ceiling | None = None
     cells: tuple[Cell, ...] = ()
@@ -125,7 +125,7 @@ class Run:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        return tuple(name for name in self.providers if name not in self.ours)
+        return tuple(name for name in self.names if name not in self.ours)
 
     @property
     def reference(self) -> str:
@@ -142,12 +142,12 @@ class Run:
             raise ValueError(
                 f"a result file of schema {data.get('schema')}: this version reads schema {SCHEMA}; measure it again"
             )
-        ceiling = data["ceiling"]
+        ceiling, names = data["ceiling"], data["providers"]
         return Run(
             **{
-                **data,
+                **{name: value for name, value in data.items() if name != "providers"},
                 "ours": tuple(data["ours"]),
-                "providers": tuple(data["providers"]),
+                "names": tuple(names),
                 "cells": tuple(Cell.from_dict(cell) for cell in data["cells"]),
                 "ceiling": ceiling and Ceiling(**{**ceiling, "round_ms": tuple(ceiling["round_ms"])}),
             }
@@ -156,6 +156,7 @@ class Run:
 
 def to_dict(run: Run) -> dict[str, Any]:
     data = asdict(run)
+    data["providers"] = data.pop("names")
     for cell, values in zip(run.cells, data["cells"], strict=True):
         values["key"] = cell.key
     return data

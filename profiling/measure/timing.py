@@ -1,14 +1,15 @@
-"""GPU time of contenders (functions to compare) in interleaved rounds: clocks and temperature affect all alike.
+"""GPU time of calls in interleaved rounds: clocks and temperature affect all alike.
 
-Every round times every contender once, in another order. After a kernel that uses little power, the card is cooler and
-clocks are higher, so no contender may always follow the same one. A batch is as many back-to-back calls
-as fill the budget, between two events, after half as many untimed calls. The result of a contender is the
+Every round times every call once, in another order. After a kernel that uses little power, the card is cooler and
+clocks are higher, so no call may always follow the same one. A batch is as many back-to-back calls
+as fill the budget, between two events, after half as many untimed calls. Its result is the
 median over rounds, and the spread (max - min) / median.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Contender:
+class TimedCall:
     call: Callable[[], Any]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -139,6 +140,18 @@ class GraphTimer(EventTimer):
         return Batch(lambda: repeat(graph.replay, replays), captured * replays)
 
 
+class WallTimer(EventTimer):
+    """Wall-clock time of calls on the CPU: to try a command, not to measure."""
+
+    def milliseconds(self, run: Callable[[], None]) -> float:
+        begin = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - begin)
+
+    def synchronize(self) -> None:
+        pass
+
+
 def describe(error: BaseException) -> str:
     """One line for a table and a file."""
     text = " ".join(str(error).split())
@@ -181,28 +194,28 @@ def calls_for(budget_ms: float, call_ms: float) -> int:
     return min(max(round(budget_ms / call_ms), MIN_CALLS), MAX_CALLS)
 
 
-def warm_up(contender: Contender, timer: Timer, budget_ms: float) -> Batch:
+def warm_up(timed_call: TimedCall, timer: Timer, budget_ms: float) -> Batch:
     """Make the calls that compile and load; return the batch that each round times."""
-    with contender.context():
-        contender.call()
+    with timed_call.context():
+        timed_call.call()
         timer.synchronize()
-        few = timer.batch(contender.call, ESTIMATE_CALLS)
+        few = timer.batch(timed_call.call, ESTIMATE_CALLS)
         call_ms = timer.milliseconds(few.run) / few.calls
-        return timer.batch(contender.call, calls_for(budget_ms, call_ms))
+        return timer.batch(timed_call.call, calls_for(budget_ms, call_ms))
 
 
-def time_batch(contender: Contender, batch: Batch, timer: Timer) -> float:
-    with contender.context():
-        repeat(contender.call, max(1, batch.calls // 2))
+def time_batch(timed_call: TimedCall, batch: Batch, timer: Timer) -> float:
+    with timed_call.context():
+        repeat(timed_call.call, max(1, batch.calls // 2))
         return timer.milliseconds(batch.run) / batch.calls
 
 
-def measure(contenders: Mapping[str, Contender], timer: Timer, rounds: int, budget_ms: float) -> Measured:
-    """Time all contenders, interleaved. One that fails is left out of later rounds."""
+def measure(timed_calls: Mapping[str, TimedCall], timer: Timer, rounds: int, budget_ms: float) -> Measured:
+    """Time all calls, interleaved. One that fails is left out of later rounds."""
     batches: dict[str, Batch] = {}
     errors: dict[str, str] = {}
-    for name, contender in contenders.items():
-        batch = attempt(partial(warm_up, contender, timer, budget_ms), timer)
+    for name, timed_call in timed_calls.items():
+        batch = attempt(partial(warm_up, timed_call, timer, budget_ms), timer)
         if isinstance(batch, Failure):
             errors[name] = batch.message
         else:
@@ -210,7 +223,7 @@ def measure(contenders: Mapping[str, Contender], timer: Timer, rounds: int, budg
     times: dict[str, list[float]] = {name: [] for name in batches}
     for round_index in range(rounds):
         for name in balanced(list(times), round_index):
-            call_ms = attempt(partial(time_batch, contenders[name], batches[name], timer), timer)
+            call_ms = attempt(partial(time_batch, timed_calls[name], batches[name], timer), timer)
             if isinstance(call_ms, Failure):
                 errors[name] = call_ms.message
                 del times[name]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from profiling.measure.accuracy import Oracle, random_dout, random_inputs
 from profiling.measure.oracles import GRADIENTS, backward_oracles, forward_oracle
-from profiling.measure.suites import Shape
-from profiling.peers.providers import BackwardCall, Call, Provider, as_bhsd
+from profiling.measure.shapes import Shape
+from profiling.peers.peer import BackwardCall, Call, Peer, as_bhsd
 
 Inputs = tuple[Tensor, ...]
 
@@ -23,17 +23,17 @@ class Direction:
 
     outputs: tuple[str, ...]
     inputs: Callable[[Shape, torch.dtype, torch.device, int, str], Inputs]
-    prepare: Callable[[Provider, Inputs, bool], Callable[[], Any]]
+    prepare: Callable[[Peer, Inputs, bool], Callable[[], Any]]
     oracles: Callable[[Inputs, bool], dict[str, Oracle]]  # by output
     has_fixed_order: bool  # whether the same inputs must give the same bits
     method: Mapping[str, str]
 
-    def named(self, provider: Provider, result: Any) -> dict[str, Tensor]:
+    def named(self, peer: Peer, result: Any) -> dict[str, Tensor]:
         """The results of a call by name, as (B, H, S, D) views."""
         tensors = (result,) if len(self.outputs) == 1 else result
         if len(tensors) != len(self.outputs):
             raise ValueError(f"{len(tensors)} tensors, expected {', '.join(self.outputs)}")
-        return {name: as_bhsd(provider, x) for name, x in zip(self.outputs, tensors, strict=True)}
+        return {name: as_bhsd(peer, x) for name, x in zip(self.outputs, tensors, strict=True)}
 
     def label(self, distribution: str, output: str) -> str:
         """The key of an output's accuracy: "normal", or "normal dq" if there are several outputs."""
@@ -44,14 +44,14 @@ def _backward_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, see
     return *random_inputs(shape, dtype, device, seed, distribution), random_dout(shape, dtype, device, seed)
 
 
-def _prepare(provider: Provider, inputs: Inputs, causal: bool) -> Call:
+def _prepare(peer: Peer, inputs: Inputs, causal: bool) -> Call:
     q, k, v = inputs
-    return provider.prepare(q, k, v, causal)
+    return peer.prepare(q, k, v, causal)
 
 
-def _prepare_backward(provider: Provider, inputs: Inputs, causal: bool) -> BackwardCall:
+def _prepare_backward(peer: Peer, inputs: Inputs, causal: bool) -> BackwardCall:
     q, k, v, dout = inputs
-    return provider.prepare_backward(q, k, v, dout, causal)
+    return peer.prepare_backward(q, k, v, dout, causal)
 
 
 def _oracles(inputs: Inputs, causal: bool) -> dict[str, Oracle]:

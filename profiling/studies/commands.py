@@ -23,8 +23,8 @@ from profiling.counters.ncu_metrics import parse_raw
 from profiling.measure import machine
 from profiling.measure.arguments import at_least_one, int_list, name_list, num_cores
 from profiling.measure.record import write_json
-from profiling.measure.suites import MASKS
-from profiling.measure.terminal import Table, markdown, print_lines, show
+from profiling.measure.shapes import MASKS
+from profiling.measure.tables import Table, markdown, print_lines, show
 from profiling.measure.timing import EventTimer, GraphTimer
 from profiling.studies import (
     context_parallel,
@@ -208,7 +208,7 @@ def _bytes(args: argparse.Namespace) -> int:
     command = standard_bytes.command(args.ncu, Path("standard.ncu-rep"), settings)
     if args.dry_run:
         print(" ".join(command))
-        print_lines("Cases", [f"{case.provider} {case.key}" for case in standard_case.cases(settings)])
+        print_lines("Cases", [f"{case.peer} {case.key}" for case in standard_case.cases(settings)])
         return OK
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     if args.csv:
@@ -233,14 +233,14 @@ def _bytes(args: argparse.Namespace) -> int:
         counted = standard_bytes.count(settings, args.ncu, save_csv=lambda text: _save_text(csv, text))
     record = record or {"schema": SCHEMA, "machine": facts, "settings": asdict(settings), "cells": [], "left_out": []}
     record["bytes"] = {"machine": facts, "ncu": version, "settings": asdict(settings), "cells": counted}
-    for key, providers in counted.items():
-        for name, found in providers.items():
+    for key, peers in counted.items():
+        for name, found in peers.items():
             moved = found["read"] + found["write"]
             print(f"{key}, {name}: {moved / 1e6:,.0f} MB in {found['launches']} launches")
     missing = [
-        f"{case.provider} {case.key}: no launch was counted"
+        f"{case.peer} {case.key}: no launch was counted"
         for case in standard_case.cases(settings)
-        if case.provider not in counted.get(case.key, {})
+        if case.peer not in counted.get(case.key, {})
     ]
     print_lines("Failures", missing)
     return max(_show_standard(record, path), FAILED if missing else OK)

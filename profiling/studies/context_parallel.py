@@ -23,8 +23,8 @@ from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 from cute_flash.tools.cp_cost import LINKS, Model
-from profiling.measure.terminal import Table
-from profiling.measure.timing import Contender, Timer, measure
+from profiling.measure.tables import Table
+from profiling.measure.timing import TimedCall, Timer, measure
 
 GOAL = 1.08
 DIRECTIONS = ("forward", "backward")
@@ -164,11 +164,11 @@ def run(settings: Settings, device: torch.device, timer: Timer, save: Save) -> d
     record: dict[str, Any] = {"settings": asdict(settings), "goal": GOAL, "errors": errors(loop), "directions": {}}
     predicted = Model(settings.problem, settings.ranks, LINKS["nvlink"], kind=settings.sharding).kernel_ratios()
     for direction, predicted_ratio in zip(DIRECTIONS, predicted):
-        contenders = {"unsharded": Contender(loop.unsharded(direction))}
-        contenders |= {f"rank {rank}": Contender(loop.call(direction, rank)) for rank in loop.ranks}
+        timed_calls = {"unsharded": TimedCall(loop.unsharded(direction))}
+        timed_calls |= {f"rank {rank}": TimedCall(loop.call(direction, rank)) for rank in loop.ranks}
         if direction == "forward":
-            contenders["rank 0, without merges"] = Contender(lambda: loop.without_merges(0))
-        measured = measure(contenders, timer, settings.rounds, settings.ms)
+            timed_calls["rank 0, without merges"] = TimedCall(lambda: loop.without_merges(0))
+        measured = measure(timed_calls, timer, settings.rounds, settings.ms)
         times = {name: samples.median_ms for name, samples in measured.samples.items()}
         ranks = [times.get(f"rank {rank}") for rank in loop.ranks]
         found: dict[str, Any] = {

@@ -27,13 +27,13 @@ from typing import Any
 import torch
 
 from cute_flash.planning.plan import CompileKey
-from profiling.bench.report import geometric_mean
 from profiling.measure.accuracy import nan_in_new_memory
-from profiling.measure.terminal import Table
-from profiling.measure.timing import Contender, EventTimer, Failure, Samples, Timer, attempt, measure
+from profiling.measure.host_time import host_times
+from profiling.measure.launches import recorded_kernels
+from profiling.measure.tables import Table, geometric_mean
+from profiling.measure.timing import EventTimer, Failure, Samples, TimedCall, Timer, attempt, measure
 from profiling.studies import decode_cases
 from profiling.studies.decode_cases import OURS, PEERS, PLAIN, VARIANTS, Inputs, Shape, Side, Sizes
-from profiling.studies.host import host_times, recorded_kernels
 
 CELLS = (
     (1, 1024), (1, 8192), (1, 32768), (1, 131072), (2, 8192), (4, 8192), (8, 8192), (8, 32768), (16, 8192), (64, 4096),
@@ -140,15 +140,15 @@ def measure_sides(shape: Shape, made: Mapping[str, Side], settings: Settings, to
     """Check all sides, then time them. A side with a wrong result is timed too, and listed as wrong."""
     errors: dict[str, float | None] = {}
     failures: dict[str, str] = {}
-    contenders: dict[str, Contender] = {}
+    timed_calls: dict[str, TimedCall] = {}
     for name, side in made.items():
         error = attempt(partial(error_of, side, settings.sizes), tools.timer)
         if isinstance(error, Failure):
             failures[name] = error.message
             continue
         errors[name] = error
-        contenders[name] = Contender(side.call, side.context)
-    measured = measure(contenders, tools.timer, settings.rounds, settings.ms)
+        timed_calls[name] = TimedCall(side.call, side.context)
+    measured = measure(timed_calls, tools.timer, settings.rounds, settings.ms)
     bytes_of = {name: shape.kv_bytes(settings.sizes, 1 if name == decode_cases.FP8_CACHE else 2) for name in made}
     return {
         "batch": shape.batch,
@@ -208,10 +208,10 @@ def measure_host(settings: Settings, names: Sequence[str], tools: Tools) -> Reco
     inputs = tools.inputs(settings.host_cell, settings)
     made = {name: side for name, side in tools.sides(inputs).items() if name in names}
     made[f"{OURS}, append"] = tools.variants(inputs, settings.seed)[decode_cases.APPEND]
-    contenders = {("decode", name): Contender(side.call, side.context) for name, side in made.items()}
+    timed_calls = {("decode", name): TimedCall(side.call, side.context) for name, side in made.items()}
     order = random.Random(settings.seed)
     timer = EventTimer() if tools.device.type == "cuda" else tools.timer
-    times = host_times(contenders, timer, tools.clock, HOST_CALLS, HOST_LOOPS, order)
+    times = host_times(timed_calls, timer, tools.clock, HOST_CALLS, HOST_LOOPS, order)
     return {
         "us": {name: us for (_, name), us in times.us.items()},
         "failures": {name: error for (_, name), error in times.errors.items()},

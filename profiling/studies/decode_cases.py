@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_flash
-from profiling.peers.providers import NO_GPU, fa3_ops
+from profiling.peers.flash_attention import fa3_ops
+from profiling.peers.peer import NO_GPU
 
 OURS, CUDNN, FLASH, FA3 = "cute_flash", "sdpa-cudnn", "sdpa-flash", "fa3"
 PEERS = (CUDNN, FLASH, FA3)

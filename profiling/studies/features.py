@@ -27,10 +27,11 @@ from torch import Tensor
 from cute_flash.planning.plan import CompileKey
 from profiling.measure.accuracy import relative_difference
 from profiling.measure.gpu_lock import GpuLock
-from profiling.measure.terminal import Table
-from profiling.measure.timing import Contender, Failure, Samples, Timer, attempt, measure
-from profiling.peers.providers import Call, fa3_ops
-from profiling.studies.host import recorded_kernels
+from profiling.measure.launches import recorded_kernels
+from profiling.measure.tables import Table
+from profiling.measure.timing import Failure, Samples, TimedCall, Timer, attempt, measure
+from profiling.peers.flash_attention import fa3_ops
+from profiling.peers.peer import Call
 
 DIRECTIONS = ("fwd", "bwd")
 # The largest relative difference, ‖a - b‖ / ‖b‖, of two sides that compute the same function in 16 bits.
@@ -66,10 +67,10 @@ class AnySide(Protocol):
         """Whether its results are (B, S, H, D)."""
         ...
 
-    def prepare(self, direction: str) -> Contender: ...
+    def prepare(self, direction: str) -> TimedCall: ...
 
 
-def gradients_of(forward: Forward, inputs: Sequence[Tensor], is_bshd: bool = False) -> Contender:
+def gradients_of(forward: Forward, inputs: Sequence[Tensor], is_bshd: bool = False) -> TimedCall:
     """A call that computes the gradients of one forward pass again; dout is the same for all sides.
 
     They are the gradients of the inputs, and of keyword arguments of a partial function that require one.
@@ -84,7 +85,7 @@ def gradients_of(forward: Forward, inputs: Sequence[Tensor], is_bshd: bool = Fal
     values = torch.randn(shape, generator=generator, device=out.device, dtype=out.dtype)
     # In the stride order of the output, as the next layer's gradient would be.
     dout = torch.empty_like(out).copy_(values.transpose(1, 2) if is_bshd else values)
-    return Contender(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    return TimedCall(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,12 @@ class Side:
         function = self.forward.func if isinstance(self.forward, partial) else self.forward
         return str(getattr(function, "__module__", "")).partition(".")[0] == "cute_flash"
 
-    def prepare(self, direction: str) -> Contender:
+    def prepare(self, direction: str) -> TimedCall:
         if self.calls is not None:
-            return Contender(self.calls()[direction])
+            return TimedCall(self.calls()[direction])
         assert self.forward is not None
         if direction == "fwd":
-            return Contender(torch.no_grad()(partial(self.forward, *self.inputs)))
+            return TimedCall(torch.no_grad()(partial(self.forward, *self.inputs)))
         return gradients_of(self.forward, self.inputs)
 
 
@@ -331,13 +332,13 @@ def needed_kernels(cells: Iterable[Cell]) -> list[CompileKey]:
 # -------------------------------------------------------------------------------------------------------
 
 
-def _first_call(side: AnySide, direction: str) -> tuple[Contender, tuple[Tensor, ...]]:
+def _first_call(side: AnySide, direction: str) -> tuple[TimedCall, tuple[Tensor, ...]]:
     """The call, and its results as (B, H, S, D)."""
-    contender = side.prepare(direction)
-    with contender.context():
-        results = contender.call()
+    timed_call = side.prepare(direction)
+    with timed_call.context():
+        results = timed_call.call()
     tensors = results if isinstance(results, tuple) else (results,)
-    return contender, tuple(x.transpose(1, 2) for x in tensors) if side.is_bshd else tensors
+    return timed_call, tuple(x.transpose(1, 2) for x in tensors) if side.is_bshd else tensors
 
 
 @dataclass(frozen=True)
@@ -345,11 +346,11 @@ class Prepared:
     """A cell whose calls are compiled and checked."""
 
     result: CellResult
-    contenders: dict[str, dict[str, Contender]]  # by direction and side
+    timed_calls: dict[str, dict[str, TimedCall]]  # by direction and side
 
     def measure(self, timer: Timer, settings: Settings) -> CellResult:
-        for direction, contenders in self.contenders.items():
-            measured = measure(contenders, timer, settings.rounds, settings.ms)
+        for direction, timed_calls in self.timed_calls.items():
+            measured = measure(timed_calls, timer, settings.rounds, settings.ms)
             self.result.samples[direction] = measured.samples
             errors = {f"{name} {direction}": error for name, error in measured.errors.items()}
             self.result.errors.update(errors)
@@ -363,7 +364,7 @@ def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
     importing a peer may patch the DSL that compiles our kernels.
     """
     result = CellResult(cell.kind, cell.name, cell.base)
-    ready: dict[str, dict[str, Contender]] = {direction: {} for direction in DIRECTIONS}
+    ready: dict[str, dict[str, TimedCall]] = {direction: {} for direction in DIRECTIONS}
     expected: dict[str, tuple[Tensor, ...]] = {}
     for name in sorted(cell.sides, key=lambda name: name != cell.alike):
         for direction in DIRECTIONS:
@@ -372,12 +373,12 @@ def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
             if isinstance(called, Failure):
                 result.errors[f"{name} {direction}"] = called.message
                 continue
-            contender, results = called
+            timed_call, results = called
             if name == cell.alike:
                 expected[direction] = results
             difference = relative_difference(results, expected[direction]) if direction in expected else 0.0
             if difference < AGREEMENT:
-                ready[direction][name] = contender
+                ready[direction][name] = timed_call
             else:
                 message = f"not timed: {difference:.2g} away from {cell.alike}"
                 result.errors[f"{name} {direction}"] = message

@@ -20,11 +20,13 @@ from torch.nn.attention import SDPBackend
 
 from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
 from cute_flash.spec.arch import ArchSpec
-from profiling.bench.report import geometric_mean
-from profiling.measure.suites import MASKS, Shape, Suite
-from profiling.measure.terminal import Table
-from profiling.measure.timing import Contender, Failure, Samples, Timer, attempt, measure
-from profiling.peers.providers import CuteFlash, Provider, Sdpa
+from profiling.bench.suites import Suite
+from profiling.measure.shapes import MASKS, Shape
+from profiling.measure.tables import Table, geometric_mean
+from profiling.measure.timing import Failure, Samples, TimedCall, Timer, attempt, measure
+from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.peer import Peer
+from profiling.peers.sdpa import Sdpa
 
 OURS, EFFICIENT, MATH = "cute_flash", "sdpa-efficient", "sdpa-math"
 SUITE = Suite(16384, 2048, (1024, 2048, 4096, 8192, 16384), (64, 128))
@@ -80,7 +82,7 @@ class Tools:
     save: Callable[[Record], None] = lambda record: None
 
 
-def providers() -> list[Provider]:
+def peers() -> list[Peer]:
     return [CuteFlash(OURS), Sdpa(EFFICIENT, SDPBackend.EFFICIENT_ATTENTION), Sdpa(MATH, SDPBackend.MATH)]
 
 
@@ -134,11 +136,11 @@ def exact_results(inputs: Sequence[Tensor], causal: bool) -> list[Tensor]:
     return [out.detach(), *grads]
 
 
-def results_of(provider: Provider, inputs: Sequence[Tensor], causal: bool) -> list[Tensor]:
+def results_of(peer: Peer, inputs: Sequence[Tensor], causal: bool) -> list[Tensor]:
     q, k, v, dout = inputs
-    with provider.context():
-        out = provider.prepare(q, k, v, causal)()
-        return [out, *provider.prepare_backward(q, k, v, dout, causal)()]
+    with peer.context():
+        out = peer.prepare(q, k, v, causal)()
+        return [out, *peer.prepare_backward(q, k, v, dout, causal)()]
 
 
 def _finite(value: Tensor) -> float | None:
@@ -155,7 +157,7 @@ def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> Record:
     }
 
 
-def measure_errors(shape: Shape, distribution: str, sides: Sequence[Provider], seed: int, tools: Tools) -> Record:
+def measure_errors(shape: Shape, distribution: str, sides: Sequence[Peer], seed: int, tools: Tools) -> Record:
     inputs = random_inputs(shape, tools.device, seed, distribution)
     exact = exact_results(inputs, shape.causal)
     found: dict[str, Record] = {}
@@ -193,21 +195,21 @@ def wrong_results(cell: Record) -> list[str]:
 # -------------------------------------------------------------------------------------------------------
 
 
-def _contender(side: Provider, direction: str, inputs: Sequence[Tensor], causal: bool, timer: Timer) -> Contender:
+def _contender(side: Peer, direction: str, inputs: Sequence[Tensor], causal: bool, timer: Timer) -> TimedCall:
     q, k, v, dout = inputs
     with side.context(), timer.stream():
         if direction == "fwd":
-            return Contender(side.prepare(q, k, v, causal), side.context)
-        return Contender(side.prepare_backward(q, k, v, dout, causal), side.context)
+            return TimedCall(side.prepare(q, k, v, causal), side.context)
+        return TimedCall(side.prepare_backward(q, k, v, dout, causal), side.context)
 
 
 def _timing(samples: Samples, flops: float) -> Record:
     return {"tflops": flops / samples.median_ms / 1e9, **samples.as_dict()}
 
 
-def measure_speed(shape: Shape, direction: str, sides: Sequence[Provider], settings: Settings, tools: Tools) -> Record:
+def measure_speed(shape: Shape, direction: str, sides: Sequence[Peer], settings: Settings, tools: Tools) -> Record:
     inputs = random_inputs(shape, tools.device, settings.seed)
-    contenders: dict[str, Contender] = {}
+    timed_calls: dict[str, TimedCall] = {}
     failures: dict[str, str] = {}
     for side in sides:
         if side.name == MATH and shape.seqlen > MATH_LENGTH:
@@ -216,8 +218,8 @@ def measure_speed(shape: Shape, direction: str, sides: Sequence[Provider], setti
         if isinstance(made, Failure):
             failures[side.name] = made.message
         else:
-            contenders[side.name] = made
-    measured = measure(contenders, tools.timer, settings.rounds, settings.ms)
+            timed_calls[side.name] = made
+    measured = measure(timed_calls, tools.timer, settings.rounds, settings.ms)
     flops = shape.flops(direction)
     return {
         "direction": direction,
@@ -228,7 +230,7 @@ def measure_speed(shape: Shape, direction: str, sides: Sequence[Provider], setti
     }
 
 
-def run_fp32(settings: Settings, sides: Sequence[Provider], tools: Tools) -> Record:
+def run_fp32(settings: Settings, sides: Sequence[Peer], tools: Tools) -> Record:
     """Measure accuracy, then speed; `tools.save` gets the record after every cell."""
     record: Record = {
         "settings": asdict(settings),

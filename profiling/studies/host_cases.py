@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cute_flash
 from profiling.measure.accuracy import random_inputs
 from profiling.measure.arguments import at_least_one, name_list, num_cores
-from profiling.measure.suites import DTYPES, Shape
-from profiling.measure.timing import Contender
+from profiling.measure.shapes import DTYPES, Shape
+from profiling.measure.timing import TimedCall
 
 SHAPE = Shape(batch=2, heads=8, heads_kv=8, seqlen=512, head_dim=64, causal=False)
 # With at most 5 launches a call, a loop never fills the launch queue of 1024.
@@ -76,7 +76,7 @@ class PassingFunctionMode(TorchFunctionMode):
 
 Context = Callable[[], AbstractContextManager[Any]]
 WATCHERS: dict[str, Context] = {
-    # Without CUDA activities: CUPTI would stay loaded and slow down the launches of the other contenders.
+    # Without CUDA activities: CUPTI would stay loaded and slow down the launches of the other calls.
     "profiler": partial(torch.profiler.profile, activities=[torch.profiler.ProfilerActivity.CPU]),
     "dispatch_mode": PassingDispatchMode,
     "function_mode": PassingFunctionMode,
@@ -170,7 +170,7 @@ def _entered(*contexts: Context) -> Iterator[None]:
         yield
 
 
-def contender(case: Case, settings: Settings, backend: SDPBackend | None = None) -> Contender:
+def timed_call(case: Case, settings: Settings, backend: SDPBackend | None = None) -> TimedCall:
     """The call of a case, by cute_flash or by a backend of SDPA, on tensors of its own."""
     device = torch.device(settings.device)
     inputs = list(random_inputs(settings.shape, DTYPES["bf16"], device, seed=0))
@@ -183,13 +183,13 @@ def contender(case: Case, settings: Settings, backend: SDPBackend | None = None)
         forward = torch.nn.functional.scaled_dot_product_attention
         contexts.append(partial(sdpa_kernel, backend))
     if case.direction == "fwd":
-        return Contender(partial(forward, *inputs), partial(_entered, torch.no_grad, *contexts))
+        return TimedCall(partial(forward, *inputs), partial(_entered, torch.no_grad, *contexts))
     leaves = [x.requires_grad_() for x in inputs]
     context = partial(_entered, *contexts)
     if case.direction == "train":
-        return Contender(partial(forward, *leaves), context)
+        return TimedCall(partial(forward, *leaves), context)
     with context():
         out = forward(*leaves)
     # In the stride order of the output, as the next layer's gradient would be.
     dout = torch.randn_like(out)
-    return Contender(partial(torch.autograd.grad, out, leaves, dout, retain_graph=True), context)
+    return TimedCall(partial(torch.autograd.grad, out, leaves, dout, retain_graph=True), context)

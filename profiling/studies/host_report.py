@@ -5,23 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from profiling.measure.terminal import Table
+from profiling.measure.host_time import Times
+from profiling.measure.tables import Table
 from profiling.studies.host_cases import SDPA, Case
 
 OURS, FLOOR = "cute_flash", "floor"
-# (case, side); a side is cute_flash, the floor or a backend of SDPA.
-Place = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Times:
-    """Microseconds of each contender in one process, and the errors of those that failed."""
-
-    us: dict[Place, float] = field(default_factory=dict)
-    errors: dict[Place, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from profiling.measure.timing import Contender, describe
+from profiling.measure.timing import TimedCall, describe
 from profiling.studies.features import gradients_of
 
 # (queries, keys) of a block by head dim. In the backward these are the smallest that it supports, because they skip
@@ -62,14 +62,14 @@ class Fa4Side:
     mask: Callable[..., Any] | None = None  # the same mask in torch, for the block indices
     is_bshd: ClassVar[bool] = True
 
-    def prepare(self, direction: str) -> Contender:
+    def prepare(self, direction: str) -> TimedCall:
         attend = importlib.import_module("flash_attn.cute.interface").flash_attn_func
         options = self.make().options()
         if self.mask is not None:
             options["block_sparse_tensors"] = self._blocks("fwd")
         leaves = [x.transpose(1, 2).contiguous() for x in self.inputs]
         if direction == "fwd":
-            return Contender(torch.no_grad()(lambda: attend(*leaves, **options)[0]))
+            return TimedCall(torch.no_grad()(lambda: attend(*leaves, **options)[0]))
         if self.mask is not None:
             options["block_sparse_tensors_bwd"] = self._blocks("bwd")
         return gradients_of(lambda *inputs: attend(*inputs, **options)[0], leaves, self.is_bshd)

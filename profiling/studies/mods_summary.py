@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from profiling.measure.terminal import Table
+from profiling.measure.tables import Table
 from profiling.studies.features import DIRECTIONS, CellResult
 from profiling.studies.mods import OURS, PEERS, PLAIN, WITH_BLOCK_MASK, WITHOUT_BLOCK_MASK
 

@@ -21,14 +21,16 @@ from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.problem import Problem
 from profiling.measure.accuracy import Oracle, random_dout
 from profiling.measure.oracles import GRADIENTS, backward_oracles, forward_oracle
-from profiling.measure.suites import Shape
+from profiling.measure.shapes import Shape
 from profiling.measure.timing import describe
-from profiling.peers.providers import CuteFlash, Provider, Sdpa
+from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.peer import Peer
+from profiling.peers.sdpa import Sdpa
 from profiling.studies.numerics import CPU_DTYPES as DTYPES
 from profiling.studies.numerics import DISTRIBUTIONS, draw
 
 # `sdpa-math` is unfused; it computes 16-bit inputs in fp32.
-PROVIDERS: tuple[Provider, ...] = (
+PEERS: tuple[Peer, ...] = (
     CuteFlash(),
     Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION),
     Sdpa("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
@@ -113,11 +115,11 @@ def _forward(settings: Settings, case: tuple[str, str, int], device: torch.devic
     name, distribution, seqlen = case
     q, k, v = _inputs(settings, distribution, seqlen, name, device)
 
-    def call(provider: Provider) -> tuple[Tensor]:
+    def call(provider: Peer) -> tuple[Tensor]:
         with provider.context():
             return (provider.prepare(q, k, v, False)(),)
 
-    calls = {one.name: partial(call, one) for one in PROVIDERS}
+    calls = {one.name: partial(call, one) for one in PEERS}
     yield from _compare(case, ("out",), {"out": forward_oracle(q, k, v, False)}, calls)
 
 
@@ -126,11 +128,11 @@ def _backward(settings: Settings, case: tuple[str, str, int], device: torch.devi
     q, k, v = _inputs(settings, distribution, seqlen, name, device)
     dout = random_dout(settings.shape(seqlen), DTYPES[name], device, settings.seed)
 
-    def call(provider: Provider) -> tuple[Tensor, ...]:
+    def call(provider: Peer) -> tuple[Tensor, ...]:
         with provider.context():
             return provider.prepare_backward(q, k, v, dout, False)()
 
-    calls = {one.name: partial(call, one) for one in PROVIDERS}
+    calls = {one.name: partial(call, one) for one in PEERS}
     yield from _compare(case, GRADIENTS, backward_oracles(q, k, v, dout, False), calls)
 
 

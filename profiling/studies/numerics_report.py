@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from profiling.measure.terminal import Table
+from profiling.measure.tables import Table
 from profiling.studies.numerics import CPU_DTYPES, DISTRIBUTIONS, UNFUSED, WAYS
 
 Records = Sequence[dict[str, Any]]

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
 from cute_flash.spec.arch import ArchSpec
+from profiling.bench.suites import SUITES
 from profiling.measure.accuracy import random_dout, random_inputs, relative_distance
-from profiling.measure.suites import DTYPES, MASKS, SUITES, Shape
-from profiling.measure.timing import Contender, EventTimer, GraphTimer, Timer, describe, measure
-from profiling.peers import providers
-from profiling.peers.providers import BackwardCall, Call, CuteFlash, Provider
+from profiling.measure.shapes import DTYPES, MASKS, Shape
+from profiling.measure.timing import EventTimer, GraphTimer, TimedCall, Timer, describe, measure
+from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.peer import BackwardCall, Call, Peer, through_autograd
 
 DTYPE = "bf16"
 DIRECTIONS = ("fwd", "bwd")
@@ -36,7 +37,7 @@ MAX_GRAPH_SCORE_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class Standard:
-    """Unfused attention as a provider."""
+    """Unfused attention as a peer."""
 
     name: str = STANDARD
     is_ours: ClassVar[bool] = False
@@ -65,10 +66,10 @@ class Standard:
         return lambda: forward(q, k, v)
 
     def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
-        return providers._through_autograd(self._forward(q.shape[2], causal, q.device), (q, k, v), dout)
+        return through_autograd(self._forward(q.shape[2], causal, q.device), (q, k, v), dout)
 
 
-PROVIDERS: tuple[Provider, ...] = (Standard(), CuteFlash())
+PROVIDERS: tuple[Peer, ...] = (Standard(), CuteFlash())
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def standard_bytes(shape: Shape, direction: str) -> int:
 
 @dataclass
 class Measurement:
-    """One provider in one cell. Times are medians over rounds."""
+    """One peer in one cell. Times are medians over rounds."""
 
     ms: float | None = None
     round_ms: tuple[float, ...] = ()
@@ -150,7 +151,7 @@ class Cell:
     direction: str
     timer: str  # "graph": replays of CUDA graphs; "event": calls from the host
     score_bytes: int
-    model_bytes: dict[str, int]  # predicted HBM bytes by provider
+    model_bytes: dict[str, int]  # predicted HBM bytes by peer
     results: dict[str, Measurement] = field(default_factory=dict)
     distance: float | None = None  # of the two outputs: ‖ours - standard‖ / ‖standard‖; forward only
 
@@ -221,12 +222,12 @@ def _inputs(shape: Shape, settings: Settings, device: torch.device) -> tuple[Ten
     return *random_inputs(shape, dtype, device, settings.seed), random_dout(shape, dtype, device, settings.seed)
 
 
-def _peak_call(provider: Provider, direction: str, tensors: Sequence[Tensor], causal: bool) -> Callable[[], Any]:
+def _peak_call(peer: Peer, direction: str, tensors: Sequence[Tensor], causal: bool) -> Callable[[], Any]:
     q, k, v, dout = tensors
     if direction == "fwd":
-        return provider.prepare(q, k, v, causal)
+        return peer.prepare(q, k, v, causal)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    forward = provider.prepare(leaves[0], leaves[1], leaves[2], causal)
+    forward = peer.prepare(leaves[0], leaves[1], leaves[2], causal)
 
     def step() -> Any:
         with torch.enable_grad():
@@ -236,50 +237,50 @@ def _peak_call(provider: Provider, direction: str, tensors: Sequence[Tensor], ca
     return step
 
 
-def _distance(contenders: Mapping[str, Contender]) -> float | None:
-    """Between the outputs of both providers; None if a call fails, which the timed calls report."""
+def _distance(timed_calls: Mapping[str, TimedCall]) -> float | None:
+    """Between the outputs of both peers; None if a call fails, which the timed calls report."""
     try:
-        return relative_distance(contenders[OURS].call(), contenders[STANDARD].call())
+        return relative_distance(timed_calls[OURS].call(), timed_calls[STANDARD].call())
     except Exception:
         return None
 
 
 def measure_cell(shape: Shape, direction: str, settings: Settings, tools: Tools) -> Cell:
-    """Time and memory of all providers in one cell. A failure, such as too little memory, is recorded."""
+    """Time and memory of all peers in one cell. A failure, such as too little memory, is recorded."""
     is_small = score_bytes(shape) <= MAX_GRAPH_SCORE_BYTES
     timer = tools.graph_timer if is_small else tools.event_timer
     model = {STANDARD: standard_bytes(shape, direction), OURS: shape.hbm_bytes(DTYPE, direction)}
     cell = Cell(shape, direction, "graph" if is_small else "event", score_bytes(shape), model)
-    cell.results = {provider.name: Measurement() for provider in PROVIDERS}
+    cell.results = {peer.name: Measurement() for peer in PROVIDERS}
     tensors = _inputs(shape, settings, tools.device)
     q, k, v, dout = tensors
-    contenders = {}
-    for provider in PROVIDERS:
+    timed_calls = {}
+    for peer in PROVIDERS:
         try:
             with timer.stream():
                 if direction == "fwd":
-                    call: Callable[[], Any] = provider.prepare(q, k, v, shape.causal)
+                    call: Callable[[], Any] = peer.prepare(q, k, v, shape.causal)
                 else:
-                    call = provider.prepare_backward(q, k, v, dout, shape.causal)
-            contenders[provider.name] = Contender(call, provider.context)
+                    call = peer.prepare_backward(q, k, v, dout, shape.causal)
+            timed_calls[peer.name] = TimedCall(call, peer.context)
         except Exception as error:
-            cell.results[provider.name].error = describe(error)
-    if direction == "fwd" and len(contenders) == len(PROVIDERS):
-        cell.distance = _distance(contenders)
-    measured = measure(contenders, timer, settings.rounds, settings.ms)
+            cell.results[peer.name].error = describe(error)
+    if direction == "fwd" and len(timed_calls) == len(PROVIDERS):
+        cell.distance = _distance(timed_calls)
+    measured = measure(timed_calls, timer, settings.rounds, settings.ms)
     for name, samples in measured.samples.items():
         result = cell.results[name]
         result.ms, result.round_ms, result.calls = samples.median_ms, samples.round_ms, samples.calls
     for name, message in measured.errors.items():
         cell.results[name].error = message
     # The saved matrices of a timed backward are freed first.
-    contenders.clear()
+    timed_calls.clear()
     tools.release()
-    for provider in PROVIDERS:
+    for peer in PROVIDERS:
         try:
-            cell.results[provider.name].peak_bytes = tools.peak(_peak_call(provider, direction, tensors, shape.causal))
+            cell.results[peer.name].peak_bytes = tools.peak(_peak_call(peer, direction, tensors, shape.causal))
         except Exception as error:
-            cell.results[provider.name].error = describe(error)
+            cell.results[peer.name].error = describe(error)
         tools.release()
     return cell
 

@@ -45,7 +45,7 @@ def _sections(profiles: Sequence[Profile]) -> list[list[Profile]]:
 
 
 def counted(profiles: Sequence[Profile], expected: Sequence[Case]) -> dict[str, dict[str, Any]]:
-    """Cell -> provider -> bytes read and written, and the number of launches.
+    """Cell -> peer -> bytes read and written, and the number of launches.
 
     The reads are those of the call; the writes those of the call and of the eviction after it.
     """
@@ -59,7 +59,7 @@ def counted(profiles: Sequence[Profile], expected: Sequence[Case]) -> dict[str, 
         call, eviction = sections[2 * i : 2 * i + 2]
         if not call:
             continue
-        found.setdefault(case.key, {})[case.provider] = {
+        found.setdefault(case.key, {})[case.peer] = {
             "read": sum(profile[READ] or 0.0 for profile in call),
             "write": sum(profile[WRITE] or 0.0 for profile in (*call, *eviction)),
             "launches": len(call),

@@ -17,7 +17,7 @@ import torch
 
 from profiling.measure.accuracy import random_dout, random_inputs
 from profiling.measure.arguments import int_list, name_list
-from profiling.measure.suites import DTYPES, Shape
+from profiling.measure.shapes import DTYPES, Shape
 from profiling.studies.standard import DIRECTIONS, DTYPE, PROVIDERS, Settings, cuda_release
 
 # A part of the symbol of `torch.cuda._sleep`'s kernel, which no attention runs.
@@ -27,7 +27,7 @@ SCRATCH_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Case:
-    provider: str
+    peer: str
     direction: str
     shape: Shape
 
@@ -40,10 +40,10 @@ class Case:
 def cases(settings: Settings) -> list[Case]:
     """All cases, in the order in which they are profiled."""
     return [
-        Case(provider.name, direction, shape)
+        Case(peer.name, direction, shape)
         for shape in settings.shapes()
         for direction in DIRECTIONS
-        for provider in PROVIDERS
+        for peer in PROVIDERS
     ]
 
 
@@ -59,11 +59,11 @@ BYTES_SETTINGS = Settings(lengths=(1024, 4096, 16384), masks=("full",))
 
 def _prepare(case: Case, seed: int) -> Callable[[], Any]:
     device, dtype, shape = torch.device("cuda"), DTYPES[DTYPE], case.shape
-    provider = next(one for one in PROVIDERS if one.name == case.provider)
+    peer = next(one for one in PROVIDERS if one.name == case.peer)
     q, k, v = random_inputs(shape, dtype, device, seed)
     if case.direction == "fwd":
-        return provider.prepare(q, k, v, shape.causal)
-    return provider.prepare_backward(q, k, v, random_dout(shape, dtype, device, seed), shape.causal)
+        return peer.prepare(q, k, v, shape.causal)
+    return peer.prepare_backward(q, k, v, random_dout(shape, dtype, device, seed), shape.causal)
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def run(settings: Settings) -> None:
             # Compiles, loads and allocates.
             call()
         except Exception as error:
-            print(f"{case.provider} {case.key}: {error}", file=sys.stderr)
+            print(f"{case.peer} {case.key}: {error}", file=sys.stderr)
         # L2 is full of clean lines when the call starts.
         scratch.sum()
         torch.cuda.synchronize()
@@ -84,7 +84,7 @@ def run(settings: Settings) -> None:
         try:
             call()
         except Exception as error:
-            print(f"{case.provider} {case.key}: {error}", file=sys.stderr)
+            print(f"{case.peer} {case.key}: {error}", file=sys.stderr)
         torch.cuda._sleep(1)
         scratch.sum()
         torch.cuda._sleep(1)

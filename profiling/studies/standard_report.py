@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from profiling.measure.suites import MASKS
-from profiling.measure.terminal import Table
+from profiling.measure.shapes import MASKS
+from profiling.measure.tables import Table
 from profiling.studies.standard import DIRECTIONS, OURS, STANDARD
 
 Record = dict[str, Any]
@@ -30,7 +30,7 @@ def head_dims(record: Record) -> list[int]:
 
 
 def _ratio(cell: Record, name: str) -> float | None:
-    standard, ours = (cell["results"][provider][name] for provider in (STANDARD, OURS))
+    standard, ours = (cell["results"][peer][name] for peer in (STANDARD, OURS))
     return standard / ours if standard and ours else None
 
 

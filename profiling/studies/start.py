@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from profiling.measure.machine import ROOT
-from profiling.measure.terminal import Table
+from profiling.measure.tables import Table
 from profiling.measure.timing import describe
 
 WARM_STARTS = 3

@@ -21,9 +21,9 @@ from torch.nn.functional import rms_norm, silu
 
 from cute_flash.planning.plan import CompileKey
 from profiling.measure.accuracy import relative_difference
-from profiling.measure.terminal import Table
-from profiling.measure.timing import Contender, Failure, Samples, Timer, attempt, measure
-from profiling.studies.host import recorded_kernels
+from profiling.measure.launches import recorded_kernels
+from profiling.measure.tables import Table
+from profiling.measure.timing import Failure, Samples, TimedCall, Timer, attempt, measure
 from profiling.studies.training_sides import CPU_SIDES, OURS, SIDES, Attention, Side
 
 # The largest accepted relative difference, ‖a - b‖ / ‖b‖, of the output or a gradient. Roundings to bf16 add up over
@@ -182,7 +182,7 @@ def _timing(samples: Samples, num_tokens: int) -> Record:
 
 def measure_length(seqlen: int, settings: Settings, tools: Tools) -> Record:
     stack = Stack(settings, seqlen, tools.device)
-    contenders: dict[str, Contender] = {}
+    timed_calls: dict[str, TimedCall] = {}
     failures: dict[str, str] = {}
     differences: dict[str, float] = {}
     wanted: list[Tensor] | None = None
@@ -200,9 +200,9 @@ def measure_length(seqlen: int, settings: Settings, tools: Tools) -> Record:
         if differences[side.name] > AGREEMENT:
             failures[side.name] = f"not timed: {differences[side.name]:.2g} away from {OURS}"
             continue
-        contenders[side.name] = Contender(partial(stack.step, attend), side.context)
+        timed_calls[side.name] = TimedCall(partial(stack.step, attend), side.context)
         tools.progress(f"S = {seqlen}, {side.name}")
-    measured = measure(contenders, tools.timer, settings.rounds, settings.ms)
+    measured = measure(timed_calls, tools.timer, settings.rounds, settings.ms)
     return {
         "seqlen": seqlen,
         "batch": stack.x.shape[0],

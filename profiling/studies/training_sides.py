@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from profiling.peers.providers import NO_GPU, fa3_ops
+from profiling.peers.flash_attention import fa3_ops
+from profiling.peers.peer import NO_GPU
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

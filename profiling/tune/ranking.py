@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from profiling.bench.report import NOISY_SPREAD, NOTHING, geometric_mean
+from profiling.bench.report import NOISY_SPREAD, NOTHING
 from profiling.measure.record import Cell, Result
-from profiling.measure.terminal import Table
+from profiling.measure.tables import Table, geometric_mean
 from profiling.tune.trial import Build
 from profiling.tune.variants import Variant
 

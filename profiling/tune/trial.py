@@ -30,10 +30,11 @@ from cute_flash.spec.problem import Problem
 from profiling.bench.bench import Settings, Tools, run_cell
 from profiling.measure.accuracy import nan_in_new_memory
 from profiling.measure.record import Cell
-from profiling.measure.suites import DTYPES, MASKS
+from profiling.measure.shapes import DTYPES, MASKS
 from profiling.measure.timing import DeviceLost, EventTimer, GraphTimer, describe
 from profiling.measure.workers import Unusable, note
-from profiling.peers.providers import BackwardCall, Call, Provider, select
+from profiling.peers.peer import BackwardCall, Call, Peer
+from profiling.peers.registry import select
 from profiling.tune.variants import Variant, family_of
 from tests import gradients
 from tests.cases import Case, assert_close, make_inputs
@@ -210,8 +211,8 @@ def _assert_gradients(plan: Plan, case: Case, dtype: torch.dtype, here: Tools) -
 
 
 @dataclass(frozen=True)
-class TileProvider:
-    """A variant as a provider of the benchmark; each call allocates its outputs, as `attn` does."""
+class TilePeer:
+    """A variant as a peer of the benchmark; each call allocates its outputs, as `attn` does."""
 
     variant: Variant
     arch: ArchSpec
@@ -247,36 +248,36 @@ class TileProvider:
 
 @dataclass(frozen=True)
 class _Noted:
-    """A provider that reports its name to the parent process before it runs."""
+    """A peer that reports its name to the parent process before it runs."""
 
-    provider: Provider
+    peer: Peer
 
     @property
     def name(self) -> str:
-        return self.provider.name
+        return self.peer.name
 
     @property
     def is_ours(self) -> bool:
-        return self.provider.is_ours
+        return self.peer.is_ours
 
     @property
     def is_bshd(self) -> bool:
-        return self.provider.is_bshd
+        return self.peer.is_bshd
 
     def available(self, direction: str = "fwd") -> str | None:
-        return self.provider.available(direction)
+        return self.peer.available(direction)
 
     def context(self) -> AbstractContextManager[Any]:
         note(self.name)
-        return self.provider.context()
+        return self.peer.context()
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         note(self.name)
-        return self.provider.prepare(q, k, v, causal)
+        return self.peer.prepare(q, k, v, causal)
 
     def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
         note(self.name)
-        return self.provider.prepare_backward(q, k, v, dout, causal)
+        return self.peer.prepare_backward(q, k, v, dout, causal)
 
 
 @torch.no_grad()
@@ -284,8 +285,8 @@ def time_cell(
     cell: Cell, variants: Sequence[Variant], peers: Sequence[str], settings: Settings, arch: ArchSpec
 ) -> Cell:
     """The cell with the results of variants and peers, timed interleaved."""
-    providers: list[Provider] = [*select(peers), *(TileProvider(variant, arch) for variant in variants)]
+    timed: list[Peer] = [*select(peers), *(TilePeer(variant, arch) for variant in variants)]
     try:
-        return run_cell(cell, [_Noted(provider) for provider in providers], settings, tools(settings.graph))
+        return run_cell(cell, [_Noted(peer) for peer in timed], settings, tools(settings.graph))
     except DeviceLost as lost:
         raise Unusable(str(lost)) from lost

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 from cute_flash.spec.arch import ArchSpec
 from profiling.bench import bench
+from profiling.bench.suites import SUITES
 from profiling.measure.record import Cell, Result
-from profiling.measure.suites import SUITES, Shape
+from profiling.measure.shapes import Shape
 from profiling.measure.workers import Outcome, Task
 from profiling.peers.directions import DIRECTIONS
 from profiling.tune import trial
@@ -215,7 +216,7 @@ def _time_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, 
 def _time_cell(
     cell: Cell, variants: Sequence[Variant], peers: Sequence[str], settings: Settings, arch: ArchSpec, pool: Runner
 ) -> tuple[Cell, dict[str, Result]]:
-    """The cell with its results, and the results of providers that broke the process.
+    """The cell with its results, and the results of peers that broke the process.
 
     After each of those the others are timed again.
     """
@@ -229,7 +230,7 @@ def _time_cell(
             return replace(outcome.value, results={**outcome.value.results, **broken}), broken
         failed = Result(error=outcome.error)
         if outcome.note is None:
-            # No provider had run yet, so none can be left out.
+            # No peer had run yet, so none can be left out.
             rest = dict.fromkeys([*left_peers, *(variant.text for variant in left)], failed)
             return replace(cell, results={**rest, **broken}), broken
         broken[outcome.note] = failed

@@ -33,7 +33,7 @@ from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
 from cute_flash.spec.problem import Problem
-from profiling.measure.suites import MASKS, Shape
+from profiling.measure.shapes import MASKS, Shape
 
 # A tile table may have other rows for short sequences than for long ones. These lengths reach all rows.
 SAMPLE_LENGTHS = (1024, 512, 2048, 16384)

@@ -27,20 +27,20 @@ from torch import Tensor
 import cute_flash
 from cute_flash.jit.compile import precompile_all
 from cute_flash.planning.plan import CompileKey
+from profiling.measure.launches import recorded_kernels
 from profiling.measure.timing import (
     Batch,
-    Contender,
     DeviceLost,
     EventTimer,
     Failure,
     GraphTimer,
+    TimedCall,
     Timer,
     attempt,
     time_batch,
     warm_up,
 )
 from profiling.studies.features import OPTIONS, gradients_of
-from profiling.studies.host import recorded_kernels
 
 # About so many elements of each result are compared between versions.
 COMPARED = 1 << 20
@@ -82,7 +82,7 @@ class VersionWorker:
 
     def __init__(self, timer: Timer, device: torch.device, folder: Path | None = None) -> None:
         self.timer, self.device, self.folder = timer, device, folder
-        self._contender: Contender | None = None
+        self._contender: TimedCall | None = None
         self._batch: Batch | None = None
 
     def check_imports(self) -> None:
@@ -114,12 +114,12 @@ class VersionWorker:
         """Make the call and the batch that `time` runs; return some elements of each result."""
         self.release()
         with self.timer.stream():
-            contender = self._make(cell, seed)
+            timed_call = self._make(cell, seed)
             torch.manual_seed(seed)
-            results = contender.call()
+            results = timed_call.call()
             compared = [some_elements(x) for x in (results if isinstance(results, tuple) else (results,))]
         self.check_imports()
-        self._batch, self._contender = warm_up(contender, self.timer, budget_ms), contender
+        self._batch, self._contender = warm_up(timed_call, self.timer, budget_ms), timed_call
         return compared
 
     def time(self) -> tuple[int, float]:
@@ -133,14 +133,14 @@ class VersionWorker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _make(self, cell: Cell, seed: int) -> Contender:
+    def _make(self, cell: Cell, seed: int) -> TimedCall:
         generator = torch.Generator(self.device).manual_seed(seed)
         shape = (cell.batch, cell.seqlen, cell.heads, cell.head_dim)
         inputs = [torch.randn(shape, generator=generator, device=self.device, dtype=torch.bfloat16) for _ in range(3)]
         options = OPTIONS[cell.feature](cell.heads, cell.seqlen, self.device)
         forward = partial(cute_flash.attn, causal=cell.mask == "causal", layout="bshd", **options)
         if cell.direction == "fwd":
-            return Contender(torch.no_grad()(partial(forward, *inputs)))
+            return TimedCall(torch.no_grad()(partial(forward, *inputs)))
         torch.manual_seed(seed)  # of the dropout mask
         return gradients_of(forward, inputs)
 

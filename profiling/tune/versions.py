@@ -27,11 +27,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from profiling.bench.report import geometric_mean
 from profiling.measure.accuracy import relative_difference
 from profiling.measure.machine import ROOT, source_digest
-from profiling.measure.suites import MASKS
-from profiling.measure.terminal import Table
+from profiling.measure.shapes import MASKS
+from profiling.measure.tables import Table, geometric_mean
 from profiling.measure.timing import Samples, balanced
 from profiling.studies.features import AGREEMENT, DIRECTIONS, OPTIONS
 from profiling.tune.version_worker import Cell, receive, send

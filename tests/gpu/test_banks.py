@@ -21,7 +21,7 @@ from profiling.counters.expect import expected
 from profiling.counters.ncu import NotPermittedError, Tool
 from profiling.counters.ncu_case import LAYOUTS, Case
 from profiling.counters.ncu_metrics import Profile
-from profiling.measure.suites import Shape
+from profiling.measure.shapes import Shape
 from tests import cases
 from tests.counter_checks import disagreements
 from tests.gpu import families

@@ -1,4 +1,4 @@
-"""A fake clock, providers with given speeds and errors, and a GPU that runs launches on CPU tensors."""
+"""A fake clock, peers with given speeds and errors, and a GPU that runs launches on CPU tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cute_flash.spec.band import Band
 from profiling.bench.bench import Settings, Tools
 from profiling.measure.accuracy import Accuracy, Errors
 from profiling.measure.record import Ceiling, Cell, Result, Run
-from profiling.measure.suites import Shape
+from profiling.measure.shapes import Shape
 from profiling.measure.timing import Batch, repeat
 from tests.fakes.recording import RecordingGpu
 
@@ -53,7 +53,7 @@ class FakeTimer:
 
 
 @dataclass(frozen=True)
-class FakeProvider:
+class FakePeer:
     """Attention in the input's dtype that takes `call_ms`; `spoil` and `spoil_gradients` change its results."""
 
     name: str
@@ -143,7 +143,7 @@ def run(*cells: Cell, **fields: Any) -> Run:
         "machine": {"gpu": "fake"},
         "method": {},
         "ours": tuple(name for name in names if name.startswith("cute_flash")),
-        "providers": names,
+        "names": names,
         "unavailable": {},
         "ceiling": Ceiling("matmul bf16 8192^3", 800.0, (1.4,)),
         "is_complete": True,

@@ -8,7 +8,7 @@ from cute_flash import reference
 from cute_flash.spec.band import Band
 from profiling.measure.accuracy import OUTLIER_RATE, random_dout, random_inputs, relative_distance
 from profiling.measure.oracles import forward_oracle
-from profiling.measure.suites import Shape
+from profiling.measure.shapes import Shape
 
 CPU = torch.device("cpu")
 SHAPES = [

@@ -20,7 +20,7 @@ from profiling.documents.figures import FIGURES
 from profiling.documents.plot_style import BLUE, LOOKS, PURPLE, RED, style, svg
 from profiling.measure.machine import PLOTS, ROOT
 from profiling.measure.record import load
-from profiling.measure.suites import Shape
+from profiling.measure.shapes import Shape
 
 PERFORMANCE = ROOT / "docs" / "performance.md"
 # Another version of matplotlib places the same data and texts a little differently.
@@ -209,5 +209,5 @@ def test_the_summary_shows_the_speed_over_the_best_peer() -> None:
 
 def test_every_provider_of_a_run_has_a_look() -> None:
     for path in (figures.FORWARD, figures.BACKWARD):
-        assert set(figures._run(path).providers) <= set(LOOKS)
+        assert set(figures._run(path).names) <= set(LOOKS)
     assert len({look[1:] for look in LOOKS.values()}) == len(LOOKS)

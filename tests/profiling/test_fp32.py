@@ -1,4 +1,4 @@
-"""`profiling fp32` with fake providers and a fake clock on the CPU, and with cute_flash on a fake GPU."""
+"""`profiling fp32` with fake peers and a fake clock on the CPU, and with cute_flash on a fake GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 import cute_flash
 from cute_flash.spec import arch
 from profiling import __main__ as cli
+from profiling.bench.suites import Suite
 from profiling.documents import doc_results
 from profiling.measure import machine
-from profiling.measure.suites import Shape, Suite
-from profiling.peers.providers import CuteFlash
+from profiling.measure.shapes import Shape
+from profiling.peers.cute_flash import CuteFlash
 from profiling.studies import fp32
 from tests.fakes.cuda import claiming_cuda
 from tests.fakes.gpu import fake_gpu
-from tests.profiling.fakes import FakeProvider, FakeTimer
+from tests.profiling.fakes import FakePeer, FakeTimer
 
 SMALL = fp32.Settings(head_dims=(8,), lengths=(16, 32), rounds=2, ms=2.0)
 CPU = torch.device("cpu")
@@ -32,10 +33,10 @@ def small_suite(monkeypatch):
     monkeypatch.setattr(fp32, "MATH_LENGTH", 16)
 
 
-def providers(timer, ours_ms=1.0, **spoils):
+def peers(timer, ours_ms=1.0, **spoils):
     times = {fp32.EFFICIENT: 3.0, fp32.MATH: 6.0}
-    ours = FakeProvider(fp32.OURS, timer, ours_ms, is_ours=True, **spoils)
-    return [ours, *(FakeProvider(name, timer, ms) for name, ms in times.items())]
+    ours = FakePeer(fp32.OURS, timer, ours_ms, is_ours=True, **spoils)
+    return [ours, *(FakePeer(name, timer, ms) for name, ms in times.items())]
 
 
 def tools(timer, **others):
@@ -45,7 +46,7 @@ def tools(timer, **others):
 def test_speed_and_errors_of_all_sides():
     timer, saved, lines = FakeTimer(), [], []
     run = tools(timer, save=lambda record: saved.append(json.dumps(record)), progress=lines.append)
-    record = fp32.run_fp32(SMALL, providers(timer), run)
+    record = fp32.run_fp32(SMALL, peers(timer), run)
     assert record["is_complete"] and json.loads(saved[-1])["is_complete"]
     assert not json.loads(saved[-2])["is_complete"]
     # Two masks, of one length; then two masks, lengths and directions.
@@ -74,7 +75,7 @@ def test_gradients_are_prepared_on_the_stream_of_the_graph():
     timer = FakeTimer()
     seen = []
 
-    class Watched(FakeProvider):
+    class Watched(FakePeer):
         def prepare_backward(self, *args):
             seen.append(timer.is_on_stream)
             return super().prepare_backward(*args)
@@ -87,7 +88,7 @@ def test_gradients_are_prepared_on_the_stream_of_the_graph():
 @pytest.mark.parametrize("spoil", [lambda out: out.mul_(1.01), lambda out: out.fill_(torch.nan)], ids=["1 %", "NaN"])
 def test_an_error_beyond_that_of_math_fails(spoil):
     timer = FakeTimer()
-    record = fp32.run_fp32(SMALL, providers(timer, spoil=spoil), tools(timer))
+    record = fp32.run_fp32(SMALL, peers(timer, spoil=spoil), tools(timer))
     assert fp32.has_failed(record)
     assert "out of cute_flash has more than 2 times the error of sdpa-math" in "\n".join(fp32.failures(record))
     json.dumps(record, allow_nan=False)
@@ -99,7 +100,7 @@ def test_a_side_that_fails_is_left_out():
     def fail(out):
         raise RuntimeError("no kernel")
 
-    sides = providers(timer)
+    sides = peers(timer)
     record = fp32.run_fp32(SMALL, [sides[0], replace(sides[1], spoil=fail), sides[2]], tools(timer))
     assert not fp32.has_failed(record)
     assert "sdpa-efficient: RuntimeError: no kernel" in fp32.failures(record)[0]
@@ -146,7 +147,7 @@ def test_command(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch, "device", lambda name, real=torch.device: real("cpu"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cli, "GraphTimer", lambda: timer)
-    monkeypatch.setattr(fp32, "providers", lambda: providers(timer))
+    monkeypatch.setattr(fp32, "peers", lambda: peers(timer))
     monkeypatch.setattr(cli, "precompile_keys", lambda keys, jobs: compiled.extend(keys))
     argv = f"fp32 --head-dims 8 --lengths 16 --masks causal --rounds 2 --ms 2 --out {out}".split()
     assert cli.main(argv) == cli.NOT_MEASURED
@@ -162,7 +163,7 @@ def test_command(monkeypatch, tmp_path, capsys):
 
 def test_tables_of_the_documents(tmp_path):
     timer = FakeTimer()
-    record = fp32.run_fp32(SMALL, providers(timer), tools(timer))
+    record = fp32.run_fp32(SMALL, peers(timer), tools(timer))
     path = tmp_path / doc_results.FP32
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(record))

@@ -16,11 +16,11 @@ from cute_flash.planning.plan import CompileKey
 from cute_flash.runtime import gpu
 from cute_flash.spec.arch import ARCHS
 from profiling import __main__ as cli
-from profiling.measure import machine
-from profiling.measure.suites import Shape
-from profiling.measure.timing import Contender
+from profiling.measure import host_time, launches, machine
+from profiling.measure.shapes import Shape
+from profiling.measure.timing import TimedCall
 from profiling.studies import host
-from profiling.studies.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Settings, contender
+from profiling.studies.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Settings, timed_call
 from profiling.studies.host_report import FLOOR, OURS, Figures, Times, figures_of, has_failed, host_tables
 from tests.profiling.fakes import CpuGpu, FakeTimer
 
@@ -54,21 +54,21 @@ def test_host_time_is_the_median_of_warm_loops_without_the_synchronisation():
             # The GPU lags behind; this time must not be counted.
             timer.now_ms += 1000.0
 
-    def counting(name: str, call_ms: tuple[float, ...]) -> Contender:
+    def counting(name: str, call_ms: tuple[float, ...]) -> TimedCall:
         def call() -> None:
             calls.append(name)
             loop = calls.count(name) // 5 - 1
             # The first loop compiles.
             timer.now_ms += call_ms[loop] if loop >= 0 else 5000.0
 
-        return Contender(call)
+        return TimedCall(call)
 
-    contenders = {("x", "a"): counting("a", (0.010,) * 9), ("x", "b"): counting("b", (0.030,) * 9)}
+    timed_calls = {("x", "a"): counting("a", (0.010,) * 9), ("x", "b"): counting("b", (0.030,) * 9)}
     seconds = lambda: timer.now_ms / 1e3  # noqa: E731
-    times = host.host_times(contenders, WaitingTimer(), seconds, 4, 5, random.Random(0))
+    times = host_time.host_times(timed_calls, WaitingTimer(), seconds, 4, 5, random.Random(0))
     assert times.errors == {}
     assert {side: round(us, 3) for (_, side), us in times.us.items()} == {"a": 10.0, "b": 30.0}
-    # One call before each loop of four; each contender once a round, in changing order.
+    # One call before each loop of four; each timed_call once a round, in changing order.
     rounds = [calls[i : i + 10 : 5] for i in range(0, len(calls), 10)]
     assert len(rounds) == 6 and all(sorted(names) == ["a", "b"] for names in rounds)
     assert ["a", "b"] in rounds and ["b", "a"] in rounds
@@ -79,8 +79,8 @@ def test_a_contender_that_fails_is_left_out():
     def fail() -> None:
         raise RuntimeError("no kernel")
 
-    contenders = {("x", "bad"): Contender(fail), ("x", "good"): Contender(lambda: None)}
-    times = host.host_times(contenders, FakeTimer(), lambda: 0.0, 2, 2, random.Random(0))
+    timed_calls = {("x", "bad"): TimedCall(fail), ("x", "good"): TimedCall(lambda: None)}
+    times = host_time.host_times(timed_calls, FakeTimer(), lambda: 0.0, 2, 2, random.Random(0))
     assert list(times.us) == [("x", "good")] and times.errors == {("x", "bad"): "RuntimeError: no kernel"}
 
 
@@ -151,10 +151,10 @@ def allocated(monkeypatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-def floor_of(case: Case) -> Contender:
-    ours = contender(case, settings())
+def floor_of(case: Case) -> TimedCall:
+    ours = timed_call(case, settings())
     made = MADE_BY_TORCH.get(case.feature)
-    floor = host.floor_of(ours, made(TINY, torch.device("cpu")) if made else None)
+    floor = launches.floor_of(ours, made(TINY, torch.device("cpu")) if made else None)
     assert floor is not None
     return floor
 
@@ -216,7 +216,7 @@ def test_torch_work_counts_in_the_floor_only_if_the_call_does_it(launched, alloc
         return torch.zeros(2, dtype=torch.int64)
 
     for feature, count in (("dropout", 1), ("softcap", 0)):
-        floor = host.floor_of(contender(Case(feature), settings()), seed)
+        floor = launches.floor_of(timed_call(Case(feature), settings()), seed)
         assert floor is not None
         made.clear()
         floor.call()
@@ -224,13 +224,13 @@ def test_torch_work_counts_in_the_floor_only_if_the_call_does_it(launched, alloc
 
 
 def test_timed_calls_do_not_run_through_the_recorder(launched):
-    ours = contender(Case(), settings())
+    ours = timed_call(Case(), settings())
     ours.call()
     before, functions = gpu.current_gpu(), dict(gpu.bound)
     assert functions
-    host.floor_of(ours)
+    launches.floor_of(ours)
     assert gpu.current_gpu() is before and gpu.bound == functions
-    with host.recorded_launches() as recorded:
+    with launches.recorded_launches() as recorded:
         assert not gpu.bound
     ours.call()
     assert recorded == [] and gpu.bound == functions
@@ -256,7 +256,7 @@ def test_calls_that_differ_have_no_floor(launched):
         cute_flash.attn(q, q, q, softcap=2.0 if len(q[0, 0]) == 8 else None)
 
     with pytest.raises(RuntimeError, match="different kernels"):
-        host.floor_of(Contender(call))
+        launches.floor_of(TimedCall(call))
 
 
 # ---- the whole run

@@ -1,4 +1,4 @@
-"""The command line as a whole, with fake providers on the CPU in place of the registry."""
+"""The command line as a whole, with fake peers on the CPU in place of the registry."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from profiling import __main__ as cli
+from profiling.bench.suites import Suite
 from profiling.measure import machine, record
-from profiling.measure.suites import Suite
-from tests.profiling.fakes import FakeProvider, FakeTimer
+from tests.profiling.fakes import FakePeer, FakeTimer
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
@@ -26,12 +26,12 @@ def bench(monkeypatch):
 
     def run(*args: str, ours_ms: float = 0.5, peer_reason: str | None = None, **spoils) -> int:
         timer = FakeTimer()
-        providers = [
-            FakeProvider("cute_flash", timer, ours_ms, is_ours=True, **spoils),
-            FakeProvider("sdpa-flash", timer, backward_reason=peer_reason),
-            FakeProvider("fa3", timer, reason="no folder"),
+        peers = [
+            FakePeer("cute_flash", timer, ours_ms, is_ours=True, **spoils),
+            FakePeer("sdpa-flash", timer, backward_reason=peer_reason),
+            FakePeer("fa3", timer, reason="no folder"),
         ]
-        monkeypatch.setattr(cli, "select", lambda names, kernels="auto": providers)
+        monkeypatch.setattr(cli, "select", lambda names, kernels="auto": peers)
         monkeypatch.setattr(cli, "EventTimer", lambda: timer)
         return cli.main(("bench", "--lengths", "16", "--ms", "2", "--rounds", "2", *args))
 

@@ -23,7 +23,7 @@ from profiling.counters.expect import expected, work_of
 from profiling.counters.ncu_case import Case
 from profiling.counters.ncu_metrics import COLLECTED, METRICS, SECTIONS, parse_raw, trim_raw
 from profiling.measure import machine
-from profiling.measure.suites import Shape
+from profiling.measure.shapes import Shape
 
 RAW = Path(__file__).with_name("data") / "ncu_raw.csv"
 SHAPE = Shape(2, 8, 8, 2048, 128, False)

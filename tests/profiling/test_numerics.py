@@ -170,7 +170,7 @@ def test_figures(small) -> None:
 def test_the_figure_of_the_gpu() -> None:
     results = [
         numerics_gpu.Result(provider.name, dtype, distribution, seqlen, "out", 1e-3, 1e-2, 1.0)
-        for provider in numerics_gpu.PROVIDERS
+        for provider in numerics_gpu.PEERS
         for dtype in numerics_gpu.DTYPES
         for distribution in DISTRIBUTIONS
         for seqlen in (512, 2048)
@@ -184,5 +184,5 @@ def test_the_figure_of_the_gpu() -> None:
         figure = plot_numerics.gpu(data, "title")
         said = svg(figure)
     assert "NVIDIA H200" in said and "SDPA math, unfused" in said
-    assert len(figure.axes[0].lines) == len(numerics_gpu.PROVIDERS) * len(numerics_gpu.DTYPES)
+    assert len(figure.axes[0].lines) == len(numerics_gpu.PEERS) * len(numerics_gpu.DTYPES)
     assert len(numerics_report.gpu_out(data["records"]).rows) == 12

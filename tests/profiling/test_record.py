@@ -9,7 +9,7 @@ from profiling.bench import compare, report
 from profiling.bench.bench import run_bench
 from profiling.measure import record
 from profiling.measure.machine import ROOT
-from tests.profiling.fakes import SETTINGS, SMALL, FakeProvider, FakeTimer, cell, result, run, tools
+from tests.profiling.fakes import SETTINGS, SMALL, FakePeer, FakeTimer, cell, result, run, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
@@ -23,12 +23,12 @@ def test_a_real_run_survives_the_file(tmp_path):
     def fail(out):
         raise RuntimeError("no")
 
-    providers = [
-        FakeProvider("cute_flash", timer, is_ours=True),
-        FakeProvider("sdpa-flash", timer, spoil=fill_with_nan),
-        FakeProvider("fa3", timer, spoil=fail),
+    peers = [
+        FakePeer("cute_flash", timer, is_ours=True),
+        FakePeer("sdpa-flash", timer, spoil=fill_with_nan),
+        FakePeer("fa3", timer, spoil=fail),
     ]
-    measured = run_bench([SMALL], providers, {"fa4": "no module"}, SETTINGS, tools(timer))
+    measured = run_bench([SMALL], peers, {"fa4": "no module"}, SETTINGS, tools(timer))
     path = tmp_path / "results" / "run.json"
     record.save(measured, path)
     assert record.load(path) == measured
@@ -63,9 +63,9 @@ def test_there_are_results_of_earlier_days():
 
 def test_gradients_survive_the_file_and_are_not_compared_with_outputs(tmp_path):
     timer, path = FakeTimer(), tmp_path / "bwd.json"
-    providers = [FakeProvider("cute_flash", timer, is_ours=True), FakeProvider("sdpa-flash", timer)]
+    peers = [FakePeer("cute_flash", timer, is_ours=True), FakePeer("sdpa-flash", timer)]
     forward, backward = (
-        run_bench([SMALL], providers, {}, replace(SETTINGS, direction=direction), tools(timer))
+        run_bench([SMALL], peers, {}, replace(SETTINGS, direction=direction), tools(timer))
         for direction in ("fwd", "bwd")
     )
     record.save(backward, path)

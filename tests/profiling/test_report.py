@@ -8,7 +8,7 @@ import pytest
 from profiling.bench import compare, report
 from profiling.measure.accuracy import Accuracy, Errors
 from profiling.measure.record import Cell, Result
-from profiling.measure.terminal import Table, markdown, show
+from profiling.measure.tables import Table, markdown, show
 from tests.profiling.fakes import cell, result, run
 
 

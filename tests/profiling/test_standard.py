@@ -21,11 +21,11 @@ from profiling.documents import plot_standard
 from profiling.documents.plot_style import style, svg
 from profiling.measure import machine
 from profiling.measure.accuracy import random_inputs
-from profiling.measure.suites import Shape
+from profiling.measure.shapes import Shape
 from profiling.studies import commands as studies
 from profiling.studies import standard, standard_bytes, standard_case, standard_report
 from profiling.studies.standard import OURS, STANDARD, Settings, Standard
-from tests.profiling.fakes import FakeProvider, FakeTimer
+from tests.profiling.fakes import FakePeer, FakeTimer
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def fake_tools(timer: FakeTimer, **overrides: Any) -> standard.Tools:
 @pytest.fixture
 def timer(monkeypatch) -> FakeTimer:
     timer = FakeTimer()
-    pair = FakeProvider(STANDARD, timer, 6.0), FakeProvider(OURS, timer, 2.0, is_ours=True)
+    pair = FakePeer(STANDARD, timer, 6.0), FakePeer(OURS, timer, 2.0, is_ours=True)
     monkeypatch.setattr(standard, "PROVIDERS", pair)
     return timer
 
@@ -182,7 +182,7 @@ def profiles(settings: Settings) -> list[Profile]:
     marker, found = launch(f"at::{standard_case.MARKER}(long)", 7.0, 7.0), []
     for case in standard_case.cases(settings):
         calls = [launch("gemm", 40.0, 30.0), launch("softmax", 20.0, 10.0)]
-        found += calls if case.provider == STANDARD else [launch("cute_flash_fwd", 5.0, 1.0)]
+        found += calls if case.peer == STANDARD else [launch("cute_flash_fwd", 5.0, 1.0)]
         found += [marker, launch("reduce_kernel", 1e9, 4.0), marker]
     return found
 
@@ -192,7 +192,7 @@ BYTES = Settings((16,), (8,), ("full",))
 
 def test_bytes_are_summed_over_the_launches_of_a_case() -> None:
     cases = standard_case.cases(BYTES)
-    assert [(case.provider, case.direction) for case in cases] == [
+    assert [(case.peer, case.direction) for case in cases] == [
         (STANDARD, "fwd"), (OURS, "fwd"), (STANDARD, "bwd"), (OURS, "bwd"),
     ]  # fmt: skip
     found = standard_bytes.counted(profiles(BYTES), cases)

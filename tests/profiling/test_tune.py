@@ -17,9 +17,9 @@ from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
 from profiling import __main__ as cli
+from profiling.bench.suites import Suite
 from profiling.measure import machine
 from profiling.measure.record import write_json
-from profiling.measure.suites import Suite
 from profiling.measure.timing import describe
 from profiling.measure.workers import Outcome, Task, Unusable
 from profiling.tune import ranking, trial, tune
@@ -28,7 +28,7 @@ from profiling.tune.tune import Settings, run_tune
 from profiling.tune.variants import FAMILIES, Variant, parse, table_rows
 from tests.fakes.gpu import Present
 from tests.fakes.kernels import kernel_of
-from tests.profiling.fakes import CpuGpu, FakeProvider, FakeTimer, tools
+from tests.profiling.fakes import CpuGpu, FakePeer, FakeTimer, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
@@ -145,7 +145,7 @@ def world(monkeypatch) -> Iterator[World]:
     monkeypatch.setattr(trial, "precompile", world.precompile)
     monkeypatch.setattr(trial, "note", world.note)
     monkeypatch.setattr(trial, "tools", lambda is_graph: tools(world.timer))
-    monkeypatch.setattr(trial, "select", lambda names: [FakeProvider(name, world.timer, 2.0) for name in names])
+    monkeypatch.setattr(trial, "select", lambda names: [FakePeer(name, world.timer, 2.0) for name in names])
     monkeypatch.setattr(trial, "ODD_SHAPES", ((1, 2, 1, 90, 33), (1, 2, 2, 33, 33)))
     monkeypatch.setitem(tune.SUITES, "quick", Suite(64, 128, (16, 32), (64,)))
     # Different in every real run.

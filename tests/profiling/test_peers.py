@@ -13,25 +13,19 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cute_flash import reference
 from cute_flash.spec.band import Band
-from profiling.peers import providers
-from profiling.peers.providers import (
-    DEFAULT_NAMES,
-    NO_GPU,
-    CuteFlash,
-    FlashAttention,
-    Flex,
-    Sdpa,
-    as_bhsd,
-    registry,
-    select,
-    split_available,
-)
+from profiling.peers import flash_attention, flex
+from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.flash_attention import FlashAttention
+from profiling.peers.flex import Flex
+from profiling.peers.peer import NO_GPU, as_bhsd
+from profiling.peers.registry import DEFAULT_NAMES, registry, select, split_available
+from profiling.peers.sdpa import Sdpa
 
 
 @pytest.fixture
 def pretend_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    forget = providers.fa3_ops.cache_clear
+    forget = flash_attention.fa3_ops.cache_clear
     forget()
     yield
     forget()
@@ -84,7 +78,7 @@ def test_ours_comes_first_and_variants_only_by_name():
     assert DEFAULT_NAMES[0] == "cute_flash"
     assert "cute_flash-sm80" not in DEFAULT_NAMES and "flex" not in DEFAULT_NAMES and "flex" in registry()
     chosen = select(["cute_flash-sm80", "cute_flash", "sdpa-flash", "cute_flash"], kernels="sm90")
-    assert [provider.name for provider in chosen] == ["cute_flash-sm80", "cute_flash", "sdpa-flash"]
+    assert [peer.name for peer in chosen] == ["cute_flash-sm80", "cute_flash", "sdpa-flash"]
     assert [p.kernels for p in chosen if isinstance(p, CuteFlash)] == ["sm80", "sm90"]
 
 
@@ -96,9 +90,9 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads_kv", [4, 2])
 def test_sdpa_is_attention(causal, heads_kv):
-    provider, tensors = Sdpa("sdpa", SDPBackend.MATH), inputs(heads_kv)
-    with provider.context():
-        out = as_bhsd(provider, provider.prepare(*tensors, causal)())
+    peer, tensors = Sdpa("sdpa", SDPBackend.MATH), inputs(heads_kv)
+    with peer.context():
+        out = as_bhsd(peer, peer.prepare(*tensors, causal)())
     exact, _ = reference.dense(*tensors, Band.of(causal, (None, None)))
     torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
 
@@ -107,10 +101,10 @@ def test_sdpa_is_attention(causal, heads_kv):
 @pytest.mark.parametrize("heads_kv", [4, 2])
 def test_flex_is_attention(monkeypatch, eager_flex, causal, heads_kv):
     """Uncompiled, because compilation needs a GPU."""
-    monkeypatch.setattr(providers, "_compiled_flex", lambda: flex_attention)
-    provider, tensors = Flex(), inputs(heads_kv)
-    with provider.context():
-        out = as_bhsd(provider, provider.prepare(*tensors, causal)())
+    monkeypatch.setattr(flex, "_compiled_flex", lambda: flex_attention)
+    peer, tensors = Flex(), inputs(heads_kv)
+    with peer.context():
+        out = as_bhsd(peer, peer.prepare(*tensors, causal)())
     exact, _ = reference.dense(*tensors, Band.of(causal, (None, None)))
     torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
 
@@ -121,17 +115,17 @@ def test_gradients_of_flex(monkeypatch, causal, heads_kv):
     """With a stand-in, because FlexAttention has no gradients on the CPU: records its calls."""
     masks = []
 
-    def flex(q, k, v, block_mask, enable_gqa):
+    def attend(q, k, v, block_mask, enable_gqa):
         masks.append(block_mask)
         assert enable_gqa == (heads_kv != 4)
         out, _ = reference.dense(q, k, v, Band.of(block_mask is not None, (None, None)))
         return out.to(q.dtype)
 
-    monkeypatch.setattr(providers, "_compiled_flex", lambda: flex)
-    tensors, dout, provider = inputs(heads_kv), torch.randn(2, 4, 33, 16), Flex()
-    call = provider.prepare_backward(*tensors, dout, causal)
+    monkeypatch.setattr(flex, "_compiled_flex", lambda: attend)
+    tensors, dout, peer = inputs(heads_kv), torch.randn(2, 4, 33, 16), Flex()
+    call = peer.prepare_backward(*tensors, dout, causal)
     call()
-    assert_gradients(provider, call(), tensors, dout, causal)
+    assert_gradients(peer, call(), tensors, dout, causal)
     assert len(masks) == 1 and (masks[0] is not None) == causal
 
 
@@ -139,7 +133,7 @@ def test_flex_compiles_for_every_cell_anew(monkeypatch):
     done = []
     monkeypatch.setattr(torch._dynamo, "reset", lambda: done.append("reset"))
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: done.append((function, dynamic)))
-    providers._compiled_flex()
+    flex._compiled_flex()
     assert done == ["reset", (flex_attention, False)]
 
 
@@ -158,9 +152,9 @@ def test_bshd_peers_get_their_own_contiguous_tensors_with_the_same_values():
 
         return forward
 
-    provider = FlashAttention("peer", load)
-    call = provider.prepare(*tensors, True)
-    out = as_bhsd(provider, call())
+    peer = FlashAttention("peer", load)
+    call = peer.prepare(*tensors, True)
+    out = as_bhsd(peer, call())
     assert torch.equal(out, tensors[0])
     *got, causal = seen[0]
     assert causal is True
@@ -183,10 +177,10 @@ def test_kernels_are_chosen_around_the_calls_not_in_them(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", lambda name: {"cute_flash": stub}[name])
     CuteFlash().context()
     assert chosen == []
-    provider = CuteFlash(kernels="sm80")
-    provider.context()
+    peer = CuteFlash(kernels="sm80")
+    peer.context()
     assert chosen == ["sm80"]
-    assert provider.prepare(*inputs(), True)() == ("attn", True)
+    assert peer.prepare(*inputs(), True)() == ("attn", True)
     assert chosen == ["sm80"]
 
 
@@ -196,26 +190,26 @@ def exact_gradients(tensors, dout, causal) -> list[Tensor]:
     return list(torch.autograd.grad(out, leaves, dout.double()))
 
 
-def assert_gradients(provider, grads, tensors, dout, causal):
+def assert_gradients(peer, grads, tensors, dout, causal):
     exact = exact_gradients(tensors, dout, causal)
     assert len(grads) == 3
     for mine, theirs, like in zip(grads, exact, tensors, strict=True):
-        found = as_bhsd(provider, mine)
+        found = as_bhsd(peer, mine)
         assert found.shape == like.shape and not found.requires_grad
         torch.testing.assert_close(found.double(), theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads_kv", [4, 2])
-@pytest.mark.parametrize("provider", [CuteFlash(), Sdpa("sdpa", SDPBackend.MATH)], ids=lambda p: p.name)
-def test_gradients_are_those_of_attention_and_can_be_had_again(provider, heads_kv, causal):
+@pytest.mark.parametrize("peer", [CuteFlash(), Sdpa("sdpa", SDPBackend.MATH)], ids=lambda p: p.name)
+def test_gradients_are_those_of_attention_and_can_be_had_again(peer, heads_kv, causal):
     tensors, dout = inputs(heads_kv), torch.randn((2, 4, 33, 16), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad(), provider.context():
-        call = provider.prepare_backward(*tensors, dout, causal)
+    with torch.no_grad(), peer.context():
+        call = peer.prepare_backward(*tensors, dout, causal)
         first, second = call(), call()
-    assert_gradients(provider, first, tensors, dout, causal)
+    assert_gradients(peer, first, tensors, dout, causal)
     assert all(map(torch.equal, first, second))
-    # The inputs belong to all providers.
+    # The inputs belong to all peers.
     assert not any(x.requires_grad for x in (*tensors, dout))
 
 
@@ -233,10 +227,10 @@ def test_the_forward_of_a_bshd_peer_runs_once_and_its_gradients_are_bshd(heads_k
         forwards.append(causal)
         return dense_bshd(q, k, v, causal)
 
-    provider = FlashAttention("peer", lambda: forward)
-    call = provider.prepare_backward(*tensors, dout, True)
+    peer = FlashAttention("peer", lambda: forward)
+    call = peer.prepare_backward(*tensors, dout, True)
     call()
-    assert_gradients(provider, call(), tensors, dout, True)
+    assert_gradients(peer, call(), tensors, dout, True)
     assert forwards == [True]
 
 
@@ -267,20 +261,20 @@ class FakeFa3:
 @pytest.mark.parametrize("heads_kv", [4, 2])
 def test_fa3_gives_its_gradients_through_its_op(monkeypatch, heads_kv, causal):
     fake = FakeFa3()
-    monkeypatch.setattr(providers, "fa3_ops", lambda: fake)
-    tensors, dout, provider = inputs(heads_kv), torch.randn(2, 4, 33, 16), registry()["fa3"]
-    call = provider.prepare_backward(*tensors, dout, causal)
+    monkeypatch.setattr(flash_attention, "fa3_ops", lambda: fake)
+    tensors, dout, peer = inputs(heads_kv), torch.randn(2, 4, 33, 16), registry()["fa3"]
+    call = peer.prepare_backward(*tensors, dout, causal)
     first, second = call(), call()
     assert fake.calls == ["fwd", "bwd", "bwd"]
-    assert_gradients(provider, second, tensors, dout, causal)
+    assert_gradients(peer, second, tensors, dout, causal)
     assert first[0].data_ptr() != second[0].data_ptr()
 
 
-def test_providers_without_a_backward_give_a_reason(pretend_gpu, monkeypatch):
+def test_peers_without_a_backward_give_a_reason(pretend_gpu, monkeypatch):
     # An FA3 that was built without it.
-    monkeypatch.setattr(providers, "fa3_ops", lambda: SimpleNamespace(fwd=None))
+    monkeypatch.setattr(flash_attention, "fa3_ops", lambda: SimpleNamespace(fwd=None))
     chosen = select(["cute_flash", "cute_flash-sm80", "sdpa-cudnn", "fa3"])
     assert split_available(chosen)[1] == {}
     available, absent = split_available(chosen, "bwd")
-    assert [provider.name for provider in available] == ["cute_flash", "cute_flash-sm80", "sdpa-cudnn"]
+    assert [peer.name for peer in available] == ["cute_flash", "cute_flash-sm80", "sdpa-cudnn"]
     assert absent["fa3"].startswith("AttributeError: ") and "bwd" in absent["fa3"]

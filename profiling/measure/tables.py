@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,3 +55,9 @@ def print_unavailable(reasons: dict[str, str]) -> None:
 def print_lines(title: str, lines: Sequence[str]) -> None:
     if lines:
         print("\n".join([f"{title}:", *(f"- {line}" for line in lines), ""]))
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return math.exp(sum(math.log(value) for value in values) / len(values))

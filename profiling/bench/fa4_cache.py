@@ -1,33 +1,25 @@
 """Compile the kernels of FlashAttention-4 in parallel, before a run calls it.
 
-FlashAttention-4 compiles a kernel at its first call, which takes 5 to 15 s. If ENABLED is set, it also keeps the
+FlashAttention-4 compiles a kernel at its first call, which takes 5 to 15 s. If FA4_CACHE is set, it also keeps the
 compiled kernels in a folder, from which other processes load them. Runs with user mods do not use the folder, because
 the name of a file there may not tell apart two functions that differ only in captured values.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import torch
 
-from profiling.measure.suites import DTYPES, Shape
+from profiling.measure.shapes import DTYPES, Shape
 from profiling.measure.workers import Pool, Task
+from profiling.peers.directions import DIRECTIONS
+from profiling.peers.flash_attention import FA4, FA4_CACHE
+from profiling.peers.registry import registry
 
-NAME = "fa4"
-ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 LIMIT_S = 120.0  # of the calls of one worker
-
-
-def imported(name: str) -> Any:
-    """A module of FlashAttention-4, which reads the environment when it is imported."""
-    os.environ.setdefault(ENABLED, "1")
-    return importlib.import_module(name)
 
 
 def representatives(shapes: Sequence[Shape]) -> list[tuple[Shape, ...]]:
@@ -45,15 +37,11 @@ def representatives(shapes: Sequence[Shape]) -> list[tuple[Shape, ...]]:
 
 def first_calls(shapes: Sequence[Shape], direction: str, dtype: str) -> None:
     """Call FlashAttention-4 once for each shape. Runs in a worker process."""
-    # `profiling.peers.providers` imports this module.
-    from profiling.peers.directions import DIRECTIONS
-    from profiling.peers.providers import registry
-
     one, device = DIRECTIONS[direction], torch.device("cuda")
     for shape in shapes:
         with torch.no_grad():
             inputs = one.inputs(shape, DTYPES[dtype], device, 0, "normal")
-            one.prepare(registry()[NAME], inputs, shape.causal)()
+            one.prepare(registry()[FA4], inputs, shape.causal)()
     torch.cuda.synchronize()
 
 
@@ -70,7 +58,7 @@ def fill(
     A kernel that fails here is compiled by the run, which records its error.
     """
     tasks = [Task(first_calls, (group, direction, dtype)) for group in groups]
-    with make_pool(jobs, {ENABLED: "1"}, LIMIT_S) as pool:
+    with make_pool(jobs, {FA4_CACHE: "1"}, LIMIT_S) as pool:
         for outcome in pool.run(tasks):
             shape = groups[outcome.index][0]
             progress(f"D={shape.head_dim} {shape.mask}: {outcome.error or 'compiled'}")
