@@ -7,24 +7,22 @@ run; results up to then are saved.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_flash.errors import UnsupportedError
-from cute_flash.planning.plan import CompileKey
+from profiling.bench.suites import SUITES
 from profiling.measure.accuracy import DISTRIBUTIONS, Accuracy, Oracle, poison
-from profiling.measure.launches import recorded_kernels
+from profiling.measure.options import MS, ROUNDS, SEED, option
 from profiling.measure.record import Ceiling, Cell, Result, Run
 from profiling.measure.shapes import DTYPES, Shape
+from profiling.measure.study import Tools
 from profiling.measure.timing import DeviceLost, Failure, Measured, TimedCall, Timer, attempt, measure
 from profiling.peers.directions import DIRECTIONS, Direction, Inputs
-from profiling.peers.peer import Peer, in_layout
+from profiling.peers.peer import KERNELS, LAYOUTS, Peer, in_layout
 
 METHOD = {
     "rounds": "in one process, every round times every peer once; over as many rounds as there are "
@@ -40,30 +38,18 @@ METHOD = {
 
 @dataclass(frozen=True)
 class Settings:
-    suite: str = "quick"
-    direction: str = "fwd"
-    dtype: str = "bf16"
-    kernels: str = "auto"
-    reference: str = "sdpa-flash"
-    rounds: int = 6
-    ms: float = 25.0
-    graph: bool = False
-    outliers: bool = False
-    layout: str = "bhsd"
-    seed: int = 0
+    suite: str = option("quick", "shapes", choices=SUITES)
+    direction: str = option("fwd", "forward or backward pass", choices=DIRECTIONS)
+    dtype: str = option("bf16", choices=DTYPES)
+    kernels: str = option("auto", "kernel family of cute_flash", choices=KERNELS)
+    reference: str = option("sdpa-flash", "peer of the column ours/ref", metavar="NAME")
+    rounds: int = ROUNDS(6)
+    ms: float = MS(25.0)
+    graph: bool = option(False, "time replays of CUDA graphs, without host time")
+    outliers: bool = option(False, "check the accuracy on inputs with outliers too")
+    layout: str = option("bhsd", "order of the inputs in memory", choices=LAYOUTS)
+    seed: int = SEED(0)
     ceiling_size: int = 8192
-
-
-@dataclass(frozen=True)
-class Tools:
-    """The timer, device and callbacks of the benchmark; tests replace them."""
-
-    timer: Timer
-    device: torch.device
-    facts: Callable[[], dict[str, Any]]
-    card_state: Callable[[], dict[str, Any]]
-    progress: Callable[[str], None] = lambda line: None
-    save: Callable[[Run], None] = lambda run: None
 
 
 @dataclass
@@ -189,23 +175,6 @@ def run_cell(cell: Cell, peers: Sequence[Peer], settings: Settings, tools: Tools
     if isinstance(filled, Failure):
         return replace(cell, results={peer.name: Result(error=filled.message) for peer in peers})
     return filled
-
-
-@torch.no_grad()
-def needed_kernels(
-    shapes: Sequence[Shape], peers: Sequence[Peer], settings: Settings, device: torch.device
-) -> list[CompileKey]:
-    """The kernels of all calls of cute_flash in a run; nothing is compiled or launched."""
-    direction, keys = DIRECTIONS[settings.direction], dict[CompileKey, None]()
-    ours = [peer for peer in peers if peer.is_ours]
-    for shape in shapes:
-        made = direction.inputs(shape, DTYPES[settings.dtype], device, settings.seed, DISTRIBUTIONS[0])
-        inputs = tuple(in_layout(x, settings.layout) for x in made)
-        for peer in ours:
-            # The run records the error of a call that is refused.
-            with peer.context(), recorded_kernels(keys), suppress(UnsupportedError):
-                direction.prepare(peer, inputs, shape.causal)()
-    return list(keys)
 
 
 def measure_ceiling(settings: Settings, tools: Tools, earlier: Ceiling | None = None) -> Ceiling:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,14 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from cute_flash.spec import arch
+from cute_flash.tools.precompile import precompile_keys
+from cute_flash.tools.progress import steps
+from profiling.counters import ncu_source
 from profiling.counters.expect import expected
-from profiling.counters.ncu import NcuError, NotPermittedError, Tool
-from profiling.counters.ncu_case import LAYOUTS, Case, case_of
+from profiling.counters.ncu import NcuError, NotPermittedError, Tool, choose
+from profiling.counters.ncu_case import BEYOND_L2, LAYOUTS, Case, add_shape, case_of, shape_of
 from profiling.counters.ncu_metrics import parse_raw, raw_of
-from profiling.counters.ncu_report import Finding, record
+from profiling.counters.ncu_report import LEGEND, Finding, record, tables
+from profiling.measure import machine
+from profiling.measure.options import add_jobs, name_list
 from profiling.measure.record import write_json
+from profiling.measure.study import FAILED, OK, Command, target_arch
+from profiling.measure.tables import print_lines, show
 
 RECORD = "ncu.json"
+# The layout of shared memory that every kernel has.
+DEFAULT_LAYOUT = "swizzled"
 # If these facts are the same, an earlier run in the folder is part of this run, and its cases stay in the record.
 SAME_RUN = ("gpu", "driver", "source_digest")
 # Facts of a run that its exports do not have.
@@ -113,3 +123,81 @@ def profile_all(
     for future in reading:
         future.result()
     return done[num_earlier:]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    kernels = tuple(LAYOUTS)
+    add("--kernels", type=name_list, default=kernels, metavar="LIST", help=f"default: {','.join(kernels)}")
+    add("--variants", type=name_list, default=(), metavar="LIST", help="layouts, such as swizzled,plain (default: all)")
+    add_shape(parser)
+    sizes = ", ".join(f"{name} {value}" for name, value in BEYOND_L2.items())
+    add("--beyond-l2", action="store_true", help=f"a shape whose tensors exceed L2: {sizes}, default layouts")
+    add("--by-instruction", action="store_true", help="count shared-memory wavefronts by SASS instruction instead")
+    add("--out", type=Path, default=Path("build/ncu"), metavar="DIR", help="folder of reports (default: %(default)s)")
+    add("--ncu", default="ncu", metavar="PROGRAM", help="path of Nsight Compute (default: %(default)s)")
+    add_jobs(parser)
+    add("--predict-only", action="store_true", help="print the predictions; needs no GPU")
+    add("--from-exports", action="store_true", help="write ncu.json again from the .csv files in DIR; needs no GPU")
+    add("--arch", metavar="sm_xx", help="architecture of --predict-only (default: the GPU here)")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.from_exports:
+        export_record(args.out)
+        findings, data = from_folder(args.out)
+        write_json(data, args.out / RECORD)
+        return _show_findings(findings)
+    target, variants = target_arch(args.arch, args.predict_only, "--predict-only"), args.variants
+    if args.beyond_l2:
+        vars(args).update(BEYOND_L2)
+    if args.beyond_l2 or args.by_instruction:
+        variants = variants or (DEFAULT_LAYOUT,)
+    cases = choose(args.kernels, variants, shape_of(args), args.dtype)
+    findings = [Finding(case, expected(case, target)) for case in cases]
+    if not args.predict_only:
+        tool = Tool(args.out, args.ncu)
+        tool.check()
+        keys = dict.fromkeys(key for case in cases for key in case.keys(target))
+        precompile_keys(list(keys), args.jobs)
+        if args.by_instruction:
+            return _count_instructions(tool, cases)
+        settings = {"kernels": args.kernels, "variants": variants, "jobs": args.jobs}
+        facts = {"settings": settings, "machine": machine.facts(), "ncu": tool.version}
+        with steps("profiling", len(findings)) as done:
+            findings = profile_all(tool, findings, facts, done)
+    return _show_findings(findings)
+
+
+def _count_instructions(tool: Tool, cases: Sequence[Case]) -> int:
+    failures = []
+    for case in cases:
+        try:
+            show([ncu_source.table(case.id, ncu_source.collect(tool, case))])
+        except NotPermittedError:
+            raise
+        except NcuError as error:
+            failures.append(str(error))
+    print_lines("Failures", failures)
+    return FAILED if failures else OK
+
+
+def _show_findings(findings: Sequence[Finding]) -> int:
+    show(tables(findings))
+    print(f"{LEGEND}\n")
+    failures = [f"{one.case.id}: {one.error}" for one in findings if one.error]
+    print_lines("Failures", failures)
+    return FAILED if failures else OK
+
+
+COMMAND = Command(
+    "ncu",
+    "single launches under Nsight Compute: counters beside their predictions",
+    (
+        "--out build/ncu",
+        "--kernels fwd-sm80 --head-dim 96 --mask causal",
+        "--predict-only --arch sm_90  # needs no GPU",
+    ),
+    add_arguments,
+    run,
+)

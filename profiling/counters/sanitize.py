@@ -7,6 +7,7 @@ limit, and the log lists its remaining launches as not run. The log is written a
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import re
 import shutil
@@ -19,7 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from profiling.counters.sanitize_case import BEGIN, END, SKIPPED, Launch, names
+from cute_flash.spec import arch
+from cute_flash.tools.precompile import precompile_keys
+from profiling.counters.ncu import run_command
+from profiling.counters.sanitize_case import BEGIN, END, SKIPPED, Launch, launches, names, needed_kernels
+from profiling.measure import machine
+from profiling.measure.options import add_jobs, at_least_one
+from profiling.measure.study import FAILED, OK, Command
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 PROGRAM = "compute-sanitizer"
@@ -158,3 +165,50 @@ def log(outcomes: Sequence[Outcome], facts: dict[str, Any], version: str | None)
             lines.append(f"  not run: {', '.join(one.not_run)}")
         lines.append(f"  clean: {', '.join(one.clean)}")
     return "\n".join(lines) + "\n"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tool", dest="tools", action="append", choices=TOOLS, help="default: all; may be repeated")
+    add("--minutes", type=float, default=20.0, metavar="N", help="stop after N minutes (default: %(default)s)")
+    add("--only", default="*", metavar="PATTERN", help="names with * such as 'sm90-*-dropout', or a part of names")
+    add("--list", action="store_true", help="print the launches and the expected time; needs no GPU")
+    add("--processes", type=at_least_one, default=4, metavar="N", help="sanitizers at once (default: %(default)s)")
+    add("--out", type=Path, metavar="FILE", help="default: profiling/results/<gpu>/<date>-sanitize.txt")
+    add_jobs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    tools = tuple(dict.fromkeys(args.tools or TOOLS))
+    chosen = launches(only=args.only)
+    if not chosen:
+        raise ValueError(f"--only {args.only}: no launch has such a name; --list prints all names")
+    seconds = expected_seconds(tools, len(chosen))
+    if args.list:
+        print("\n".join(launch.name for launch in chosen))
+        print(f"{len(chosen)} launches, {', '.join(tools)}: about {seconds:.0f} s on an H200 (an estimate)")
+        return OK
+    if not arch.has_gpu():
+        raise ValueError("no CUDA device: nothing can be checked")
+    check()
+    deadline = time.monotonic() + 60 * args.minutes
+    facts = machine.facts()
+    out = args.out or machine.default_path("sanitize", facts).with_suffix(".txt")
+    precompile_keys(needed_kernels(chosen), args.jobs)
+    version = machine.run_command((PROGRAM, "--version"))
+    outcomes = []
+    for tool in tools:
+        outcomes.append(run_processes(tool, chosen, deadline, run_command, args.processes))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(log(outcomes, facts, version), encoding="utf-8")
+    print(out.read_text(encoding="utf-8"))
+    return OK if all(outcome.is_clean for outcome in outcomes) else FAILED
+
+
+COMMAND = Command(
+    "sanitize",
+    "compute-sanitizer over small launches of every kind of kernel",
+    ("--tool racecheck --minutes 8", "--list  # needs no GPU"),
+    add_arguments,
+    run,
+)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -24,6 +25,7 @@ from cute_flash.distributed.accumulate import Output, PartialOutput
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import CompileKey
 from cute_flash.score_mod.block_mask import BlockMask
+from profiling.measure.launches import needed_kernels as kernels_of_calls
 
 FAMILIES = ("sm80", "sm90")
 HEAD_DIMS = (64, 128, 256)
@@ -288,14 +290,13 @@ def run(chosen: Iterable[Launch], device: str = "cuda") -> None:
 
 def needed_kernels(chosen: Iterable[Launch], device: str = "cuda") -> list[CompileKey]:
     """The kernels of the launches, which are not run."""
-    from profiling.measure.launches import recorded_kernels
 
-    keys: dict[CompileKey, None] = {}
-    for launch in chosen:
+    def call_once(launch: Launch) -> None:
         # Nothing is computed, so results may fail the check for finite values.
-        with recorded_kernels(keys), suppress(SystemExit):
+        with suppress(SystemExit):
             call(launch, device)
-    return list(keys)
+
+    return kernels_of_calls(partial(call_once, launch) for launch in chosen)
 
 
 def names(lines: Iterable[str], word: str) -> Iterator[str]:

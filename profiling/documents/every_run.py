@@ -8,6 +8,7 @@ the present commit is not repeated, so an interrupted series can be resumed.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -17,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from profiling.documents import kernel_changes
+from profiling.measure import machine
+from profiling.measure.options import name_list
 from profiling.measure.record import write_json
-from profiling.measure.tables import Table
+from profiling.measure.study import FAILED, OK, Command, need_gpu
+from profiling.measure.tables import Table, show
 
 PAPER = "bench --suite paper --graph --layout bshd"
 UNFINISHED = "unfinished"
-# Exit statuses of a run that measured everything: success, and a missed goal or a failed peer.
-ENDED = (0, 1)
 SM80 = "--kernels sm80 --providers cute_flash,sdpa-flash"
 # The head dims of all runs without features.
 _FORWARD = (
@@ -160,9 +162,9 @@ def run_all(
         if not text.exists():  # some commands write this file themselves
             head = f"python -m profiling {step.command}; commit {facts['git_commit']}, {facts['date']}\n\n"
             text.write_text(head + "\n".join(output for _, output in done), encoding="utf-8")
-        if status in ENDED and unfinished.exists():
+        if status in (OK, FAILED) and unfinished.exists():
             finish(unfinished, path)
-        outcome = DONE if status == 0 else f"exit status {status}" + ", measured" * (status in ENDED)
+        outcome = DONE if status == 0 else f"exit status {status}" + ", measured" * (status in (OK, FAILED))
         outcomes.append(Outcome(step, outcome, clock() - before))
     has_run = any(one.seconds is not None for one in outcomes)
     commit = facts["git_commit"]
@@ -191,3 +193,41 @@ def list_table(steps: Sequence[Step]) -> Table:
     )
     total = sum(step.seconds for step in steps)
     return Table(f"Runs, about {total // 60} minutes on an H200", ("name", "command", "seconds"), rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--only", type=name_list, default=(), metavar="LIST", help="names of runs (default: all)")
+    add("--list", action="store_true", help="print the runs and their commands; needs no GPU")
+    add("--budget-s", type=float, metavar="SECONDS", help="start no run that would not end within this time")
+    add("--out", type=Path, metavar="DIR", help="default: profiling/results/<gpu>")
+
+
+def run(args: argparse.Namespace) -> int:
+    chosen = chosen_steps(args.only)
+    if args.list:
+        show([list_table(chosen)])
+        return OK
+    need_gpu("; --list prints the commands")
+    facts = machine.facts()
+    example = machine.default_path("", facts)
+    date = example.name[: len("2026-01-31")]
+    known = {"date": date, **{name: facts[name] for name in ("git_commit", "source_digest")}}
+    folder = args.out or example.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes = run_all(chosen, folder, known, args.budget_s)
+    show([table(outcomes)])
+    return OK if all(one.text in (DONE, SKIPPED) for one in outcomes) else FAILED
+
+
+COMMAND = Command(
+    "all",
+    "every command whose results the README and the docs show",
+    (
+        "--list  # needs no GPU",
+        "--budget-s 600  # leave out runs that would not end in time; a second call resumes",
+        "--only decode,mods",
+    ),
+    add_arguments,
+    run,
+)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import field, fields
+from dataclasses import field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,7 +57,7 @@ def _keywords(default: Any, text: str, keywords: dict[str, Any]) -> dict[str, An
     """The keywords of `add_argument` for a field with this default."""
     if isinstance(default, bool):
         return {"action": "store_true", "help": text, **keywords}
-    made: dict[str, Any] = {"type": str if default is None else type(default), "default": default}
+    made: dict[str, Any] = {"type": str if default is None else type(default)}
     if isinstance(default, tuple):
         is_int = bool(default) and isinstance(default[0], int)
         made |= {"type": int_list if is_int else name_list, "metavar": "LIST"}
@@ -70,17 +70,18 @@ def _keywords(default: Any, text: str, keywords: dict[str, Any]) -> dict[str, An
 
 
 def add_options(parser: argparse.ArgumentParser, settings: type) -> None:
-    """Add an option for each field that was made by `option`."""
+    """Add an option for each field that was made by `option`. Parsed arguments have only the options that are given."""
     for one in fields(settings):
         if "keywords" in one.metadata:
             keywords = _keywords(one.default, one.metadata["text"], one.metadata["keywords"])
-            parser.add_argument(f"--{one.name.replace('_', '-')}", dest=one.name, **keywords)
+            parser.add_argument(f"--{one.name.replace('_', '-')}", dest=one.name, default=argparse.SUPPRESS, **keywords)
 
 
-def settings_of(settings: type[S], args: argparse.Namespace, **others: Any) -> S:
-    """The settings of parsed arguments. `others`: fields that are not options, or have other values."""
-    values = {one.name: getattr(args, one.name) for one in fields(settings) if "keywords" in one.metadata}  # type: ignore[arg-type]
-    return settings(**{**values, **others})
+def settings_of(settings: type[S], args: argparse.Namespace, base: S | None = None) -> S:
+    """The settings with the options that are given; the others are those of `base`, or the defaults."""
+    names = [one.name for one in fields(settings) if "keywords" in one.metadata]  # type: ignore[arg-type]
+    chosen = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return settings(**chosen) if base is None else replace(base, **chosen)  # type: ignore[type-var]
 
 
 def add_out(parser: argparse.ArgumentParser, text: str = "write all results as JSON, after each cell") -> None:

@@ -162,15 +162,17 @@ def to_dict(run: Run) -> dict[str, Any]:
     return data
 
 
-def write_json(data: Any, path: Path) -> None:
-    """Write a file atomically: a run that is killed while writing leaves the previous file."""
+def write_json(data: Any, path: Path | None) -> None:
+    """Write a file atomically: a run that is killed while writing leaves the previous file. No path: nothing."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n")
     os.replace(part, path)
 
 
-def save(run: Run, path: Path) -> None:
+def save(run: Run, path: Path | None) -> None:
     write_json(to_dict(run), path)
 
 

@@ -25,6 +25,7 @@ import torch
 
 from cute_flash.planning.plan import CompileKey
 from cute_flash.spec import arch
+from cute_flash.spec.arch import ArchSpec
 from cute_flash.tools.precompile import precompile_keys
 from cute_flash.tools.progress import steps
 from profiling.measure import machine
@@ -55,6 +56,17 @@ def need_gpu(remedy: str = "") -> None:
         raise ValueError(f"no CUDA device: nothing can be measured{remedy}")
 
 
+def target_arch(name: str | None, is_without_gpu: bool, option_name: str) -> ArchSpec:
+    """The architecture of the GPU here, or of --arch with the option that needs no GPU."""
+    if name and not is_without_gpu:
+        raise ValueError(f"--arch {name}: timed kernels run on the GPU here; use it with {option_name}")
+    if name:
+        return arch.by_name(name)
+    if not arch.has_gpu():
+        raise ValueError(f"no CUDA device; without one: {option_name} --arch sm_90")
+    return arch.detect(torch.cuda.current_device())
+
+
 @dataclass(frozen=True)
 class Tools:
     """Timers, device, facts and callbacks of a measurement."""
@@ -62,8 +74,8 @@ class Tools:
     timer: Timer = field(default_factory=GraphTimer)  # device time
     events: Timer = field(default_factory=EventTimer)  # with host time
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))
-    facts: Callable[[], Record] = machine.facts
-    card_state: Callable[[], Record] = machine.card_state
+    facts: Callable[[], Record] = lambda: machine.facts()
+    card_state: Callable[[], Record] = lambda: machine.card_state()
     clock: Callable[[], float] = time.perf_counter
     progress: Callable[[str], None] = lambda line: None
     save: Callable[[Any], None] = lambda record: None
@@ -94,7 +106,7 @@ class Tools:
 
 
 class Step(NamedTuple):
-    """A measurement. Its result is appended to a list of the record, or is the value of another part."""
+    """A measurement. Its result is added to a part of the record, which is a list or a dict."""
 
     part: str
     title: str
@@ -111,7 +123,7 @@ class Study(Generic[S]):
     tables: Callable[[Record], list[Table]]
     kernels: Callable[[S, Tools], Sequence[CompileKey]] | None = None
     method: Mapping[str, Any] = field(default_factory=dict)
-    # The parts of the record besides settings, machine and method; a part that is a list gets the results of steps.
+    # The parts of the record besides settings, machine and method.
     parts: Callable[[S, Tools], Record] = lambda settings, tools: {"cells": []}
     check: Callable[[S], Any] = lambda settings: None  # raises ValueError for wrong settings
     failures: Callable[[Record], list[str]] = lambda record: []
@@ -121,6 +133,7 @@ class Study(Generic[S]):
     # A file results/<gpu>/<date>-<name>.json, and .txt with the tables, if --out names no other file.
     has_own_file: bool = False
     small: S | None = None  # of a dry run on the CPU; None: the command has no --dry-run
+    needs_gpu: bool = True
 
     @property
     def command(self) -> Command:
@@ -135,6 +148,7 @@ class Study(Generic[S]):
             "method": dict(self.method),
             "card": {"before": tools.card_state(), "after": None},
             "left_out": [],
+            "is_dry_run": tools.device.type == "cpu",
             "is_complete": False,
             **self.parts(settings, tools),
         }
@@ -142,11 +156,12 @@ class Study(Generic[S]):
         for part, title, measure_step in self.steps(settings, tools):
             if tools.clock() > end:
                 record["left_out"].append(title)
-            elif isinstance(record.get(part), list):
-                found = measure_step()
-                record[part] += found if isinstance(found, list) else [found]
             else:
-                record[part] = measure_step()
+                found = measure_step()
+                if isinstance(record.get(part), list):
+                    record[part] += found if isinstance(found, list) else [found]
+                else:
+                    record[part] = {**record.get(part, {}), **found}
             tools.save(record)
             tools.progress(title)
         record["card"]["after"] = tools.card_state()
@@ -167,19 +182,21 @@ class Study(Generic[S]):
 
     def run(self, args: argparse.Namespace) -> int:
         is_dry_run = self.small is not None and args.dry_run
-        settings = self.small if is_dry_run and self.small is not None else settings_of(self.settings, args)
+        settings = settings_of(self.settings, args, self.small if is_dry_run else None)
         # Wrong settings are refused before anything is compiled.
         self.check(settings)
-        if not is_dry_run:
+        is_on_gpu = self.needs_gpu and not is_dry_run
+        if is_on_gpu:
             need_gpu("; --dry-run tries it on the CPU" if self.small is not None else "")
-        tools = Tools.on_cpu() if is_dry_run else Tools()
-        facts = tools.facts()
+        tools = Tools() if is_on_gpu else Tools.on_cpu()
+        facts = tools.facts() if self.needs_gpu else {**tools.facts(), "gpu": None}
         path = args.out or (machine.default_path(self.name, facts) if self.has_own_file and not is_dry_run else None)
-        if self.kernels is not None and not is_dry_run:
+        if self.kernels is not None and is_on_gpu:
             precompile_keys(list(self.kernels(settings, tools)), args.jobs)
-        save = partial(write_json, path=path) if path else tools.save
         with steps(f"measuring {self.name}", len(self.steps(settings, tools))) as done:
-            record = self.measure(settings, replace(tools, facts=lambda: facts, progress=done, save=save))
+            record = self.measure(
+                settings, replace(tools, facts=lambda: facts, progress=done, save=partial(write_json, path=path))
+            )
         return self.report(record, path if self.has_own_file else None)
 
     def report(self, record: Record, path: Path | None) -> int:

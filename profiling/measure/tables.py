@@ -19,6 +19,11 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
+def number(value: float | None, form: str = ".2f") -> str:
+    """A number of a table; "-" if there is none."""
+    return "-" if value is None else format(value, form)
+
+
 def markdown(table: Table) -> str:
     rows = [table.columns, *table.rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from profiling.measure.accuracy import Oracle, random_dout, random_inputs
 from profiling.measure.oracles import GRADIENTS, backward_oracles, forward_oracle
 from profiling.measure.shapes import Shape
-from profiling.peers.peer import BackwardCall, Call, Peer, as_bhsd
+from profiling.measure.timing import TimedCall, Timer
+from profiling.peers.peer import BackwardCall, Call, Peer, as_bhsd, in_layout
 
 Inputs = tuple[Tensor, ...]
 
@@ -91,3 +93,30 @@ DIRECTIONS = {
         },
     ),
 }
+
+
+def timed_call(peer: Peer, direction: str, inputs: Inputs, causal: bool, timer: Timer) -> TimedCall:
+    """The call of a peer. A forward pass whose gradients are timed runs on the stream that is captured."""
+    with peer.context(), timer.stream():
+        return TimedCall(DIRECTIONS[direction].prepare(peer, inputs, causal), peer.context)
+
+
+def calls_of(
+    peers: Sequence[Peer],
+    shapes: Sequence[Shape],
+    directions: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: str = "bhsd",
+) -> Iterator[Callable[[], Any]]:
+    """A call of each of cute_flash's peers on each shape, to record the kernels that a run needs."""
+
+    def call(peer: Peer, direction: Direction, inputs: Inputs, causal: bool) -> None:
+        with torch.no_grad(), peer.context():
+            direction.prepare(peer, inputs, causal)()
+
+    for shape in shapes:
+        for name in directions:
+            made = DIRECTIONS[name].inputs(shape, dtype, device, 0, "normal")
+            inputs = tuple(in_layout(x, layout) for x in made)
+            yield from (partial(call, one, DIRECTIONS[name], inputs, shape.causal) for one in peers if one.is_ours)

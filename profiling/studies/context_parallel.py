@@ -8,7 +8,8 @@ unsharded call is the cost of sharding. `GOAL` is the largest acceptable cost.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from cute_flash import ops
 from cute_flash.distributed.accumulate import Gradients, Output, Saved, Scores, rows_of
 from cute_flash.distributed.comm import Pair
 from cute_flash.distributed.ring import Group, Schedule, heads_first, keys_first, max_steps
-from cute_flash.distributed.sharding import Sharding, join, split
+from cute_flash.distributed.sharding import SHARDINGS, Sharding, join, split
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 from cute_flash.tools.cp_cost import LINKS, Model
+from profiling.measure.options import MS, ROUNDS, option
+from profiling.measure.study import Record, Step, Study, Tools
 from profiling.measure.tables import Table
-from profiling.measure.timing import TimedCall, Timer, measure
+from profiling.measure.timing import TimedCall, measure
 
 GOAL = 1.08
 DIRECTIONS = ("forward", "backward")
@@ -36,14 +39,14 @@ EXPECTED_SECONDS = 40
 
 @dataclass(frozen=True)
 class Settings:
-    seqlen: int = 65536
-    ranks: int = 8
-    heads: int = 32
-    heads_kv: int = 8
-    head_dim: int = 128
-    sharding: str = "zigzag"
-    rounds: int = 5
-    ms: float = 30.0
+    seqlen: int = option(65536)
+    ranks: int = option(8)
+    heads: int = option(32)
+    heads_kv: int = option(8)
+    head_dim: int = option(128)
+    sharding: str = option("zigzag", choices=SHARDINGS)
+    rounds: int = ROUNDS(5)
+    ms: float = MS(30.0)
     seed: int = 0
 
     def check(self) -> None:
@@ -153,42 +156,48 @@ def errors(loop: Loop) -> dict[str, float]:
     return {name: float((joined[name] - y).abs().max() / y.abs().max()) for name, y in pairs.items()}
 
 
-Save = Callable[[dict[str, Any]], None]
-
-
-def run(settings: Settings, device: torch.device, timer: Timer, save: Save) -> dict[str, Any]:
-    """Measure both directions. `save` gets the record after each."""
-    settings.check()
-    loop = Loop(settings, device)
+def _prepared(settings: Settings, tools: Tools) -> Loop:
+    loop = Loop(settings, tools.device)
     loop.saved = [loop.forward(rank) for rank in loop.ranks]
-    record: dict[str, Any] = {"settings": asdict(settings), "goal": GOAL, "errors": errors(loop), "directions": {}}
+    return loop
+
+
+@torch.no_grad()
+def measure_direction(make: Callable[[], Loop], direction: str, settings: Settings, tools: Tools) -> Record:
+    loop = make()
     predicted = Model(settings.problem, settings.ranks, LINKS["nvlink"], kind=settings.sharding).kernel_ratios()
-    for direction, predicted_ratio in zip(DIRECTIONS, predicted):
-        timed_calls = {"unsharded": TimedCall(loop.unsharded(direction))}
-        timed_calls |= {f"rank {rank}": TimedCall(loop.call(direction, rank)) for rank in loop.ranks}
-        if direction == "forward":
-            timed_calls["rank 0, without merges"] = TimedCall(lambda: loop.without_merges(0))
-        measured = measure(timed_calls, timer, settings.rounds, settings.ms)
-        times = {name: samples.median_ms for name, samples in measured.samples.items()}
-        ranks = [times.get(f"rank {rank}") for rank in loop.ranks]
-        found: dict[str, Any] = {
-            "ms": times,
-            "errors": measured.errors,
-            "calls_of_a_rank": loop.num_calls(direction, 0),
-            "predicted_ratio": predicted_ratio,
-            "ratio": None,
-            "slowest_rank": None,
-        }
-        if "unsharded" in times and None not in ranks:
-            whole = times["unsharded"]
-            found["ratio"] = sum(x for x in ranks if x is not None) / whole
-            found["slowest_rank"] = max(x for x in ranks if x is not None) * settings.ranks / whole
-        record["directions"][direction] = found
-        save(record)
-    return record
+    timed_calls = {"unsharded": TimedCall(loop.unsharded(direction))}
+    timed_calls |= {f"rank {rank}": TimedCall(loop.call(direction, rank)) for rank in loop.ranks}
+    if direction == "forward":
+        timed_calls["rank 0, without merges"] = TimedCall(lambda: loop.without_merges(0))
+    measured = measure(timed_calls, tools.timer, settings.rounds, settings.ms)
+    times = {name: samples.median_ms for name, samples in measured.samples.items()}
+    ranks = [times.get(f"rank {rank}") for rank in loop.ranks]
+    found: Record = {
+        "ms": times,
+        "errors": measured.errors,
+        "calls_of_a_rank": loop.num_calls(direction, 0),
+        "predicted_ratio": predicted[DIRECTIONS.index(direction)],
+        "ratio": None,
+        "slowest_rank": None,
+    }
+    if "unsharded" in times and None not in ranks:
+        whole = times["unsharded"]
+        found["ratio"] = sum(x for x in ranks if x is not None) / whole
+        found["slowest_rank"] = max(x for x in ranks if x is not None) * settings.ranks / whole
+    return {direction: found}
 
 
-def table(record: dict[str, Any]) -> Table:
+def steps(settings: Settings, tools: Tools) -> list[Step]:
+    """The errors, then both directions, on one ring that the first step makes."""
+    make = torch.no_grad()(cache(partial(_prepared, settings, tools)))
+    return [
+        Step("errors", "errors", torch.no_grad()(lambda: errors(make()))),
+        *(Step("directions", x, partial(measure_direction, make, x, settings, tools)) for x in DIRECTIONS),
+    ]
+
+
+def table(record: Record) -> Table:
     rows = []
     for direction in (x for x in DIRECTIONS if x in record["directions"]):
         found = record["directions"][direction]
@@ -202,6 +211,26 @@ def table(record: dict[str, Any]) -> Table:
     return Table(f"Context parallelism on one card, goal {record['goal']}", columns, tuple(rows))
 
 
-def meets_goal(record: dict[str, Any]) -> bool:
+def meets_goal(record: Record) -> bool:
     ratios = [found["ratio"] for found in record["directions"].values()]
     return len(ratios) == len(DIRECTIONS) and all(ratio is not None and ratio <= record["goal"] for ratio in ratios)
+
+
+def failures(record: Record) -> list[str]:
+    return [f"{name}: {text}" for x in record["directions"].values() for name, text in x["errors"].items()]
+
+
+STUDY = Study(
+    name="context-parallel",
+    help=f"the kernels of all ranks on one card beside the unsharded call; about {EXPECTED_SECONDS} s on an H200",
+    examples=("--seqlen 65536 --ranks 8 --out context-parallel.json", "--dry-run  # small shapes on the CPU"),
+    settings=Settings,
+    check=Settings.check,
+    parts=lambda settings, tools: {"goal": GOAL, "errors": {}, "directions": {}},
+    steps=steps,
+    tables=lambda record: [table(record)],
+    failures=failures,
+    has_failed=lambda record: not record["is_dry_run"] and (not meets_goal(record) or bool(failures(record))),
+    has_own_file=True,
+    small=DRY_SETTINGS,
+)

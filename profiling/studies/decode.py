@@ -7,19 +7,17 @@
     layers    a CUDA graph of NUM_LAYERS calls with a cache each, as in a model: the gaps between their kernels
     host      time of warm calls in an asynchronous loop
 
-A *side* is a function that is timed: cute_flash, a peer, or a variant. Every result is first compared with fp64, in the
-first and the last sequence and K/V head. Then all sides of a cell are timed in CUDA graphs, interleaved. Caches that
-fit in L2 stay there between calls, for all sides.
+Every result is first compared with fp64, in the first and the last sequence and K/V head. Then all calls of a cell are
+timed in CUDA graphs, interleaved. Caches that fit in L2 stay there between calls, for all libraries.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from typing import Any
@@ -29,11 +27,13 @@ import torch
 from cute_flash.planning.plan import CompileKey
 from profiling.measure.accuracy import nan_in_new_memory
 from profiling.measure.host_time import host_times
-from profiling.measure.launches import recorded_kernels
-from profiling.measure.tables import Table, geometric_mean
-from profiling.measure.timing import EventTimer, Failure, Samples, TimedCall, Timer, attempt, measure
+from profiling.measure.launches import needed_kernels
+from profiling.measure.options import MS, ROUNDS, SEED
+from profiling.measure.study import Record, Step, Study, Tools
+from profiling.measure.tables import Table, geometric_mean, number
+from profiling.measure.timing import Failure, Samples, TimedCall, attempt, measure
 from profiling.studies import decode_cases
-from profiling.studies.decode_cases import OURS, PEERS, PLAIN, VARIANTS, Inputs, Shape, Side, Sizes
+from profiling.studies.decode_cases import OURS, PEERS, PLAIN, VARIANTS, Call, Inputs, Shape, Sizes
 
 CELLS = (
     (1, 1024), (1, 8192), (1, 32768), (1, 131072), (2, 8192), (4, 8192), (8, 8192), (8, 32768), (16, 8192), (64, 4096),
@@ -56,7 +56,6 @@ METHOD = {
     "layers": "kernel intervals of one replay by torch.profiler; a gap is time in which no kernel runs",
     "host": f"median of {HOST_LOOPS} asynchronous loops of {HOST_CALLS} calls, interleaved in shuffled order",
 }
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,58 +65,44 @@ class Settings:
     layer_cells: tuple[tuple[int, int], ...] = LAYER_CELLS
     host_cell: tuple[int, int] = HOST_CELL
     sizes: Sizes = field(default_factory=Sizes)
-    rounds: int = 5
-    ms: float = 10.0
-    seed: int = 0
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.cells) + len(self.variant_cells) + len(self.layer_cells) + 1
+    rounds: int = ROUNDS(5)
+    ms: float = MS(10.0)
+    seed: int = SEED(0)
 
 
-@dataclass(frozen=True)
-class Tools:
-    timer: Timer
-    device: torch.device
-    facts: Callable[[], Record]
-    card_state: Callable[[], Record]
-    unavailable: Callable[[], dict[str, str]] = decode_cases.unavailable
-    sides: Callable[[Inputs], dict[str, Side]] = decode_cases.sides
-    variants: Callable[[Inputs, int], dict[str, Side]] = decode_cases.variants
-    clock: Callable[[], float] = time.perf_counter
-    progress: Callable[[str], None] = lambda line: None
-    save: Callable[[Record], None] = lambda record: None
-
-    def inputs(self, cell: tuple[int, int], settings: Settings) -> Inputs:
-        return Inputs.random(Shape(*cell), settings.sizes, self.device, settings.seed)
+def inputs_of(cell: tuple[int, int], settings: Settings, tools: Tools) -> Inputs:
+    return Inputs.random(Shape(*cell), settings.sizes, tools.device, settings.seed)
 
 
-def needed_kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
-    """The kernels of all calls of cute_flash; nothing is compiled or launched."""
-    keys: dict[CompileKey, None] = {}
+def _of_context(call: Call) -> Any:
+    with call.context():
+        return call.call()
+
+
+def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
+    calls: list[Callable[[], Any]] = []
     for cell in dict.fromkeys((settings.cells[0], *settings.variant_cells)):
-        inputs = tools.inputs(cell, settings)
-        for side in (tools.sides(inputs)[OURS], *tools.variants(inputs, settings.seed).values()):
-            with side.context(), recorded_kernels(keys):
-                side.call()
-    return list(keys)
+        inputs = inputs_of(cell, settings, tools)
+        ours = (decode_cases.library_calls(inputs)[OURS], *decode_cases.variants(inputs, settings.seed).values())
+        calls += [partial(_of_context, call) for call in ours]
+    return needed_kernels(calls)
 
 
 # ---- measurements
 # -------------------------------------------------------------------------------------------------------
 
 
-def error_of(side: Side, sizes: Sizes) -> float | None:
+def error_of(call: Call, sizes: Sizes) -> float | None:
     """The relative error of a sample against fp64; None if an element of the whole output is not finite."""
-    with side.context(), nan_in_new_memory(), warnings.catch_warnings():
+    with call.context(), nan_in_new_memory(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about operators that are not deterministic
-        out = side.call()
+        out = call.call()
     if not bool(out.isfinite().all()):
         return None
     difference = size = 0.0
     places = {(b, h) for b, h in product((0, out.shape[0] - 1), (0, sizes.heads_kv - 1))}
     for sequence, head in sorted(places):
-        exact = side.exact(sequence, head)
+        exact = call.exact(sequence, head)
         found = out[sequence, :, head * sizes.group : (head + 1) * sizes.group].double()
         difference += float((found - exact).square().sum())
         size += float(exact.square().sum())
@@ -136,18 +121,18 @@ def _timing(samples: Samples, num_bytes: int) -> Record:
     }
 
 
-def measure_sides(shape: Shape, made: Mapping[str, Side], settings: Settings, tools: Tools) -> Record:
-    """Check all sides, then time them. A side with a wrong result is timed too, and listed as wrong."""
+def measure_calls(shape: Shape, made: Mapping[str, Call], settings: Settings, tools: Tools) -> Record:
+    """Check all calls, then time them. A call with a wrong result is timed too, and listed as wrong."""
     errors: dict[str, float | None] = {}
     failures: dict[str, str] = {}
     timed_calls: dict[str, TimedCall] = {}
-    for name, side in made.items():
-        error = attempt(partial(error_of, side, settings.sizes), tools.timer)
+    for name, call in made.items():
+        error = attempt(partial(error_of, call, settings.sizes), tools.timer)
         if isinstance(error, Failure):
             failures[name] = error.message
             continue
         errors[name] = error
-        timed_calls[name] = TimedCall(side.call, side.context)
+        timed_calls[name] = TimedCall(call.call, call.context)
     measured = measure(timed_calls, tools.timer, settings.rounds, settings.ms)
     bytes_of = {name: shape.kv_bytes(settings.sizes, 1 if name == decode_cases.FP8_CACHE else 2) for name in made}
     return {
@@ -161,9 +146,10 @@ def measure_sides(shape: Shape, made: Mapping[str, Side], settings: Settings, to
     }
 
 
+@torch.no_grad()
 def measure_layers(cell: tuple[int, int], settings: Settings, tools: Tools) -> Record:
     """Replay a CUDA graph of one call per layer, and measure the gaps between kernels. Needs a GPU."""
-    calls = [tools.sides(tools.inputs(cell, settings))[OURS].call for _ in range(NUM_LAYERS)]
+    calls = [decode_cases.library_calls(inputs_of(cell, settings, tools))[OURS].call for _ in range(NUM_LAYERS)]
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         calls[0]()
@@ -203,60 +189,50 @@ def gaps_of(intervals: Sequence[tuple[float, float]]) -> Record:
     return {"span_us": latest - ordered[0][0], "idle_us": sum(gaps), "largest_gap_us": max(gaps)}
 
 
-def measure_host(settings: Settings, names: Sequence[str], tools: Tools) -> Record:
+@torch.no_grad()
+def measure_host(settings: Settings, tools: Tools) -> Record:
     """Host time of a call: plain, with append and rotary embedding, and of the peers."""
-    inputs = tools.inputs(settings.host_cell, settings)
-    made = {name: side for name, side in tools.sides(inputs).items() if name in names}
-    made[f"{OURS}, append"] = tools.variants(inputs, settings.seed)[decode_cases.APPEND]
-    timed_calls = {("decode", name): TimedCall(side.call, side.context) for name, side in made.items()}
+    inputs, names = inputs_of(settings.host_cell, settings, tools), _available()
+    made = {name: call for name, call in decode_cases.library_calls(inputs).items() if name in names}
+    made[f"{OURS}, append"] = decode_cases.variants(inputs, settings.seed)[decode_cases.APPEND]
+    timed_calls = {("decode", name): TimedCall(call.call, call.context) for name, call in made.items()}
     order = random.Random(settings.seed)
-    timer = EventTimer() if tools.device.type == "cuda" else tools.timer
-    times = host_times(timed_calls, timer, tools.clock, HOST_CALLS, HOST_LOOPS, order)
+    times = host_times(timed_calls, tools.events, tools.clock, HOST_CALLS, HOST_LOOPS, order)
     return {
         "us": {name: us for (_, name), us in times.us.items()},
         "failures": {name: error for (_, name), error in times.errors.items()},
     }
 
 
-def run_decode(settings: Settings, tools: Tools) -> Record:
-    """Measure cells, variants and host time; `tools.save` gets the record after each."""
-    unavailable = tools.unavailable()
-    names = [name for name in (OURS, *PEERS) if name not in unavailable]
-    record: Record = {
-        "settings": asdict(settings),
-        "machine": tools.facts(),
-        "method": METHOD,
-        "unavailable": unavailable,
-        "card": {"before": tools.card_state(), "after": None},
-        "cells": [],
-        "variants": [],
-        "layers": [],
-        "host": {"us": {}, "failures": {}},
-        "is_complete": False,
-    }
-    with torch.no_grad():
-        for cell in settings.cells:
-            made = tools.sides(tools.inputs(cell, settings))
-            chosen = {name: made[name] for name in names}
-            record["cells"].append(measure_sides(Shape(*cell), chosen, settings, tools))
-            _done(record, f"{Shape(*cell).id}", tools)
-        for cell in settings.variant_cells:
-            made = tools.variants(tools.inputs(cell, settings), settings.seed)
-            record["variants"].append(measure_sides(Shape(*cell), made, settings, tools))
-            _done(record, f"variants {Shape(*cell).id}", tools)
-        for cell in settings.layer_cells if tools.device.type == "cuda" else ():
-            record["layers"].append(measure_layers(cell, settings, tools))
-            _done(record, f"{NUM_LAYERS} layers {Shape(*cell).id}", tools)
-        record["host"] = measure_host(settings, names, tools)
-        record["card"]["after"] = tools.card_state()
-        record["is_complete"] = True
-        _done(record, "host", tools)
-    return record
+def _available() -> list[str]:
+    unavailable = decode_cases.unavailable()
+    return [name for name in (OURS, *PEERS) if name not in unavailable]
 
 
-def _done(record: Record, step: str, tools: Tools) -> None:
-    tools.save(record)
-    tools.progress(step)
+@torch.no_grad()
+def measure_cell(cell: tuple[int, int], settings: Settings, tools: Tools) -> Record:
+    """cute_flash and its peers."""
+    made = decode_cases.library_calls(inputs_of(cell, settings, tools))
+    return measure_calls(Shape(*cell), {name: made[name] for name in _available()}, settings, tools)
+
+
+@torch.no_grad()
+def measure_variants(cell: tuple[int, int], settings: Settings, tools: Tools) -> Record:
+    made = decode_cases.variants(inputs_of(cell, settings, tools), settings.seed)
+    return measure_calls(Shape(*cell), made, settings, tools)
+
+
+def steps(settings: Settings, tools: Tools) -> list[Step]:
+    cells = {"cells": settings.cells, "variants": settings.variant_cells, "layers": settings.layer_cells}
+    measures = {"cells": measure_cell, "variants": measure_variants, "layers": measure_layers}
+    titles = {"cells": "", "variants": "variants ", "layers": f"{NUM_LAYERS} layers "}
+    found = [
+        Step(part, f"{titles[part]}{Shape(*cell).id}", partial(measures[part], cell, settings, tools))
+        for part in cells
+        if part != "layers" or tools.device.type == "cuda"
+        for cell in cells[part]
+    ]
+    return [*found, Step("host", "host", partial(measure_host, settings, tools))]
 
 
 # ---- report
@@ -289,10 +265,6 @@ def over_plain(cell: Record, variant: str) -> float | None:
     return sides[PLAIN]["us"] / sides[variant]["us"] if PLAIN in sides and variant in sides else None
 
 
-def _text(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 def cell_table(record: Record) -> Table:
     rows = []
     for cell in record["cells"]:
@@ -301,7 +273,7 @@ def cell_table(record: Record) -> Table:
             side = cell["sides"].get(name)
             mark = " wrong" if name in cell["wrong"] else ""
             texts.append("-" if side is None else f"{side['us']:.1f}, {side['tbps']:.2f}{mark}")
-        rows.append((str(cell["batch"]), str(cell["length"]), *texts, _text(over_best(cell), ".2f")))
+        rows.append((str(cell["batch"]), str(cell["length"]), *texts, number(over_best(cell), ".2f")))
     columns = ("B", "K/V length", *(f"{name}: µs, TB/s" for name in (OURS, *PEERS)), "over the best peer")
     return Table("Decoding, one token", columns, tuple(rows))
 
@@ -310,8 +282,8 @@ def mean_table(record: Record) -> Table:
     parts = {f"B ≤ {SMALL_BATCH}": ratios(record, SMALL_BATCH), "all": ratios(record)}
     rows = []
     for name, values in parts.items():
-        lowest = _text(min(values, default=None), ".2f")
-        rows.append((name, str(len(values)), _text(geometric_mean(values), ".2f"), lowest))
+        lowest = number(min(values, default=None), ".2f")
+        rows.append((name, str(len(values)), number(geometric_mean(values), ".2f"), lowest))
     return Table("Speed over the best peer", ("cells", "number", "geometric mean", "lowest"), tuple(rows))
 
 
@@ -322,7 +294,7 @@ def variant_table(record: Record) -> Table:
         for cell in record["variants"]:
             us, ratio = cell["sides"].get(name, {}).get("us"), over_plain(cell, name)
             mark = " wrong" if name in cell["wrong"] else ""
-            texts.append("-" if us is None else f"{us:.1f} ({_text(ratio, '.2f')}){mark}")
+            texts.append("-" if us is None else f"{us:.1f} ({number(ratio, '.2f')}){mark}")
         rows.append((description, *texts))
     columns = [f"B = {cell['batch']}, {cell['length']} keys" for cell in record["variants"]]
     return Table("Variants: µs (speed over the plain call)", ("call", *columns), tuple(rows))
@@ -335,8 +307,8 @@ def layer_table(record: Record) -> Table:
         rows.append(
             (
                 *place,
-                *(_text(cell[f"{name}_us"], ".1f") for name in ("graph", "span", "idle")),
-                _text(cell["largest_gap_us"], ".2f"),
+                *(number(cell[f"{name}_us"], ".1f") for name in ("graph", "span", "idle")),
+                number(cell["largest_gap_us"], ".2f"),
             )
         )
     columns = ("B", "K/V length", "kernels", "replay, µs", "first start to last end, µs", "no kernel runs, µs")
@@ -369,3 +341,24 @@ def has_failed(record: Record) -> bool:
     ours = [(cell, (OURS,)) for cell in record["cells"]] + [(cell, tuple(VARIANTS)) for cell in record["variants"]]
     is_bad = any(name in cell["wrong"] or name in cell["failures"] for cell, names in ours for name in names)
     return is_bad or any(name.startswith(OURS) for name in record["host"]["failures"])
+
+
+STUDY = Study(
+    name="decode",
+    help=f"attn_decode beside other libraries, and its variants; about {EXPECTED_SECONDS} s on an H200",
+    examples=("--out decode.json", "--rounds 3 --ms 5"),
+    settings=Settings,
+    kernels=kernels,
+    method=METHOD,
+    parts=lambda settings, tools: {
+        "unavailable": decode_cases.unavailable(),
+        "cells": [],
+        "variants": [],
+        "layers": [],
+        "host": {"us": {}, "failures": {}},
+    },
+    steps=steps,
+    tables=tables,
+    failures=failures,
+    has_failed=has_failed,
+)

@@ -1,7 +1,7 @@
 """Calls of `profiling decode`: cute_flash, its peers and its variants on one set of tensors, with exact results.
 
-q is (B, T, H, D). K and V are (B, S, Hkv, D) and full, so that all sides read the same keys. SDPA gets
-(B, H, S, D) views. `Side.exact` computes the rows of one sequence and K/V head in fp64.
+q is (B, T, H, D). K and V are (B, S, Hkv, D) and full, so that all calls read the same keys. SDPA gets
+(B, H, S, D) views. `Call.exact` computes the rows of one sequence and K/V head in fp64.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Side:
+class Call:
     """A function that is timed, and its exact result.
 
     `call` returns (B, T, H, D). `exact` returns the output of one sequence and K/V head, (T, group, D), in fp64.
@@ -143,14 +143,14 @@ def _decode(inputs: Inputs) -> Tensor:
     return cute_flash.attn_decode(inputs.q, inputs.k, inputs.v, cache_seqlens=inputs.lengths)
 
 
-def sides(inputs: Inputs) -> dict[str, Side]:
+def library_calls(inputs: Inputs) -> dict[str, Call]:
     """cute_flash and its peers, by name."""
     exact = partial(exact_rows, inputs.q, inputs.k, inputs.v)
     return {
-        OURS: Side(partial(_decode, inputs), exact),
-        CUDNN: Side(partial(_sdpa, inputs), exact, partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)),
-        FLASH: Side(partial(_sdpa, inputs), exact, partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)),
-        FA3: Side(partial(_fa3, inputs), exact),
+        OURS: Call(partial(_decode, inputs), exact),
+        CUDNN: Call(partial(_sdpa, inputs), exact, partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)),
+        FLASH: Call(partial(_sdpa, inputs), exact, partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)),
+        FA3: Call(partial(_fa3, inputs), exact),
     }
 
 
@@ -171,14 +171,14 @@ def _paged(inputs: Inputs, page_size: int, seed: int) -> Callable[[], Tensor]:
     return partial(cute_flash.attn_decode, inputs.q, *pages, **options)
 
 
-def _several_tokens(inputs: Inputs, seed: int) -> Side:
+def _several_tokens(inputs: Inputs, seed: int) -> Call:
     batch, _, heads, head_dim = inputs.q.shape
     q = _normal((batch, TOKENS, heads, head_dim), _generator(inputs.q.device, seed))
     call = partial(cute_flash.attn_decode, q, inputs.k, inputs.v, cache_seqlens=inputs.lengths)
-    return Side(call, partial(exact_rows, q, inputs.k, inputs.v))
+    return Call(call, partial(exact_rows, q, inputs.k, inputs.v))
 
 
-def _fp8(inputs: Inputs) -> Side:
+def _fp8(inputs: Inputs) -> Call:
     stored = [(x / FP8_SCALE).to(FP8) for x in (inputs.k, inputs.v)]
     scale = torch.tensor(FP8_SCALE, device=inputs.q.device)
     options = {"cache_seqlens": inputs.lengths, "k_scale": scale, "v_scale": scale}
@@ -188,7 +188,7 @@ def _fp8(inputs: Inputs) -> Side:
         k, v = (x[one].float() * FP8_SCALE for x in stored)
         return exact_rows(inputs.q[one], k, v, 0, head_kv)
 
-    return Side(partial(cute_flash.attn_decode, inputs.q, *stored, **options), exact)
+    return Call(partial(cute_flash.attn_decode, inputs.q, *stored, **options), exact)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
-def _appending(inputs: Inputs, seed: int) -> Side:
+def _appending(inputs: Inputs, seed: int) -> Call:
     """Append the last row of each sequence. All calls write the same row, so only the first changes the cache."""
     batch, length, heads_kv, head_dim = inputs.k.shape
     device, generator = inputs.q.device, _generator(inputs.q.device, seed)
@@ -218,21 +218,21 @@ def _appending(inputs: Inputs, seed: int) -> Side:
         k, v = (torch.cat([x[one, :-1], row], 1) for x, row in zip((inputs.k, inputs.v), rows))
         return exact_rows(rotated(inputs.q[one], cos[-1], sin[-1]), k, v, 0, head_kv)
 
-    return Side(call, exact)
+    return Call(call, exact)
 
 
-def variants(inputs: Inputs, seed: int) -> dict[str, Side]:
+def variants(inputs: Inputs, seed: int) -> dict[str, Call]:
     """The calls of `VARIANTS` by name."""
     exact = partial(exact_rows, inputs.q, inputs.k, inputs.v)
     plain = partial(_decode, inputs)
     attention = partial(cute_flash.attn, inputs.q, inputs.k, inputs.v, layout="bshd")
     made = {
-        PLAIN: Side(plain, exact),
-        **{f"page {size}": Side(_paged(inputs, size, seed), exact) for size in (16, 64, 1)},
+        PLAIN: Call(plain, exact),
+        **{f"page {size}": Call(_paged(inputs, size, seed), exact) for size in (16, 64, 1)},
         f"{TOKENS} tokens": _several_tokens(inputs, seed),
         FP8_CACHE: _fp8(inputs),
         APPEND: _appending(inputs, seed),
-        "attn": Side(attention, exact),
-        "sm80": Side(plain, exact, partial(cute_flash.use_kernels, "sm80")),
+        "attn": Call(attention, exact),
+        "sm80": Call(plain, exact, partial(cute_flash.use_kernels, "sm80")),
     }
     return {name: made[name] for name in VARIANTS}

@@ -12,6 +12,8 @@ call is faster. "both" adds the times of the two directions. Times are device ti
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,19 +21,27 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from cute_flash.planning.plan import CompileKey
+from cute_flash.tools.precompile import precompile_keys
+from cute_flash.tools.progress import steps
+from profiling.measure import machine
 from profiling.measure.accuracy import relative_difference
 from profiling.measure.gpu_lock import GpuLock
 from profiling.measure.launches import recorded_kernels
-from profiling.measure.tables import Table
-from profiling.measure.timing import Failure, Samples, TimedCall, Timer, attempt, measure
+from profiling.measure.options import MS, ROUNDS, SEED, add_jobs, add_options, add_out, name_list, option, settings_of
+from profiling.measure.record import write_json
+from profiling.measure.study import FAILED, OK, Command, need_gpu
+from profiling.measure.tables import Table, print_lines, show
+from profiling.measure.timing import Failure, GraphTimer, Samples, TimedCall, Timer, attempt, measure
+from profiling.peers.cute_flash import CuteFlash
 from profiling.peers.flash_attention import fa3_ops
-from profiling.peers.peer import Call
+from profiling.peers.peer import KERNELS, Call
 
 DIRECTIONS = ("fwd", "bwd")
 # The largest relative difference, ‖a - b‖ / ‖b‖, of two sides that compute the same function in 16 bits.
@@ -42,7 +52,7 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Settings:
-    head_dims: tuple[int, ...] = (64, 128)
+    head_dims: tuple[int, ...] = option((64, 128))
     hidden: int = 2048
     batch: int = 4
     seqlen: int = 4096
@@ -51,9 +61,9 @@ class Settings:
     sequences: int = 16  # of the ragged batch
     # (D, Dv) of the cells by head dim.
     pairs: tuple[tuple[int, int], ...] = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
-    rounds: int = 6
-    ms: float = 15.0
-    seed: int = 0
+    rounds: int = ROUNDS(6)
+    ms: float = MS(15.0)
+    seed: int = SEED(0)
     # Of `mods`: the functions and peers to measure; empty: all.
     functions: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
@@ -479,3 +489,54 @@ def tables(results: Sequence[CellResult]) -> list[Table]:
     for one in results:
         by_kind.setdefault(one.kind, []).extend(one.rows())
     return [Table(kind, columns, tuple(rows)) for kind, rows in by_kind.items() if rows]
+
+
+# ---- the command
+# -------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser, kinds: Mapping[str, Cells] = KINDS) -> None:
+    add = parser.add_argument
+    add("--kinds", type=name_list, default=tuple(kinds), metavar="LIST", help=f"default: {','.join(kinds)}")
+    add("--kernels", choices=KERNELS, default="auto", help="kernel family of cute_flash (default: %(default)s)")
+    add_options(parser, Settings)
+    add_jobs(parser)
+    add_out(parser)
+    add("--lock", type=Path, metavar="FILE", help="processes with the same FILE measure one after another")
+    text = "only merge the JSON files of runs that shared a --lock; needs no GPU"
+    add("--parts", type=Path, nargs="+", metavar="FILE", help=text)
+
+
+def merge_parts(args: argparse.Namespace, kinds: Mapping[str, Cells] = KINDS) -> list[CellResult]:
+    data = merged([json.loads(path.read_text()) for path in args.parts], tuple(kinds))
+    write_json(data, args.out)
+    return from_dict(data)
+
+
+def measure_kinds(args: argparse.Namespace, settings: Settings, kinds: Mapping[str, Cells] = KINDS) -> list[CellResult]:
+    need_gpu()
+    lock, facts, device = GpuLock(args.lock) if args.lock else None, machine.facts(), torch.device("cuda")
+
+    def save(results: Sequence[CellResult]) -> None:
+        write_json(to_dict(results, settings, facts), args.out)
+
+    with CuteFlash(kernels=args.kernels).context():
+        precompile_keys(needed_kernels(cells_of(args.kinds, settings, device, kinds)), args.jobs)
+        with steps(f"timing {args.command}", len(args.kinds) * 2 * len(settings.head_dims)) as done:
+            return run_features(args.kinds, settings, GraphTimer(), device, done, kinds, lock, save)
+
+
+def report(results: Sequence[CellResult], summaries: Sequence[Table] = ()) -> int:
+    show([*tables(results), *summaries])
+    errors = [f"{one.name}, {name}: {text}" for one in results for name, text in one.errors.items()]
+    print_lines("Failures", errors)
+    return FAILED if errors else OK
+
+
+def run(args: argparse.Namespace) -> int:
+    return report(merge_parts(args) if args.parts else measure_kinds(args, settings_of(Settings, args)))
+
+
+COMMAND = Command(
+    "features", "calls with a feature beside the same calls without it", ("--head-dims 128",), add_arguments, run
+)

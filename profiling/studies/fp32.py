@@ -1,6 +1,6 @@
 """fp32 attention beside torch's: device time of forward and backward, and errors against fp64.
 
-Speed: `SUITE`, each side in CUDA graphs, interleaved. Accuracy: one batch of `HEADS` heads, for three distributions of
+Speed: `SUITE`, each peer in CUDA graphs, interleaved. Accuracy: one batch of `HEADS` heads, for three distributions of
 q, k and v. TF32 is off, so `sdpa-math` computes fp32 products; `sdpa-efficient` computes them by three TF32 MMAs, and
 cute_flash by three fp16 MMAs. `sdpa-math` stores all scores; above `MATH_LENGTH` it is left out.
 """
@@ -8,7 +8,7 @@ cute_flash by three fp16 MMAs. `sdpa-math` stores all scores; above `MATH_LENGTH
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,13 +18,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
-from cute_flash.spec.arch import ArchSpec
+from cute_flash.planning.plan import CompileKey
 from profiling.bench.suites import Suite
+from profiling.measure.launches import needed_kernels
+from profiling.measure.options import MS, ROUNDS, SEED, option
 from profiling.measure.shapes import MASKS, Shape
-from profiling.measure.tables import Table, geometric_mean
-from profiling.measure.timing import Failure, Samples, TimedCall, Timer, attempt, measure
+from profiling.measure.study import Record, Step, Study, Tools
+from profiling.measure.tables import Table, geometric_mean, number
+from profiling.measure.timing import Failure, Samples, TimedCall, attempt, measure
 from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.directions import calls_of, timed_call
 from profiling.peers.peer import Peer
 from profiling.peers.sdpa import Sdpa
 
@@ -45,17 +48,16 @@ METHOD = {
     "outliers": f"N(0, 1), each element multiplied by {OUTLIER_FACTOR:.0f} with probability {OUTLIER_RATE}",
     "float32_matmul_precision": "highest",
 }
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Settings:
-    head_dims: tuple[int, ...] = SUITE.head_dims
-    masks: tuple[str, ...] = MASKS
-    lengths: tuple[int, ...] = SUITE.lengths
-    rounds: int = 4
-    ms: float = 15.0
-    seed: int = 0
+    head_dims: tuple[int, ...] = option(SUITE.head_dims)
+    masks: tuple[str, ...] = option(MASKS)
+    lengths: tuple[int, ...] = option(SUITE.lengths)
+    rounds: int = ROUNDS(4)
+    ms: float = MS(15.0)
+    seed: int = SEED(0)
 
     def shapes(self) -> list[Shape]:
         """Cells by length, so that short ones are complete if time is limited."""
@@ -72,27 +74,13 @@ class Settings:
         ]
 
 
-@dataclass(frozen=True)
-class Tools:
-    timer: Timer
-    device: torch.device
-    facts: Callable[[], Record]
-    card_state: Callable[[], Record]
-    progress: Callable[[str], None] = lambda line: None
-    save: Callable[[Record], None] = lambda record: None
-
-
 def peers() -> list[Peer]:
     return [CuteFlash(OURS), Sdpa(EFFICIENT, SDPBackend.EFFICIENT_ATTENTION), Sdpa(MATH, SDPBackend.MATH)]
 
 
-def kernel_keys(settings: Settings, arch: ArchSpec) -> list[CompileKey]:
-    """All kernels of a run, each once."""
-    keys: dict[CompileKey, None] = {}
-    for shape in (*settings.error_shapes(), *settings.shapes()):
-        for plan in (plan_forward, plan_backward):
-            keys |= dict.fromkeys(plan(shape.problem("fp32"), arch).launches)
-    return list(keys)
+def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
+    shapes = [*settings.error_shapes(), *settings.shapes()]
+    return needed_kernels(calls_of(peers(), shapes, DIRECTIONS, torch.float32, tools.device))
 
 
 @contextmanager
@@ -157,23 +145,30 @@ def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> Record:
     }
 
 
-def measure_errors(shape: Shape, distribution: str, sides: Sequence[Peer], seed: int, tools: Tools) -> Record:
-    inputs = random_inputs(shape, tools.device, seed, distribution)
+@torch.no_grad()
+def measure_errors(shape: Shape, settings: Settings, tools: Tools) -> list[Record]:
+    """The errors of all peers, for each distribution of the inputs."""
+    with exact_products():
+        return [_errors_on(shape, distribution, settings, tools) for distribution in DISTRIBUTIONS]
+
+
+def _errors_on(shape: Shape, distribution: str, settings: Settings, tools: Tools) -> Record:
+    inputs = random_inputs(shape, tools.device, settings.seed, distribution)
     exact = exact_results(inputs, shape.causal)
-    found: dict[str, Record] = {}
+    by_peer: dict[str, Record] = {}
     failures: dict[str, str] = {}
-    for side in sides:
-        results = attempt(partial(results_of, side, inputs, shape.causal), tools.timer)
+    for peer in peers():
+        results = attempt(partial(results_of, peer, inputs, shape.causal), tools.timer)
         if isinstance(results, Failure):
-            failures[side.name] = results.message
+            failures[peer.name] = results.message
         else:
-            found[side.name] = errors(results, exact)
+            by_peer[peer.name] = errors(results, exact)
     largest = {name: float(x.abs().max()) for name, x in zip(OUTPUTS, exact, strict=True)}
     return {
         "shape": asdict(shape),
         "distribution": distribution,
         "largest": largest,
-        "errors": found,
+        "errors": by_peer,
         "failures": failures,
     }
 
@@ -195,31 +190,28 @@ def wrong_results(cell: Record) -> list[str]:
 # -------------------------------------------------------------------------------------------------------
 
 
-def _contender(side: Peer, direction: str, inputs: Sequence[Tensor], causal: bool, timer: Timer) -> TimedCall:
-    q, k, v, dout = inputs
-    with side.context(), timer.stream():
-        if direction == "fwd":
-            return TimedCall(side.prepare(q, k, v, causal), side.context)
-        return TimedCall(side.prepare_backward(q, k, v, dout, causal), side.context)
-
-
 def _timing(samples: Samples, flops: float) -> Record:
     return {"tflops": flops / samples.median_ms / 1e9, **samples.as_dict()}
 
 
-def measure_speed(shape: Shape, direction: str, sides: Sequence[Peer], settings: Settings, tools: Tools) -> Record:
-    inputs = random_inputs(shape, tools.device, settings.seed)
+@torch.no_grad()
+def measure_speed(shape: Shape, direction: str, settings: Settings, tools: Tools) -> Record:
+    inputs = tuple(random_inputs(shape, tools.device, settings.seed))[: 3 if direction == "fwd" else 4]
     timed_calls: dict[str, TimedCall] = {}
     failures: dict[str, str] = {}
-    for side in sides:
-        if side.name == MATH and shape.seqlen > MATH_LENGTH:
-            continue
-        made = attempt(partial(_contender, side, direction, inputs, shape.causal, tools.timer), tools.timer)
-        if isinstance(made, Failure):
-            failures[side.name] = made.message
-        else:
-            timed_calls[side.name] = made
-    measured = measure(timed_calls, tools.timer, settings.rounds, settings.ms)
+    with exact_products():
+        for peer in peers():
+            if peer.name == MATH and shape.seqlen > MATH_LENGTH:
+                continue
+            made = attempt(partial(timed_call, peer, direction, inputs, shape.causal, tools.timer), tools.timer)
+            if isinstance(made, Failure):
+                failures[peer.name] = made.message
+            else:
+                timed_calls[peer.name] = made
+        measured = measure(timed_calls, tools.timer, settings.rounds, settings.ms)
+    # The scores of `sdpa-math`.
+    timed_calls.clear()
+    tools.release()
     flops = shape.flops(direction)
     return {
         "direction": direction,
@@ -230,35 +222,17 @@ def measure_speed(shape: Shape, direction: str, sides: Sequence[Peer], settings:
     }
 
 
-def run_fp32(settings: Settings, sides: Sequence[Peer], tools: Tools) -> Record:
-    """Measure accuracy, then speed; `tools.save` gets the record after every cell."""
-    record: Record = {
-        "settings": asdict(settings),
-        "machine": tools.facts(),
-        "method": METHOD,
-        "card": {"before": tools.card_state(), "after": None},
-        "accuracy": [],
-        "cells": [],
-        "is_complete": False,
-    }
-    with torch.no_grad(), exact_products():
-        for shape in settings.error_shapes():
-            for distribution in DISTRIBUTIONS:
-                record["accuracy"].append(measure_errors(shape, distribution, sides, settings.seed, tools))
-            tools.save(record)
-            tools.progress(f"accuracy {shape.id}")
-        for shape in settings.shapes():
-            for direction in DIRECTIONS:
-                record["cells"].append(measure_speed(shape, direction, sides, settings, tools))
-                tools.save(record)
-                tools.progress(f"{direction} {shape.id}")
-                if tools.device.type == "cuda":
-                    # Frees the scores of `sdpa-math`.
-                    torch.cuda.empty_cache()
-    record["card"]["after"] = tools.card_state()
-    record["is_complete"] = True
-    tools.save(record)
-    return record
+def steps(settings: Settings, tools: Tools) -> list[Step]:
+    """Accuracy, then speed."""
+    accuracy = [
+        Step("accuracy", f"accuracy {shape.id}", partial(measure_errors, shape, settings, tools))
+        for shape in settings.error_shapes()
+    ]
+    return accuracy + [
+        Step("cells", f"{direction} {shape.id}", partial(measure_speed, shape, direction, settings, tools))
+        for shape in settings.shapes()
+        for direction in DIRECTIONS
+    ]
 
 
 # ---- report
@@ -266,7 +240,7 @@ def run_fp32(settings: Settings, sides: Sequence[Peer], tools: Tools) -> Record:
 
 
 def ratio(cell: Record, other: str) -> float | None:
-    """The time of another side over that of cute_flash."""
+    """The time of a peer over that of cute_flash."""
     sides = cell["sides"]
     return sides[other]["ms"] / sides[OURS]["ms"] if OURS in sides and other in sides else None
 
@@ -281,10 +255,6 @@ def ratios(cells: Sequence[Record], other: str, **of_shape: Any) -> list[float]:
     return [x for x in found if x is not None]
 
 
-def _text(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 def _speed_table(record: Record, direction: str) -> Table:
     rows = []
     for cell in record["cells"]:
@@ -293,7 +263,7 @@ def _speed_table(record: Record, direction: str) -> Table:
         shape = Shape(**cell["shape"])
         speeds = [cell["sides"].get(name, {}).get("tflops") for name in (OURS, EFFICIENT, MATH)]
         over = [ratio(cell, name) for name in (EFFICIENT, MATH)]
-        numbers = [*(_text(x, ".1f") for x in speeds), *(_text(x, ".2f") for x in over)]
+        numbers = [*(number(x, ".1f") for x in speeds), *(number(x, ".2f") for x in over)]
         rows.append((f"D={shape.head_dim} {shape.mask}", str(shape.seqlen), *numbers))
     rows.sort(key=lambda row: (row[0].startswith("D=128"), row[0], int(row[1])))
     names = (f"{OURS}, TFLOP/s", EFFICIENT, MATH, f"over {EFFICIENT}", f"over {MATH}")
@@ -312,14 +282,14 @@ def summary_table(record: Record) -> Table:
                 for causal in (False, True)
             ]
             lowest = min(every) if every else None
-            means = [_text(geometric_mean(x), ".2f") for x in (every, *parts)]
-            rows.append((f"{label}, over {other}", str(len(every)), means[0], _text(lowest, ".2f"), *means[1:]))
+            means = [number(geometric_mean(x), ".2f") for x in (every, *parts)]
+            rows.append((f"{label}, over {other}", str(len(every)), means[0], number(lowest, ".2f"), *means[1:]))
     places = [f"D = {d} {mask}" for d in SUITE.head_dims for mask in MASKS]
     return Table("Geometric means", ("fp32", "cells", "mean", "lowest", *places), tuple(rows))
 
 
 def worst_errors(record: Record, distribution: str, output: str, norm: str) -> dict[str, float]:
-    """Side -> its largest error over all shapes."""
+    """Peer -> its largest error over all shapes."""
     worst: dict[str, float] = {}
     for cell in record["accuracy"]:
         for name, found in cell["errors"].items():
@@ -336,7 +306,7 @@ def accuracy_table(record: Record) -> Table:
             texts = []
             for norm in ("max", "relative"):
                 worst = worst_errors(record, distribution, output, norm)
-                texts += [_text(worst.get(name), ".1e") for name in (OURS, EFFICIENT, MATH)]
+                texts += [number(worst.get(name), ".1e") for name in (OURS, EFFICIENT, MATH)]
             rows.append((f"{distribution}, {output}", *texts))
     names = ("cute_flash", "efficient", "math")
     columns = [*(f"largest, {name}" for name in names), *(f"norm, {name}" for name in names)]
@@ -364,3 +334,19 @@ def has_failed(record: Record) -> bool:
     """Whether cute_flash failed or was inaccurate somewhere."""
     cells = (*record["accuracy"], *record["cells"])
     return any(OURS in cell["failures"] for cell in cells) or any(map(wrong_results, record["accuracy"]))
+
+
+STUDY = Study(
+    name="fp32",
+    help="fp32 attention beside torch's: device time, and errors against fp64",
+    examples=("--out fp32.json", "--head-dims 128 --masks causal --lengths 4096"),
+    settings=Settings,
+    check=Settings.shapes,
+    kernels=kernels,
+    method=METHOD,
+    parts=lambda settings, tools: {"accuracy": [], "cells": []},
+    steps=steps,
+    tables=tables,
+    failures=failures,
+    has_failed=has_failed,
+)

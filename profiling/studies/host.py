@@ -17,6 +17,8 @@ cache.
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import os
 import random
@@ -24,17 +26,27 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from cute_flash.jit.compile import precompile_all
 from cute_flash.planning.plan import CompileKey
+from cute_flash.tools.progress import steps
+from profiling.measure import machine
 from profiling.measure.host_time import Place, Times, host_times
 from profiling.measure.launches import floor_of, recorded_kernels
+from profiling.measure.options import add_jobs, add_options, add_out, settings_of
+from profiling.measure.record import write_json
+from profiling.measure.study import FAILED, OK, Command, need_gpu
+from profiling.measure.tables import print_lines, show
 from profiling.measure.timing import EventTimer, Failure, TimedCall, attempt, describe
 from profiling.measure.workers import Pool, Task, note
+from profiling.peers.peer import KERNELS
+from profiling.studies import start
 from profiling.studies.host_cases import MADE_BY_TORCH, Case, Settings, timed_call
-from profiling.studies.host_report import FLOOR, OURS, case_record, figures_of
+from profiling.studies.host_report import FLOOR, OURS, case_record, figures_of, has_failed, host_tables
 
 # Seconds without a report after which a measuring process counts as hung.
 LIMIT_S = 180.0
@@ -144,3 +156,44 @@ def run_host(
         "cases": {case.name: case_record(case, figures_of(case, processes), base) for case in cases},
         "errors": {**failed, **errors},
     }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_options(parser, Settings)
+    add_jobs(parser)
+    add("--kernels", choices=KERNELS, default="auto", help="kernel family of cute_flash (default: %(default)s)")
+    add("--base", type=Path, metavar="FILE", help="JSON of an earlier run, for the goals that compare with it")
+    add("--start", action="store_true", help="measure the import and the first call too")
+    add_out(parser, "write all results as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = settings_of(Settings, args)
+    # Raises for an unknown case, before anything is measured.
+    settings.chosen()
+    base: dict[str, Any] = json.loads(args.base.read_text()) if args.base else {}
+    need_gpu()
+    environment = {} if args.kernels == "auto" else {"CUTE_FLASH_KERNELS": args.kernels}
+    with steps("measuring host time", 1 + settings.processes + args.start) as done:
+        run_process = fresh_process(environment)
+        data = run_host(settings, run_process, lambda keys: list(precompile_all(keys, args.jobs)), done, base)
+        starts = start.start_times("cuda", args.kernels) if args.start else {}
+        if args.start:
+            done("start")
+    data.update(machine=machine.facts(), kernels=args.kernels, start=starts)
+    if "error" in starts:
+        data["errors"]["start"] = starts["error"]
+    write_json(data, args.out)
+    show([*host_tables(data), *([start.start_table(starts)] if "cold" in starts else [])])
+    print_lines("Failures", [f"{name}: {error}" for name, error in data["errors"].items()])
+    return FAILED if has_failed(data) else OK
+
+
+COMMAND = Command(
+    "host",
+    "host time of calls beside SDPA and beside the bare launches",
+    ("--out host.json", "--start"),
+    add_arguments,
+    run,
+)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_flash
 from profiling.measure.accuracy import random_inputs
-from profiling.measure.arguments import at_least_one, name_list, num_cores
+from profiling.measure.options import option
 from profiling.measure.shapes import DTYPES, Shape
 from profiling.measure.timing import TimedCall
 
@@ -112,17 +110,12 @@ CASES = (
 
 @dataclass(frozen=True)
 class Settings:
-    cases: tuple[str, ...] = tuple(case.name for case in CASES)
-    processes: int = PROCESSES
-    calls: int = CALLS
-    repeats: int = REPEATS
+    cases: tuple[str, ...] = option(tuple(case.name for case in CASES))
+    processes: int = option(PROCESSES, "fresh processes")
+    calls: int = option(CALLS, "calls in a loop")
+    repeats: int = option(REPEATS, "loops in a process")
     shape: Shape = SHAPE
     device: str = "cuda"
-
-    @staticmethod
-    def of(args: argparse.Namespace) -> Settings:
-        """The settings of arguments that `add_arguments` added."""
-        return Settings(cases=args.cases, processes=args.processes, calls=args.calls, repeats=args.repeats)
 
     def chosen(self) -> list[Case]:
         known = {case.name: case for case in CASES}
@@ -130,20 +123,6 @@ class Settings:
             if name not in known:
                 raise ValueError(f"case {name!r}: choose from {', '.join(known)}")
         return [known[name] for name in dict.fromkeys(self.cases)]
-
-
-def add_arguments(parser: argparse.ArgumentParser, kernels: Sequence[str]) -> None:
-    defaults, add = Settings(), parser.add_argument
-    count = partial(add, type=at_least_one, metavar="N")
-    add("--cases", type=name_list, default=defaults.cases, metavar="LIST", help=f"default: {', '.join(defaults.cases)}")
-    count("--processes", default=defaults.processes, help="fresh processes (default: %(default)s)")
-    count("--calls", default=defaults.calls, help="calls in a loop (default: %(default)s)")
-    count("--repeats", default=defaults.repeats, help="loops in a process (default: %(default)s)")
-    count("--jobs", default=num_cores(), help="compiling processes (default: cores)")
-    add("--kernels", choices=kernels, default="auto", help="kernel family of cute_flash (default: %(default)s)")
-    add("--base", type=Path, metavar="FILE", help="JSON of an earlier run, for the goals that compare with it")
-    add("--start", action="store_true", help="measure the import and the first call too")
-    add("--out", type=Path, metavar="FILE", help="write all results as JSON")
 
 
 def _bias(shape: Shape, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from profiling.documents.every_run import ENDED
+from profiling.measure.study import FAILED, OK
 
 LIMIT_S = 600.0
 # Arguments of `python -m profiling` -> exit status and output.
@@ -44,7 +44,7 @@ def run(
         status, output = run_process(("mods", *common, *chosen[i], *own))
         progress(" ".join(chosen[i][1::2]))
         lines = output.strip().splitlines()[-5:]
-        has_ended = status in ENDED and paths[i].exists()
+        has_ended = status in (OK, FAILED) and paths[i].exists()
         return None if has_ended else f"{' '.join(chosen[i])}: exit status {status}: {' / '.join(lines)}"
 
     # All at once: a process that started later would make the others wait until it has compiled.

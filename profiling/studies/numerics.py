@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from cute_flash import attn, reference
 from cute_flash.spec.band import Band
 from profiling.measure.accuracy import OUTLIER_RATE, OUTLIER_STD
+from profiling.measure.study import Step, Tools
 
 NORMAL, OUTLIERS, LONG_TAILED = DISTRIBUTIONS = ("normal", "outliers", "long-tailed")
 # Degrees of freedom of Student's t-distribution: the fewest with a finite variance.
@@ -255,14 +257,19 @@ def by_dtype(sizes: Sizes) -> Iterator[Error]:
 STUDIES = {"length": by_length, "tile": by_tile, "rescales": by_rescales, "dtype": by_dtype}
 
 
-def run_cpu(sizes: Sizes, done: Callable[[str], None]) -> list[dict[str, Any]]:
-    """All studies on the CPU, as records; `done` is called after each study."""
-    records = []
-    with torch.no_grad():
-        for name, study in STUDIES.items():
-            found = [asdict(error) for error in study(sizes)]
-            if wrong := [one for one in found if not math.isfinite(one["relative"])]:
-                raise ArithmeticError(f"study {name}: an error is not finite: {wrong[0]}")
-            records += found
-            done(f"{name}: {len(found)} cases")
-    return records
+def measure_study(name: str, sizes: Sizes) -> list[dict[str, Any]]:
+    """One study. One thread: sums of a matrix product then have the same order on every machine with one library."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            found = [asdict(error) for error in STUDIES[name](sizes)]
+    finally:
+        torch.set_num_threads(threads)
+    if wrong := [one for one in found if not math.isfinite(one["relative"])]:
+        raise ArithmeticError(f"study {name}: an error is not finite: {wrong[0]}")
+    return found
+
+
+def steps(sizes: Sizes, tools: Tools) -> list[Step]:
+    return [Step("records", name, partial(measure_study, name, sizes)) for name in STUDIES]

@@ -1,33 +1,34 @@
 """Errors of the GPU kernels against fp64 beside torch's SDPA: fp16, bf16 and fp32, by length and distribution.
 
-Each result is compared on the sample of `oracles.py`. A provider that has no kernel for a dtype is recorded as absent,
+Each result is compared on the sample of `oracles.py`. A peer that has no kernel for a dtype is recorded as absent,
 with its message.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import argparse
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import product
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
-from cute_flash.spec.arch import ArchSpec
-from cute_flash.spec.problem import Problem
-from profiling.measure.accuracy import Oracle, random_dout
-from profiling.measure.oracles import GRADIENTS, backward_oracles, forward_oracle
+from cute_flash.planning.plan import CompileKey
+from profiling.measure.accuracy import random_dout
+from profiling.measure.launches import needed_kernels
+from profiling.measure.options import LIMIT_S
 from profiling.measure.shapes import Shape
+from profiling.measure.study import Record, Step, Study, Tools
 from profiling.measure.timing import describe
 from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.directions import DIRECTIONS, calls_of
 from profiling.peers.peer import Peer
 from profiling.peers.sdpa import Sdpa
+from profiling.studies import numerics, numerics_report
 from profiling.studies.numerics import CPU_DTYPES as DTYPES
-from profiling.studies.numerics import DISTRIBUTIONS, draw
+from profiling.studies.numerics import DISTRIBUTIONS, Sizes, draw
 
 # `sdpa-math` is unfused; it computes 16-bit inputs in fp32.
 PEERS: tuple[Peer, ...] = (
@@ -47,25 +48,10 @@ class Settings:
     heads: int = 4
     head_dim: int = 128
     seed: int = 0
-    limit_s: float = 60.0
+    limit_s: float = LIMIT_S(50.0)
 
     def shape(self, seqlen: int) -> Shape:
         return Shape(1, self.heads, self.heads, seqlen, self.head_dim, causal=False)
-
-    def keys(self, spec: ArchSpec) -> list[CompileKey]:
-        """The kernels of cute_flash, to compile them in parallel before the first call."""
-        keys: dict[CompileKey, None] = {}
-        for name in self.dtypes:
-            dtype = str(DTYPES[name]).removeprefix("torch.")
-            for plan, lengths in ((plan_forward, self.lengths), (plan_backward, self.grad_lengths)):
-                for seqlen in lengths:
-                    problem = Problem(1, self.heads, self.heads, seqlen, seqlen, self.head_dim, dtype)
-                    try:
-                        keys |= dict.fromkeys(plan(problem, spec).launches)
-                    except ValueError:
-                        # No kernel: the call raises an error, which the study records.
-                        continue
-        return list(keys)
 
 
 SMALL = Settings((16, 32), (16,), heads=1, head_dim=16)
@@ -73,7 +59,7 @@ SMALL = Settings((16, 32), (16,), heads=1, head_dim=16)
 
 @dataclass(frozen=True)
 class Result:
-    provider: str
+    provider: str  # the name of the peer
     dtype: str
     distribution: str
     seqlen: int
@@ -84,26 +70,6 @@ class Result:
     absent: str | None = None  # why there is no result
 
 
-def _compare(
-    case: tuple[str, str, int],
-    outputs: Sequence[str],
-    oracles: dict[str, Oracle],
-    calls: Mapping[str, Callable[[], Any]],
-) -> Iterator[Result]:
-    """The results of all providers in one case: `calls` return the outputs."""
-    for provider, call in calls.items():
-        try:
-            results = call()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-        except Exception as error:
-            yield from (Result(provider, *case, name, None, None, None, describe(error)) for name in outputs)
-            continue
-        for name, tensor in zip(outputs, results, strict=True):
-            errors, exact = oracles[name].errors(tensor), float(oracles[name].exact.abs().max())
-            yield Result(provider, *case, name, errors.relative, errors.max_abs, exact)
-
-
 def _inputs(settings: Settings, distribution: str, seqlen: int, name: str, device: torch.device) -> list[Tensor]:
     generator = torch.Generator(device).manual_seed(settings.seed)
     shape = settings.shape(seqlen)
@@ -111,58 +77,89 @@ def _inputs(settings: Settings, distribution: str, seqlen: int, name: str, devic
     return [draw(distribution, size, generator).to(DTYPES[name]) for _ in range(3)]
 
 
-def _forward(settings: Settings, case: tuple[str, str, int], device: torch.device) -> Iterator[Result]:
+@torch.no_grad()
+def measure_case(direction: str, case: tuple[str, str, int], settings: Settings, tools: Tools) -> list[Record]:
+    """The errors of all peers: of the output, or of the gradients."""
     name, distribution, seqlen = case
-    q, k, v = _inputs(settings, distribution, seqlen, name, device)
-
-    def call(provider: Peer) -> tuple[Tensor]:
-        with provider.context():
-            return (provider.prepare(q, k, v, False)(),)
-
-    calls = {one.name: partial(call, one) for one in PEERS}
-    yield from _compare(case, ("out",), {"out": forward_oracle(q, k, v, False)}, calls)
-
-
-def _backward(settings: Settings, case: tuple[str, str, int], device: torch.device) -> Iterator[Result]:
-    name, distribution, seqlen = case
-    q, k, v = _inputs(settings, distribution, seqlen, name, device)
-    dout = random_dout(settings.shape(seqlen), DTYPES[name], device, settings.seed)
-
-    def call(provider: Peer) -> tuple[Tensor, ...]:
-        with provider.context():
-            return provider.prepare_backward(q, k, v, dout, False)()
-
-    calls = {one.name: partial(call, one) for one in PEERS}
-    yield from _compare(case, GRADIENTS, backward_oracles(q, k, v, dout, False), calls)
+    inputs = tuple(_inputs(settings, distribution, seqlen, name, tools.device))
+    if direction == "bwd":
+        inputs += (random_dout(settings.shape(seqlen), DTYPES[name], tools.device, settings.seed),)
+    oracles = DIRECTIONS[direction].oracles(inputs, False)
+    found = []
+    for peer in PEERS:
+        try:
+            with peer.context():
+                results = DIRECTIONS[direction].named(peer, DIRECTIONS[direction].prepare(peer, inputs, False)())
+            tools.events.synchronize()
+        except Exception as error:
+            found += [Result(peer.name, *case, output, None, None, None, describe(error)) for output in oracles]
+            continue
+        for output, oracle in oracles.items():
+            errors, exact = oracle.errors(results[output]), float(oracle.exact.abs().max())
+            found.append(Result(peer.name, *case, output, errors.relative, errors.max_abs, exact))
+    return [asdict(one) for one in found]
 
 
-def run_gpu(
-    settings: Settings,
-    device: torch.device,
-    done: Callable[[str], None],
-    save: Callable[[list[dict[str, Any]], list[str]], None],
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """All cases; returns the records and the cases that were left out because the time was up.
-
-    `save` gets both after every case.
-    """
-    end = time.monotonic() + settings.limit_s
-    records: list[dict[str, Any]] = []
-    left_out: list[str] = []
-    cases = [
-        (study, (name, distribution, seqlen))
-        for study, lengths in ((_forward, settings.lengths), (_backward, settings.grad_lengths))
+def steps(settings: Settings, tools: Tools) -> list[Step]:
+    return [
+        Step(
+            "records", f"{title}, {', '.join(map(str, case))}", partial(measure_case, direction, case, settings, tools)
+        )
+        for direction, title, lengths in (("fwd", "out", settings.lengths), ("bwd", "gradients", settings.grad_lengths))
         for seqlen in lengths
-        for name in settings.dtypes
-        for distribution in settings.distributions
+        for case in product(settings.dtypes, settings.distributions, (seqlen,))
     ]
-    with torch.no_grad():
-        for study, case in cases:
-            title = f"{'out' if study is _forward else 'gradients'}, {', '.join(map(str, case))}"
-            if time.monotonic() > end:
-                left_out.append(title)
-            else:
-                records += [asdict(result) for result in study(settings, case, device)]
-            save(records, left_out)
-            done(title)
-    return records, left_out
+
+
+def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
+    lengths = {"fwd": settings.lengths, "bwd": settings.grad_lengths}
+    return needed_kernels(
+        call
+        for name in settings.dtypes
+        for direction in lengths
+        for call in calls_of(
+            PEERS, [settings.shape(n) for n in lengths[direction]], (direction,), DTYPES[name], tools.device
+        )
+    )
+
+
+# The command: `--cpu` measures the online softmax, `--gpu` the kernels.
+CPU_STUDY = Study(
+    name="numerics",
+    help="",
+    examples=(),
+    settings=Sizes,
+    parts=lambda settings, tools: {"records": []},
+    steps=numerics.steps,
+    tables=lambda record: numerics_report.cpu_tables(record["records"]),
+    has_own_file=True,
+    small=numerics.SMALL,
+    needs_gpu=False,
+)
+GPU_STUDY = Study(
+    name="numerics",
+    help="errors against fp64 by length, rescales, tile width, distribution and dtype",
+    examples=("--cpu", "--gpu", "--gpu --dry-run  # small shapes on the CPU"),
+    settings=Settings,
+    kernels=kernels,
+    parts=lambda settings, tools: {"records": []},
+    steps=steps,
+    tables=lambda record: [numerics_report.gpu(record["records"])],
+    notes=lambda record: [f"absent: {line}" for line in numerics_report.absent(record["records"])],
+    has_own_file=True,
+    small=SMALL,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--cpu", action="store_true", help="the online softmax on the CPU: about two minutes")
+    where.add_argument("--gpu", action="store_true", help="the kernels beside torch's SDPA: less than a minute")
+    GPU_STUDY.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return CPU_STUDY.run(args) if args.cpu else GPU_STUDY.run(args)
+
+
+COMMAND = replace(GPU_STUDY.command, add_arguments=add_arguments, run=run)

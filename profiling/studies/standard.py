@@ -7,23 +7,25 @@ pass over the N x N matrix is wasted.
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
-from cute_flash.spec.arch import ArchSpec
+from cute_flash.planning.plan import CompileKey
 from profiling.bench.suites import SUITES
 from profiling.measure.accuracy import random_dout, random_inputs, relative_distance
+from profiling.measure.launches import needed_kernels
+from profiling.measure.options import LIMIT_S, MS, ROUNDS, option
 from profiling.measure.shapes import DTYPES, MASKS, Shape
-from profiling.measure.timing import EventTimer, GraphTimer, TimedCall, Timer, describe, measure
+from profiling.measure.study import Record, Step, Tools
+from profiling.measure.timing import TimedCall, describe, measure
 from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.directions import calls_of, timed_call
 from profiling.peers.peer import BackwardCall, Call, Peer, through_autograd
 
 DTYPE = "bf16"
@@ -69,31 +71,25 @@ class Standard:
         return through_autograd(self._forward(q.shape[2], causal, q.device), (q, k, v), dout)
 
 
-PROVIDERS: tuple[Peer, ...] = (Standard(), CuteFlash())
+PEERS: tuple[Peer, ...] = (Standard(), CuteFlash())
 
 
 @dataclass(frozen=True)
 class Settings:
     """Shapes and effort. 16,384 tokens and hidden size 2048, as in the paper suite, while the scores fit."""
 
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-    head_dims: tuple[int, ...] = (64, 128)
-    masks: tuple[str, ...] = MASKS
-    rounds: int = 3
-    ms: float = 8.0
+    lengths: tuple[int, ...] = option((512, 1024, 2048, 4096, 8192, 16384, 32768), "with --bytes 1024,4096,16384")
+    head_dims: tuple[int, ...] = option((64, 128))
+    masks: tuple[str, ...] = option(MASKS, "with --bytes full")
+    rounds: int = ROUNDS(3)
+    ms: float = MS(8.0)
     seed: int = 0
-    limit_s: float = 80.0
+    limit_s: float = LIMIT_S(80.0)
     max_score_bytes: int = MAX_SCORE_BYTES
 
     def shapes(self) -> list[Shape]:
         paper = SUITES["paper"].narrowed(self.lengths, self.head_dims, self.masks)
         return [fit(shape, self.max_score_bytes) for shape in paper.shapes()]
-
-    def keys(self, spec: ArchSpec) -> list[CompileKey]:
-        """The kernels of cute_flash, to compile them in parallel before the first call."""
-        problems = [shape.problem(DTYPE) for shape in self.shapes()]
-        plans = [plan(problem, spec) for problem in problems for plan in (plan_forward, plan_backward)]
-        return list(dict.fromkeys(key for plan in plans for key in plan.launches))
 
 
 def score_bytes(shape: Shape) -> int:
@@ -160,60 +156,6 @@ class Cell:
         return f"{self.direction}-{self.shape.id}"
 
 
-@dataclass(frozen=True)
-class Tools:
-    """The functions of a measurement that need a GPU; tests replace them."""
-
-    device: torch.device
-    graph_timer: Timer
-    event_timer: Timer
-    peak: Callable[[Callable[[], Any]], int | None]
-    release: Callable[[], None]  # gives cached memory back between cells
-    now: Callable[[], float] = time.monotonic
-
-
-def cuda_peak(call: Callable[[], Any]) -> int:
-    """The most bytes that a call allocates at once beyond those that are allocated before it."""
-    # The first call on a stream allocates workspaces of cuBLAS, which stay.
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def cuda_release() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-class HostTimer(EventTimer):
-    """Wall time of calls, for a dry run on the CPU."""
-
-    def milliseconds(self, run: Callable[[], None]) -> float:
-        start = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start)
-
-    def synchronize(self) -> None:
-        pass
-
-
-def cuda_tools() -> Tools:
-    return Tools(torch.device("cuda"), GraphTimer(), EventTimer(), cuda_peak, cuda_release)
-
-
-def dry_tools() -> Tools:
-    """For a dry run on the CPU: no memory is measured."""
-
-    def no_peak(call: Callable[[], Any]) -> None:
-        call()
-
-    return Tools(torch.device("cpu"), HostTimer(), HostTimer(), no_peak, lambda: None)
-
-
 DRY_SETTINGS = Settings((32, 64), (16,), MASKS, rounds=1, ms=0.01, max_score_bytes=1 << 16)
 
 
@@ -245,27 +187,23 @@ def _distance(timed_calls: Mapping[str, TimedCall]) -> float | None:
         return None
 
 
-def measure_cell(shape: Shape, direction: str, settings: Settings, tools: Tools) -> Cell:
+@torch.no_grad()
+def measure_cell(shape: Shape, direction: str, settings: Settings, tools: Tools) -> Record:
     """Time and memory of all peers in one cell. A failure, such as too little memory, is recorded."""
     is_small = score_bytes(shape) <= MAX_GRAPH_SCORE_BYTES
-    timer = tools.graph_timer if is_small else tools.event_timer
+    timer = tools.timer if is_small else tools.events
     model = {STANDARD: standard_bytes(shape, direction), OURS: shape.hbm_bytes(DTYPE, direction)}
     cell = Cell(shape, direction, "graph" if is_small else "event", score_bytes(shape), model)
-    cell.results = {peer.name: Measurement() for peer in PROVIDERS}
+    cell.results = {peer.name: Measurement() for peer in PEERS}
     tensors = _inputs(shape, settings, tools.device)
-    q, k, v, dout = tensors
     timed_calls = {}
-    for peer in PROVIDERS:
+    for peer in PEERS:
         try:
-            with timer.stream():
-                if direction == "fwd":
-                    call: Callable[[], Any] = peer.prepare(q, k, v, shape.causal)
-                else:
-                    call = peer.prepare_backward(q, k, v, dout, shape.causal)
-            timed_calls[peer.name] = TimedCall(call, peer.context)
+            inputs = tensors[:3] if direction == "fwd" else tensors
+            timed_calls[peer.name] = timed_call(peer, direction, inputs, shape.causal, timer)
         except Exception as error:
             cell.results[peer.name].error = describe(error)
-    if direction == "fwd" and len(timed_calls) == len(PROVIDERS):
+    if direction == "fwd" and len(timed_calls) == len(PEERS):
         cell.distance = _distance(timed_calls)
     measured = measure(timed_calls, timer, settings.rounds, settings.ms)
     for name, samples in measured.samples.items():
@@ -276,43 +214,23 @@ def measure_cell(shape: Shape, direction: str, settings: Settings, tools: Tools)
     # The saved matrices of a timed backward are freed first.
     timed_calls.clear()
     tools.release()
-    for peer in PROVIDERS:
+    for peer in PEERS:
         try:
-            cell.results[peer.name].peak_bytes = tools.peak(_peak_call(peer, direction, tensors, shape.causal))
+            cell.results[peer.name].peak_bytes = tools.peak_bytes(_peak_call(peer, direction, tensors, shape.causal))
         except Exception as error:
             cell.results[peer.name].error = describe(error)
         tools.release()
-    return cell
-
-
-def cell_dict(cell: Cell) -> dict[str, Any]:
     return {**asdict(cell), "key": cell.key}
 
 
-def run_standard(
-    settings: Settings,
-    tools: Tools,
-    done: Callable[[str], None],
-    save: Callable[[list[dict[str, Any]], list[str]], None],
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """All cells, short sequences first; returns the cells, and those that were left out because the time was up.
+def steps(settings: Settings, tools: Tools) -> list[Step]:
+    """All cells, short sequences first."""
+    return [
+        Step("cells", f"{direction}-{shape.id}", partial(measure_cell, shape, direction, settings, tools))
+        for shape in sorted(settings.shapes(), key=lambda shape: shape.seqlen)
+        for direction in DIRECTIONS
+    ]
 
-    `save` gets both after every cell.
-    """
-    end = tools.now() + settings.limit_s
-    cells: list[dict[str, Any]] = []
-    left_out: list[str] = []
-    with torch.no_grad():
-        for shape in sorted(settings.shapes(), key=lambda shape: shape.seqlen):
-            for direction in DIRECTIONS:
-                title = f"{direction}-{shape.id}"
-                if tools.now() > end:
-                    left_out.append(title)
-                else:
-                    cell = measure_cell(shape, direction, settings, tools)
-                    cells.append(cell_dict(cell))
-                    times = {name: one.ms for name, one in cell.results.items()}
-                    title += ": " + ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items() if ms is not None)
-                save(cells, left_out)
-                done(title)
-    return cells, left_out
+
+def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
+    return needed_kernels(calls_of(PEERS, settings.shapes(), DIRECTIONS, DTYPES[DTYPE], tools.device))

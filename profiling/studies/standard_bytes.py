@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from cute_flash.tools.precompile import precompile_keys
 from profiling.counters import ncu
 from profiling.counters.ncu_metrics import METRICS, Profile, parse_raw, trim_raw
+from profiling.measure import machine
+from profiling.measure.options import settings_of
+from profiling.measure.study import FAILED, OK, SCHEMA, Study, Tools, need_gpu
+from profiling.measure.tables import print_lines
+from profiling.studies import standard, standard_report
 from profiling.studies.standard import Settings
-from profiling.studies.standard_case import MARKER, Case, cases
+from profiling.studies.standard_case import BYTES_SETTINGS, MARKER, Case, cases
 
 READ, WRITE = "dram_read_bytes", "dram_write_bytes"
 
@@ -72,7 +81,7 @@ def count(
     settings: Settings,
     program: str,
     run: ncu.Runner = ncu.run_command,
-    save_csv: Callable[[str], None] = lambda text: None,
+    save_csv: Callable[[str], Any] = lambda text: None,
 ) -> dict[str, dict[str, Any]]:
     """Profile all cases in one process and read the report.
 
@@ -94,3 +103,83 @@ def _must_run(run: ncu.Runner, line: Sequence[str]) -> str:
     if status:
         raise ncu.NcuError(f"{line[0]} ended with status {status}:\n{output[-2000:]}")
     return output
+
+
+STUDY = Study(
+    name="standard",
+    help="standard (unfused) attention beside cute_flash: time, memory and HBM bytes",
+    examples=(
+        "",
+        "--bytes  # count HBM bytes with Nsight Compute, into the same file",
+        "--dry-run  # small shapes on the CPU",
+    ),
+    settings=Settings,
+    check=Settings.shapes,
+    kernels=standard.kernels,
+    parts=lambda settings, tools: {"bytes": None, "cells": []},
+    steps=standard.steps,
+    tables=standard_report.tables,
+    failures=standard_report.failures,
+    has_own_file=True,
+    small=standard.DRY_SETTINGS,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    STUDY.add_arguments(parser)
+    add = parser.add_argument
+    add("--bytes", action="store_true", help="count HBM bytes instead of time and memory, and add them to the file")
+    add("--ncu", default="ncu", metavar="PROGRAM", help="path of Nsight Compute (default: %(default)s)")
+    add("--csv", type=Path, metavar="FILE", help="with --bytes: read counters from the .csv of an earlier run; no GPU")
+
+
+def run_bytes(args: argparse.Namespace) -> int:
+    """Count bytes and add them to the record of the times, which must come from the same source code."""
+    settings = settings_of(Settings, args, BYTES_SETTINGS)
+    facts = machine.facts()
+    path = args.out or machine.default_path("standard", facts)
+    if args.dry_run:
+        print(" ".join(command(args.ncu, Path("standard.ncu-rep"), settings)))
+        print_lines("Cases", [f"{case.peer} {case.key}" for case in cases(settings)])
+        return OK
+    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if args.csv:
+        if record is None:
+            raise ValueError(
+                f"{path}: no record to add the counters to; measure without --bytes first, or name its file with --out"
+            )
+        found_bytes = counted(parse_raw(args.csv.read_text()), cases(settings))
+        # The counters are those of the earlier run.
+        facts = (record["bytes"] or record)["machine"]
+        version = None
+    else:
+        need_gpu()
+        if record is not None and record["machine"]["source_digest"] != facts["source_digest"]:
+            raise ValueError(f"{path}: measured with other source code; choose another file with --out")
+        tool = ncu.Tool(path.parent, args.ncu)
+        tool.check()
+        version = tool.version
+        precompile_keys(standard.kernels(settings, Tools()), args.jobs)
+        csv = path.with_name(f"{path.stem}-ncu.csv")
+        csv.parent.mkdir(parents=True, exist_ok=True)
+        found_bytes = count(settings, args.ncu, save_csv=lambda text: csv.write_text(text, encoding="utf-8"))
+    record = record or {"schema": SCHEMA, "machine": facts, "settings": asdict(settings), "cells": [], "left_out": []}
+    record["bytes"] = {"machine": facts, "ncu": version, "settings": asdict(settings), "cells": found_bytes}
+    for key, by_peer in found_bytes.items():
+        for name, found in by_peer.items():
+            moved = found["read"] + found["write"]
+            print(f"{key}, {name}: {moved / 1e6:,.0f} MB in {found['launches']} launches")
+    missing = [
+        f"{case.peer} {case.key}: no launch was counted"
+        for case in cases(settings)
+        if case.peer not in found_bytes.get(case.key, {})
+    ]
+    print_lines("Failures", missing)
+    return max(STUDY.report(record, path), FAILED if missing else OK)
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_bytes(args) if args.bytes else STUDY.run(args)
+
+
+COMMAND = replace(STUDY.command, add_arguments=add_arguments, run=run)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from profiling.measure.accuracy import random_dout, random_inputs
-from profiling.measure.arguments import int_list, name_list
+from profiling.measure.options import int_list, name_list
 from profiling.measure.shapes import DTYPES, Shape
-from profiling.studies.standard import DIRECTIONS, DTYPE, PROVIDERS, Settings, cuda_release
+from profiling.measure.study import Tools
+from profiling.studies.standard import DIRECTIONS, DTYPE, PEERS, Settings
 
 # A part of the symbol of `torch.cuda._sleep`'s kernel, which no attention runs.
 MARKER = "spin_kernel"
@@ -40,10 +41,7 @@ class Case:
 def cases(settings: Settings) -> list[Case]:
     """All cases, in the order in which they are profiled."""
     return [
-        Case(peer.name, direction, shape)
-        for shape in settings.shapes()
-        for direction in DIRECTIONS
-        for peer in PROVIDERS
+        Case(peer.name, direction, shape) for shape in settings.shapes() for direction in DIRECTIONS for peer in PEERS
     ]
 
 
@@ -59,7 +57,7 @@ BYTES_SETTINGS = Settings(lengths=(1024, 4096, 16384), masks=("full",))
 
 def _prepare(case: Case, seed: int) -> Callable[[], Any]:
     device, dtype, shape = torch.device("cuda"), DTYPES[DTYPE], case.shape
-    peer = next(one for one in PROVIDERS if one.name == case.peer)
+    peer = next(one for one in PEERS if one.name == case.peer)
     q, k, v = random_inputs(shape, dtype, device, seed)
     if case.direction == "fwd":
         return peer.prepare(q, k, v, shape.causal)
@@ -91,7 +89,7 @@ def run(settings: Settings) -> None:
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
         del call
-        cuda_release()
+        Tools().release()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

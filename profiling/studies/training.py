@@ -2,16 +2,16 @@
 
 The model is the stack of layers of a Llama with 1B parameters: RMSNorm, rotary embedding, grouped-query attention and
 SwiGLU, with random bf16 weights, without embedding and loss. A step is a forward and a backward pass.
-A *side* is one attention function (`training_sides`). All sides run the same eager model; only the attention function
-differs. Each side's output and gradients are first compared with those of `cute_flash.attn`. Then all sides are timed
-in one run, in interleaved rounds. The times include host time.
+All attention functions (`peers.integrations`) run in the same eager model. The output and the gradients of each are
+first compared with those of `cute_flash.attn`. Then all are timed in one run, in interleaved rounds. The times include
+host time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,12 @@ from torch.nn.functional import rms_norm, silu
 
 from cute_flash.planning.plan import CompileKey
 from profiling.measure.accuracy import relative_difference
-from profiling.measure.launches import recorded_kernels
+from profiling.measure.launches import needed_kernels
+from profiling.measure.options import MS, ROUNDS, option
+from profiling.measure.study import Record, Step, Study, Tools
 from profiling.measure.tables import Table
-from profiling.measure.timing import Failure, Samples, TimedCall, Timer, attempt, measure
-from profiling.studies.training_sides import CPU_SIDES, OURS, SIDES, Attention, Side
+from profiling.measure.timing import Failure, Samples, TimedCall, attempt, measure
+from profiling.peers.integrations import ATTENTIONS, ON_CPU, OURS, Attention, Function
 
 # The largest accepted relative difference, ‖a - b‖ / ‖b‖, of the output or a gradient. Roundings to bf16 add up over
 # the layers.
@@ -35,7 +37,6 @@ METHOD = {
     "time": "forward and backward of the layers, with host time; median of interleaved rounds",
     "check": f"output and gradients against {OURS}: relative difference (Frobenius norm) below {AGREEMENT}",
 }
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ class Model:
 @dataclass(frozen=True)
 class Settings:
     model: Model = field(default_factory=Model)
-    lengths: tuple[int, ...] = (4096, 8192)
+    lengths: tuple[int, ...] = option((4096, 8192))
     tokens: int = 16384
     dtype: str = "bfloat16"
-    rounds: int = 4
-    ms: float = 500.0
+    rounds: int = ROUNDS(4)
+    ms: float = MS(500.0)
     seed: int = 0
 
 
@@ -69,21 +70,9 @@ class Settings:
 SMALL = Settings(Model(2, 64, 4, 2, 96), lengths=(16, 32), tokens=64, dtype="float32", rounds=2, ms=1.0)
 
 
-@dataclass(frozen=True)
-class Tools:
-    timer: Timer
-    device: torch.device
-    facts: Callable[[], Record]
-    card_state: Callable[[], Record]
-    sides: Sequence[Side] = SIDES
-    unavailable: Callable[[Side], str | None] = Side.unavailable
-    compile: Callable[[list[CompileKey]], Any] = lambda keys: None
-    progress: Callable[[str], None] = lambda line: None
-    save: Callable[[Record], None] = lambda record: None
-
-
-# For a dry run: the sides that run on the CPU.
-ON_CPU: dict[str, Any] = {"sides": [side for side in SIDES if side.name in CPU_SIDES], "unavailable": lambda side: None}
+def attentions(tools: Tools) -> Sequence[Attention]:
+    """On the CPU, for a dry run: those that take CPU tensors."""
+    return ATTENTIONS if tools.device.type == "cuda" else ON_CPU
 
 
 # ---- the model
@@ -107,7 +96,7 @@ class Layer(nn.Module):
         self.down = linear(model.intermediate, model.hidden)
         self.norms = nn.ParameterList(nn.Parameter(torch.ones(model.hidden, **where)) for _ in range(2))
 
-    def forward(self, x: Tensor, attend: Attention, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, attend: Function, cos: Tensor, sin: Tensor) -> Tensor:
         y = rms_norm(x, (self.model.hidden,), self.norms[0], 1e-5)
         q, k, v = (project(y).unflatten(-1, (-1, self.model.head_dim)) for project in (self.q, self.k, self.v))
         out = attend(_rotated(q, cos, sin), _rotated(k, cos, sin), v)
@@ -137,7 +126,7 @@ class Stack:
     def num_tokens(self) -> int:
         return self.x.shape[0] * self.x.shape[1]
 
-    def step(self, attend: Attention) -> Tensor:
+    def step(self, attend: Function) -> Tensor:
         """A forward and a backward pass. The gradients of the previous step are dropped first."""
         self.x.grad = None
         self.layers.zero_grad(set_to_none=True)
@@ -147,7 +136,7 @@ class Stack:
         y.backward(self.dout)
         return y.detach()
 
-    def results(self, attend: Attention) -> list[Tensor]:
+    def results(self, attend: Function) -> list[Tensor]:
         """The output, and the gradients of the input and of the first layer's projection to q."""
         out = self.step(attend)
         weight: Any = next(self.layers.parameters())
@@ -158,17 +147,14 @@ class Stack:
 # -------------------------------------------------------------------------------------------------------
 
 
-def needed_kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
-    """The kernels of all sides of cute_flash, recorded in steps of a model with one layer. Nothing is launched."""
+def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
+    """The kernels of cute_flash, recorded in steps of a model with one layer."""
     one_layer = replace(settings, model=replace(settings.model, layers=1))
-    keys: dict[CompileKey, None] = {}
-    for seqlen in settings.lengths:
-        stack = Stack(one_layer, seqlen, tools.device)
-        for side in tools.sides:
-            if side.is_ours and tools.unavailable(side) is None:
-                with side.context(), recorded_kernels(keys):
-                    attempt(partial(stack.step, side.make()), tools.timer)
-    return list(keys)
+    stacks = [Stack(one_layer, seqlen, tools.device) for seqlen in settings.lengths]
+    ours = [one for one in attentions(tools) if one.is_ours and one.unavailable(tools.device) is None]
+    return needed_kernels(
+        partial(_in_context, one.context, partial(stack.step, one.make())) for stack in stacks for one in ours
+    )
 
 
 def _in_context(context: Callable[[], AbstractContextManager[Any]], call: Callable[[], Any]) -> Any:
@@ -181,28 +167,28 @@ def _timing(samples: Samples, num_tokens: int) -> Record:
 
 
 def measure_length(seqlen: int, settings: Settings, tools: Tools) -> Record:
+    tools.release()
     stack = Stack(settings, seqlen, tools.device)
     timed_calls: dict[str, TimedCall] = {}
     failures: dict[str, str] = {}
     differences: dict[str, float] = {}
     wanted: list[Tensor] | None = None
-    for side in tools.sides:
-        if reason := tools.unavailable(side):
-            failures[side.name] = f"not available: {reason}"
+    for one in attentions(tools):
+        if reason := one.unavailable(tools.device):
+            failures[one.name] = f"not available: {reason}"
             continue
-        attend = side.make()
-        found = attempt(partial(_in_context, side.context, partial(stack.results, attend)), tools.timer)
+        attend = one.make()
+        found = attempt(partial(_in_context, one.context, partial(stack.results, attend)), tools.events)
         if isinstance(found, Failure):
-            failures[side.name] = found.message
+            failures[one.name] = found.message
             continue
         wanted = found if wanted is None else wanted
-        differences[side.name] = relative_difference(found, wanted)
-        if differences[side.name] > AGREEMENT:
-            failures[side.name] = f"not timed: {differences[side.name]:.2g} away from {OURS}"
+        differences[one.name] = relative_difference(found, wanted)
+        if differences[one.name] > AGREEMENT:
+            failures[one.name] = f"not timed: {differences[one.name]:.2g} away from {OURS}"
             continue
-        timed_calls[side.name] = TimedCall(partial(stack.step, attend), side.context)
-        tools.progress(f"S = {seqlen}, {side.name}")
-    measured = measure(timed_calls, tools.timer, settings.rounds, settings.ms)
+        timed_calls[one.name] = TimedCall(partial(stack.step, attend), one.context)
+    measured = measure(timed_calls, tools.events, settings.rounds, settings.ms)
     return {
         "seqlen": seqlen,
         "batch": stack.x.shape[0],
@@ -212,29 +198,10 @@ def measure_length(seqlen: int, settings: Settings, tools: Tools) -> Record:
     }
 
 
-def run_training(settings: Settings, tools: Tools) -> Record:
-    """Measure all lengths; `tools.save` gets the record after each."""
-    record: Record = {
-        "settings": asdict(settings),
-        "machine": tools.facts(),
-        "method": METHOD,
-        "ours": [side.name for side in tools.sides if side.is_ours],
-        "card": {"before": tools.card_state(), "after": None},
-        "cells": [],
-        "is_complete": False,
-    }
-    keys = needed_kernels(settings, tools)
-    record["num_kernels"] = len(keys)
-    tools.compile(keys)
-    for seqlen in settings.lengths:
-        record["cells"].append(measure_length(seqlen, settings, tools))
-        tools.save(record)
-        if tools.device.type == "cuda":
-            torch.cuda.empty_cache()
-    record["card"]["after"] = tools.card_state()
-    record["is_complete"] = True
-    tools.save(record)
-    return record
+def steps(settings: Settings, tools: Tools) -> list[Step]:
+    return [
+        Step("cells", f"S = {seqlen}", partial(measure_length, seqlen, settings, tools)) for seqlen in settings.lengths
+    ]
 
 
 # ---- report
@@ -242,7 +209,7 @@ def run_training(settings: Settings, tools: Tools) -> Record:
 
 
 def table(record: Record) -> Table:
-    """Tokens per second of each side, and the time of a step; the fastest side at the first length comes first."""
+    """Tokens per second, and the time of a step; the fastest at the first length comes first."""
     cells = record["cells"]
     names: dict[str, None] = {}
     for cell in cells:
@@ -265,7 +232,7 @@ def _best(record: Record, cell: Record, is_ours: bool) -> tuple[str, float] | No
 
 
 def summary(record: Record) -> str:
-    """For each length, the speed of the slowest and the fastest side of cute_flash over the fastest other library."""
+    """For each length, the speed of the slowest and the fastest integration over the fastest other library."""
     texts = []
     for cell in record["cells"]:
         ours, other = _best(record, cell, True), _best(record, cell, False)
@@ -289,5 +256,24 @@ def failures(record: Record) -> list[str]:
 
 
 def has_failed(record: Record) -> bool:
-    """Whether a side of cute_flash failed; peers may be unavailable."""
+    """Whether an integration of cute_flash failed; peers may be unavailable."""
     return any(name in record["ours"] for cell in record["cells"] for name in cell["failures"])
+
+
+STUDY = Study(
+    name="training",
+    help="training steps of a Llama through each integration and other libraries; "
+    f"about {EXPECTED_SECONDS} s on an H200",
+    examples=("--out training.json", "--dry-run  # a small model on the CPU"),
+    settings=Settings,
+    kernels=kernels,
+    method=METHOD,
+    parts=lambda settings, tools: {"ours": [one.name for one in attentions(tools) if one.is_ours], "cells": []},
+    steps=steps,
+    tables=lambda record: [table(record)],
+    notes=lambda record: [summary(record)],
+    failures=failures,
+    has_failed=has_failed,
+    has_own_file=True,
+    small=SMALL,
+)

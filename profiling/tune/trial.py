@@ -27,10 +27,11 @@ from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band, ceil_div
 from cute_flash.spec.describe import describe as describe_problem
 from cute_flash.spec.problem import Problem
-from profiling.bench.bench import Settings, Tools, run_cell
+from profiling.bench.bench import Settings, run_cell
 from profiling.measure.accuracy import nan_in_new_memory
 from profiling.measure.record import Cell
 from profiling.measure.shapes import DTYPES, MASKS
+from profiling.measure.study import Tools
 from profiling.measure.timing import DeviceLost, EventTimer, GraphTimer, describe
 from profiling.measure.workers import Unusable, note
 from profiling.peers.peer import BackwardCall, Call, Peer
@@ -123,7 +124,7 @@ def backward_of(plan: Plan, device: torch.device) -> Backward:
 
 def tools(is_graph: bool) -> Tools:
     timer = GraphTimer() if is_graph else EventTimer()
-    return Tools(timer=timer, device=torch.device("cuda", torch.cuda.current_device()), facts=dict, card_state=dict)
+    return Tools(timer, device=torch.device("cuda", torch.cuda.current_device()), facts=dict, card_state=dict)
 
 
 @dataclass(frozen=True)

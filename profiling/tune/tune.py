@@ -7,25 +7,52 @@ hangs or loses the CUDA context is recorded by name and left out; the others con
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Protocol
 
 from cute_flash.spec.arch import ArchSpec
+from cute_flash.tools.progress import steps
 from profiling.bench import bench
 from profiling.bench.suites import SUITES
-from profiling.measure.record import Cell, Result
-from profiling.measure.shapes import Shape
-from profiling.measure.workers import Outcome, Task
+from profiling.measure.options import (
+    MS,
+    ROUNDS,
+    SEED,
+    add_jobs,
+    add_options,
+    add_out,
+    at_least_one,
+    int_list,
+    option,
+    settings_of,
+)
+from profiling.measure.record import Cell, Result, write_json
+from profiling.measure.shapes import DTYPES, MASKS, Shape
+from profiling.measure.study import FAILED, OK, Command, Tools, target_arch
+from profiling.measure.tables import print_lines, print_unavailable, show
+from profiling.measure.workers import Outcome, Pool, Task
 from profiling.peers.directions import DIRECTIONS
-from profiling.tune import trial
-from profiling.tune.ranking import Entry, Tuning
+from profiling.peers.registry import select, split_available
+from profiling.tune import ranking, trial
+from profiling.tune.ranking import Entry, Tuning, to_dict
 from profiling.tune.trial import Build
-from profiling.tune.variants import Variant, family_of, forward_keys, sample_problem, table_rows
+from profiling.tune.variants import (
+    FAMILIES,
+    Selection,
+    Variant,
+    choose,
+    family_of,
+    forward_keys,
+    sample_problem,
+    table_rows,
+)
 
 # The widest kernels compile in less than a minute on one core; a step on the GPU takes far less than a second.
 COMPILE_LIMIT_S, GPU_LIMIT_S = 900.0, 120.0
@@ -40,19 +67,19 @@ METHOD = {
 
 @dataclass(frozen=True)
 class Settings:
-    family: str = "fwd_sm90"
+    family: str = option("fwd_sm90", "kernel", choices=FAMILIES)
     arch: str = "sm_90"
-    dtype: str = "bf16"
-    masks: tuple[str, ...] = ("full", "causal")
-    lengths: tuple[int, ...] | None = None  # None: those of the quick suite
-    peers: tuple[str, ...] = ("sdpa-flash",)
-    rounds: int = 5
-    ms: float = 25.0
-    graph: bool = False
-    seed: int = 0
+    dtype: str = option("bf16", choices=DTYPES)
+    masks: tuple[str, ...] = option(MASKS)
+    lengths: tuple[int, ...] | None = option(None, "default: those of the quick suite", type=int_list, metavar="LIST")
+    peers: tuple[str, ...] = option(("sdpa-flash",), "the first is the reference")
+    rounds: int = ROUNDS(5)
+    ms: float = MS(25.0)
+    graph: bool = option(False, "time replays of CUDA graphs, without host time")
+    seed: int = SEED(0)
     jobs: int = 1
-    resources: bool = False
-    compile_only: bool = False
+    resources: bool = option(False, "report registers and spills too, by a second compilation")
+    compile_only: bool = option(False, "report registers, spills and shared memory; needs no GPU")
 
     @property
     def direction(self) -> str:
@@ -83,22 +110,19 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True)
-class Tools:
-    """The worker pool and callbacks of tuning; tests replace them."""
+class Workers:
+    """The processes of tuning and their progress; tests replace them."""
 
-    pool: Callable[[int, Mapping[str, str], float], AbstractContextManager[Runner]]
-    facts: Callable[[], dict[str, Any]]
-    card_state: Callable[[], dict[str, Any]]
-    progress: Callable[[str, int], AbstractContextManager[Callable[[str], None]]]
-    save: Callable[[Tuning], None] = lambda tuning: None
+    pool: Callable[[int, Mapping[str, str], float], AbstractContextManager[Runner]] = Pool
+    progress: Callable[[str, int], AbstractContextManager[Callable[[str], None]]] = steps
     cache: Path | None = None  # folder of compiled kernels; None: a temporary one
 
 
 @contextmanager
-def _cache_folder(tools: Tools) -> Iterator[dict[str, str]]:
+def _cache_folder(workers: Workers) -> Iterator[dict[str, str]]:
     """The environment of worker processes: they share a kernel cache that is not the user's."""
     with TemporaryDirectory(prefix="cute_flash_tune_") as folder:
-        yield {"CUTE_FLASH_CACHE_DIR": str(tools.cache.absolute() if tools.cache else folder)}
+        yield {"CUTE_FLASH_CACHE_DIR": str(workers.cache.absolute() if workers.cache else folder)}
 
 
 def run_tune(
@@ -106,6 +130,7 @@ def run_tune(
     arch: ArchSpec,
     settings: Settings,
     tools: Tools,
+    workers: Workers,
     unavailable: Mapping[str, str] | None = None,
 ) -> Tuning:
     """Compile, check and time all variants; results are saved after each of the three steps and after each cell.
@@ -123,22 +148,22 @@ def run_tune(
         peers=() if settings.compile_only else settings.peers,
         unavailable=dict(unavailable or {}),
     )
-    with _cache_folder(tools) as environment:
-        with tools.pool(settings.jobs, environment, COMPILE_LIMIT_S) as builders:
-            _build_all(tuning, arch, settings, tools, builders)
-        tools.save(tuning)
+    with _cache_folder(workers) as environment:
+        with workers.pool(settings.jobs, environment, COMPILE_LIMIT_S) as builders:
+            _build_all(tuning, arch, settings, workers, builders)
+        tools.save(to_dict(tuning))
         if not settings.compile_only:
-            with tools.pool(1, environment, GPU_LIMIT_S) as gpu:
-                _check_all(tuning, arch, settings, tools, gpu)
-                tools.save(tuning)
-                _time_all(tuning, arch, settings, tools, gpu)
+            with workers.pool(1, environment, GPU_LIMIT_S) as gpu:
+                _check_all(tuning, arch, settings, workers, gpu)
+                tools.save(to_dict(tuning))
+                _time_all(tuning, arch, settings, tools, workers, gpu)
     tuning.is_complete = True
-    tools.save(tuning)
+    tools.save(to_dict(tuning))
     return tuning
 
 
-def _build_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, pool: Runner) -> None:
-    stores_kernels = not settings.compile_only or tools.cache is not None
+def _build_all(tuning: Tuning, arch: ArchSpec, settings: Settings, workers: Workers, pool: Runner) -> None:
+    stores_kernels = not settings.compile_only or workers.cache is not None
     reads_resources = settings.compile_only or settings.resources
     jobs = list(product(tuning.entries, settings.masks))
     tasks = []
@@ -148,7 +173,7 @@ def _build_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools,
     if stores_kernels:
         forward = forward_keys(settings.family, tuning.head_dims, settings.masks, settings.dtype, arch)
         tasks += [Task(trial.precompile, (key,)) for key in forward]
-    with tools.progress("compiling", len(tasks)) as done:
+    with workers.progress("compiling", len(tasks)) as done:
         for outcome in pool.run(tasks):
             if outcome.index >= len(jobs):
                 if outcome.error is not None:
@@ -173,12 +198,12 @@ def _built(build: Build) -> str:
     return f"built in {build.seconds:.1f} s{uses}"
 
 
-def _check_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, pool: Runner) -> None:
+def _check_all(tuning: Tuning, arch: ArchSpec, settings: Settings, workers: Workers, pool: Runner) -> None:
     for mask in settings.masks:
         # A variant that hung with one mask is not run with the next.
         entries = [entry for entry in tuning.entries if entry.is_right]
         tasks = [Task(trial.check, (entry.variant, arch, settings.dtype, mask)) for entry in entries]
-        with tools.progress(f"checking, {mask}", len(tasks)) as done:
+        with workers.progress(f"checking, {mask}", len(tasks)) as done:
             for outcome in pool.run(tasks):
                 entry = entries[outcome.index]
                 if outcome.error is not None:
@@ -188,11 +213,11 @@ def _check_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools,
                 done(f"{entry.variant}, {mask}: {entry.complaint or 'right'}")
 
 
-def _time_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, pool: Runner) -> None:
+def _time_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, workers: Workers, pool: Runner) -> None:
     shapes, l2_bytes = settings.shapes(tuning.head_dims), tuning.machine.get("l2_bytes")
     peers = list(tuning.peers)
     before = tools.card_state()
-    with tools.progress("timing", len(shapes)) as done:
+    with workers.progress("timing", len(shapes)) as done:
         for shape in shapes:
             right = [e for e in tuning.entries if e.is_right and e.variant.head_dim == shape.head_dim]
             if not right:
@@ -209,7 +234,7 @@ def _time_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, 
             tuning.cells.append(cell)
             for entry in right:
                 entry.read_cell(cell)
-            tools.save(tuning)
+            tools.save(to_dict(tuning))
             done(_line(cell, tuning))
 
 
@@ -243,3 +268,59 @@ def _line(cell: Cell, tuning: Tuning) -> str:
     parts = [f"{best.name} {speed:.0f}"] if best and speed else []
     parts += [f"{tuning.peers[0]} {theirs:.0f}"] if theirs else []
     return f"{cell.key}: {', '.join(parts)} TFLOP/s" if parts else f"{cell.key}: nothing was measured"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--tile",
+        "--tiles",
+        dest="tiles",
+        action="append",
+        default=[],
+        metavar="EXPR|FILE",
+        help='variants, such as "64: 192x{112,128} s{2,4} q2" (default: neighbours of the tile table\'s rows)',
+    )
+    add("--max-variants", type=at_least_one, default=30, metavar="N", help="per head dim (default: %(default)s)")
+    add("--head-dims", type=int_list, metavar="LIST", help="default: those of the variants, or of the kernel")
+    add_options(parser, Settings)
+    add_jobs(parser)
+    add_out(parser)
+    add("--arch", metavar="sm_xx", help="architecture of --compile-only (default: the GPU here)")
+    add("--kernel-cache", type=Path, metavar="DIR", help="keep compiled kernels in DIR for later runs")
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = settings_of(Settings, args)
+    compile_only = settings.compile_only
+    target = target_arch(args.arch, compile_only, "--compile-only")
+    selection = Selection(tuple(args.tiles), args.head_dims, settings.masks, args.max_variants)
+    variants = choose(selection, settings.family, target)
+    peers, unavailable = split_available([] if compile_only else select(settings.peers), settings.direction)
+    print_unavailable(unavailable)
+    if not compile_only and not peers:
+        raise ValueError(f"--peers {','.join(settings.peers)}: none of them is available, so there is no reference")
+    names = tuple(peer.name for peer in peers)
+    settings = replace(settings, arch=target.name, peers=names, jobs=args.jobs)
+    # Raises for a wrong mask or length, before anything is compiled.
+    settings.shapes([variant.head_dim for variant in variants])
+    tools = Tools(save=partial(write_json, path=args.out))
+    tuning = run_tune(variants, target, settings, tools, Workers(cache=args.kernel_cache), unavailable)
+    show(ranking.resource_tables(tuning) if compile_only else ranking.speed_tables(tuning))
+    print(f"{ranking.RESOURCE_LEGEND if compile_only else ranking.SPEED_LEGEND}\n")
+    print_lines("Not ranked", tuning.complaints())
+    return FAILED if tuning.complaints() else OK
+
+
+COMMAND = Command(
+    "tune",
+    "compile, check, time and rank tiles of a kernel",
+    (
+        "--head-dims 64,128 --lengths 512,16384 --out tune.json",
+        '--tile "128: 128x{112,128,144} s2 q{1,2} c{0,1}" --masks causal',
+        '--family bwd_sm80 --tile "128: 64x128 s2 p4 k{2,4} q2" --graph',
+        "--compile-only --arch sm_90 --head-dims 128  # needs no GPU",
+    ),
+    add_arguments,
+    run,
+)

@@ -12,9 +12,7 @@ from __future__ import annotations
 import pickle
 import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -31,11 +29,11 @@ from profiling.measure.launches import recorded_kernels
 from profiling.measure.timing import (
     Batch,
     DeviceLost,
-    EventTimer,
     Failure,
     GraphTimer,
     TimedCall,
     Timer,
+    WallTimer,
     attempt,
     time_batch,
     warm_up,
@@ -63,26 +61,12 @@ class Cell:
         return f"{self.direction} {self.feature} d{self.head_dim} {self.mask} s{self.seqlen}"
 
 
-class WallTimer(EventTimer):
-    """Wall-clock time, on a machine without a GPU: to try a command, not to measure."""
-
-    def milliseconds(self, run: Callable[[], None]) -> float:
-        begin = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - begin)
-
-    def synchronize(self) -> None: ...
-
-    def stream(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-
 class VersionWorker:
     """The requests that the process answers. `folder`: of the version; None: whatever was imported is measured."""
 
     def __init__(self, timer: Timer, device: torch.device, folder: Path | None = None) -> None:
         self.timer, self.device, self.folder = timer, device, folder
-        self._contender: TimedCall | None = None
+        self._timed_call: TimedCall | None = None
         self._batch: Batch | None = None
 
     def check_imports(self) -> None:
@@ -119,17 +103,17 @@ class VersionWorker:
             results = timed_call.call()
             compared = [some_elements(x) for x in (results if isinstance(results, tuple) else (results,))]
         self.check_imports()
-        self._batch, self._contender = warm_up(timed_call, self.timer, budget_ms), timed_call
+        self._batch, self._timed_call = warm_up(timed_call, self.timer, budget_ms), timed_call
         return compared
 
     def time(self) -> tuple[int, float]:
         """Calls in a batch, and milliseconds of one call."""
-        assert self._contender is not None and self._batch is not None, "prepare comes first"
-        return self._batch.calls, time_batch(self._contender, self._batch, self.timer)
+        assert self._timed_call is not None and self._batch is not None, "prepare comes first"
+        return self._batch.calls, time_batch(self._timed_call, self._batch, self.timer)
 
     def release(self) -> None:
         """Free the memory of the last cell for the processes of other versions."""
-        self._contender = self._batch = None
+        self._timed_call = self._batch = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

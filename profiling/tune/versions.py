@@ -8,6 +8,7 @@ checkout, or a commit.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
@@ -27,10 +28,16 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from cute_flash.spec import arch
+from cute_flash.tools.progress import steps
+from profiling.measure import machine
 from profiling.measure.accuracy import relative_difference
 from profiling.measure.machine import ROOT, source_digest
+from profiling.measure.options import MS, ROUNDS, SEED, add_jobs, add_options, add_out, option, settings_of
+from profiling.measure.record import write_json
 from profiling.measure.shapes import MASKS
-from profiling.measure.tables import Table, geometric_mean
+from profiling.measure.study import FAILED, OK, Command
+from profiling.measure.tables import Table, geometric_mean, print_lines, show
 from profiling.measure.timing import Samples, balanced
 from profiling.studies.features import AGREEMENT, DIRECTIONS, OPTIONS
 from profiling.tune.version_worker import Cell, receive, send
@@ -50,16 +57,16 @@ class VersionError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    directions: tuple[str, ...] = DIRECTIONS
-    features: tuple[str, ...] = ("plain",)
-    head_dims: tuple[int, ...] = (64, 128, 256)
-    masks: tuple[str, ...] = MASKS
-    lengths: tuple[int, ...] = (512, 4096, 16384)
-    tokens: int = 16384
-    hidden: int = 2048
-    rounds: int = 6
-    ms: float = 15.0
-    seed: int = 0
+    directions: tuple[str, ...] = option(DIRECTIONS)
+    features: tuple[str, ...] = option(("plain",), f"of {', '.join(OPTIONS)}")
+    head_dims: tuple[int, ...] = option((64, 128, 256))
+    masks: tuple[str, ...] = option(MASKS)
+    lengths: tuple[int, ...] = option((512, 4096, 16384))
+    tokens: int = option(16384)
+    hidden: int = option(2048)
+    rounds: int = ROUNDS(6)
+    ms: float = MS(15.0)
+    seed: int = SEED(0)
 
     def cells(self) -> list[Cell]:
         for names, known in ((self.directions, DIRECTIONS), (self.features, OPTIONS), (self.masks, MASKS)):
@@ -311,3 +318,43 @@ def to_dict(
         cells.append({**asdict(one.cell), "versions": samples, "differences": differences, "errors": one.errors})
     given = {name: {"version": text, "source_digest": digests.get(name)} for name, text in versions.items()}
     return {"settings": asdict(settings), "versions": given, "machine": dict(facts), "cells": cells}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "a folder with a checkout, or a commit; the first is the base"
+    parser.add_argument("versions", nargs="+", metavar="NAME=VERSION", help=text)
+    add_options(parser, Settings)
+    add_jobs(parser)
+    add_out(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    named = [text.partition("=") for text in args.versions]
+    chosen = {name: version for name, equals, version in named if name and equals and version}
+    if len(chosen) < max(2, len(named)):
+        raise ValueError(f"{' '.join(args.versions)}: expected at least two NAME=VERSION with different names")
+    settings = settings_of(Settings, args)
+    num_steps, facts, digests = len(chosen) + len(settings.cells()), machine.facts(), dict[str, str]()
+
+    def save(results: Sequence[CellResult]) -> None:
+        write_json(to_dict(results, settings, chosen, digests, facts), args.out)
+
+    with started(chosen, digests) as remotes, steps("measuring", num_steps) as done:
+        results = run_versions(remotes, settings, args.jobs, done, save)
+    title = "Device time" if arch.has_gpu() else "Wall-clock time of the CPU implementation: no CUDA device"
+    show(tables(results, list(chosen), title))
+    lines = failures(results, next(iter(chosen)))
+    print_lines("Failures", lines)
+    return FAILED if lines else OK
+
+
+COMMAND = Command(
+    "versions",
+    "versions of cute_flash beside each other, such as before and after a change",
+    (
+        "before=main after=. --directions bwd --head-dims 128  # a commit and a folder",
+        "a=../one b=../two --features deterministic,dropout --lengths 4096 --out versions.json",
+    ),
+    add_arguments,
+    run,
+)

@@ -14,10 +14,11 @@ from cute_flash import reference
 from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band
-from profiling.bench.bench import Settings, Tools
+from profiling.bench.bench import Settings
 from profiling.measure.accuracy import Accuracy, Errors
 from profiling.measure.record import Ceiling, Cell, Result, Run
 from profiling.measure.shapes import Shape
+from profiling.measure.study import Tools
 from profiling.measure.timing import Batch, repeat
 from tests.fakes.recording import RecordingGpu
 
@@ -115,8 +116,9 @@ SETTINGS = Settings(rounds=3, ms=5.0, ceiling_size=16)
 
 
 def tools(timer: FakeTimer, **overrides: Any) -> Tools:
-    defaults: dict[str, Any] = {"facts": lambda: {"gpu": "fake", "l2_bytes": 1 << 40}, "card_state": dict}
-    return Tools(timer=timer, device=torch.device("cpu"), **{**defaults, **overrides})
+    facts = {"gpu": "fake", "l2_bytes": 1 << 40, "git_commit": "c"}
+    defaults: dict[str, Any] = {"facts": lambda: facts, "card_state": dict, "clock": lambda: timer.now_ms / 1e3}
+    return Tools(timer, timer, torch.device("cpu"), **{**defaults, **overrides})
 
 
 def result(tflops: float | None, error: float = 2e-3, is_wrong: bool = False, **fields: Any) -> Result:

@@ -12,10 +12,12 @@ from torch.nn.attention import SDPBackend
 from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
 from profiling.bench import report
-from profiling.bench.bench import needed_kernels, run_bench
+from profiling.bench.bench import run_bench
+from profiling.measure.launches import needed_kernels
 from profiling.measure.record import Run
 from profiling.measure.shapes import Shape
 from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.directions import calls_of
 from profiling.peers.sdpa import Sdpa
 from tests.fakes.cuda import claiming_cuda, own_workspaces
 from tests.profiling.fakes import SETTINGS, SMALL, CpuGpu, FakePeer, FakeTimer, tools
@@ -58,7 +60,7 @@ def test_speeds_and_errors_of_a_good_run(shape):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_real_providers_through_autograd(causal):
+def test_real_peers_through_autograd(causal):
     peer = Sdpa("sdpa-flash", SDPBackend.MATH)
     run = bench(FakeTimer(), [CuteFlash(), peer], [replace(GROUPED, causal=causal)])
     (cell,) = run.cells
@@ -208,7 +210,8 @@ def test_kernels_of_a_run_are_all_compiled_before_it(direction, kernels):
     shapes = [SMALL, GROUPED, replace(GROUPED, causal=True)]
     settings, ours = replace(SETTINGS, direction=direction, kernels=kernels), [CuteFlash(kernels=kernels)]
     with use_gpu(CpuGpu(ARCHS["sm_90"], launch)), claiming_cuda(), own_workspaces():
-        keys = needed_kernels(shapes, [*ours, FakePeer("fa3", FakeTimer(), 1.0)], settings, torch.device("cpu"))
+        peers = [*ours, FakePeer("fa3", FakeTimer(), 1.0)]
+        keys = needed_kernels(calls_of(peers, shapes, (direction,), torch.bfloat16, torch.device("cpu")))
         assert not launched
         run_bench(shapes, ours, {}, settings, tools(FakeTimer()))
     assert set(launched) == set(keys) and len(keys) == len(set(keys))
@@ -220,4 +223,4 @@ def test_kernels_of_a_run_are_all_compiled_before_it(direction, kernels):
 def test_a_refused_call_does_not_stop_the_run():
     wide = replace(GROUPED, head_dim=512)
     with use_gpu(CpuGpu(ARCHS["sm_90"], lambda key, operands: None)), claiming_cuda():
-        assert needed_kernels([wide], [CuteFlash()], SETTINGS, torch.device("cpu")) == []
+        assert needed_kernels(calls_of([CuteFlash()], [wide], ("fwd",), torch.bfloat16, torch.device("cpu"))) == []

@@ -21,6 +21,7 @@ from profiling.documents.plot_style import BLUE, LOOKS, PURPLE, RED, style, svg
 from profiling.measure.machine import PLOTS, ROOT
 from profiling.measure.record import load
 from profiling.measure.shapes import Shape
+from profiling.measure.study import NOT_MEASURED, OK
 
 PERFORMANCE = ROOT / "docs" / "performance.md"
 # Another version of matplotlib places the same data and texts a little differently.
@@ -127,7 +128,7 @@ def test_tables_of_counters(monkeypatch, tmp_path) -> None:
 
 def test_plots_command(tmp_path, capsys) -> None:
     lacking = [name for name in FIGURES if figures.missing(name)]
-    assert cli.main(("plots", "--out", str(tmp_path))) == (cli.NOT_MEASURED if lacking else cli.OK)
+    assert cli.main(("plots", "--out", str(tmp_path))) == (NOT_MEASURED if lacking else OK)
     assert {path.name for path in tmp_path.iterdir()} == set(FIGURES) - set(lacking)
     said = capsys.readouterr().out
     assert all(f"- {name}: no {', '.join(figures.missing(name))}" in said for name in lacking)

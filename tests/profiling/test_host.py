@@ -14,10 +14,12 @@ from torch import Tensor
 import cute_flash
 from cute_flash.planning.plan import CompileKey
 from cute_flash.runtime import gpu
+from cute_flash.spec import arch
 from cute_flash.spec.arch import ARCHS
 from profiling import __main__ as cli
 from profiling.measure import host_time, launches, machine
 from profiling.measure.shapes import Shape
+from profiling.measure.study import FAILED, NOT_MEASURED, OK
 from profiling.measure.timing import TimedCall
 from profiling.studies import host
 from profiling.studies.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Settings, timed_call
@@ -331,8 +333,8 @@ def command(monkeypatch) -> Callable[..., int]:
             return Times({(case, side): us for case in chosen.cases for side, us in sides.items()})
 
         monkeypatch.setattr(host, "fresh_process", lambda environment: one)
-        monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
-        monkeypatch.setattr(cli, "precompile_all", lambda keys, jobs: iter([True]))
+        monkeypatch.setattr(arch, "has_gpu", lambda: True)
+        monkeypatch.setattr(host, "precompile_all", lambda keys, jobs: iter([True]))
         monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake", "git_commit": "abc"})
         return cli.main(("host", *args))
 
@@ -341,7 +343,7 @@ def command(monkeypatch) -> Callable[..., int]:
 
 def test_the_command_prints_the_table_and_writes_the_file(command, tmp_path, capsys):
     out = tmp_path / "host.json"
-    assert command("--cases", "plain-fwd,softcap-fwd", "--processes", "3", "--out", str(out)) == cli.OK
+    assert command("--cases", "plain-fwd,softcap-fwd", "--processes", "3", "--out", str(out)) == OK
     printed = capsys.readouterr()
     assert "| plain-fwd   | 14.0 (14.0 to 14.0) |" in printed.out and "18.0 (cudnn)" in printed.out
     assert "[4/4] process 3 of 3" in printed.err
@@ -351,16 +353,16 @@ def test_the_command_prints_the_table_and_writes_the_file(command, tmp_path, cap
 
 
 def test_the_command_fails_for_a_goal_that_is_missed_and_compares_with_a_base(command, tmp_path):
-    assert command("--cases", "plain-fwd", ours=15.5) == cli.FAILED
+    assert command("--cases", "plain-fwd", ours=15.5) == FAILED
     base, case = tmp_path / "base.json", "plain-train-profiler"
-    assert command("--cases", case, "--out", str(base)) == cli.OK
-    assert command("--cases", case, "--base", str(base), ours=14.5) == cli.OK
-    assert command("--cases", case, "--base", str(base), ours=15.0) == cli.FAILED
+    assert command("--cases", case, "--out", str(base)) == OK
+    assert command("--cases", case, "--base", str(base), ours=14.5) == OK
+    assert command("--cases", case, "--base", str(base), ours=15.0) == FAILED
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
 def test_without_a_gpu_or_with_a_wrong_case_nothing_is_measured(capsys):
-    assert cli.main(("host",)) == cli.NOT_MEASURED
+    assert cli.main(("host",)) == NOT_MEASURED
     assert "no CUDA device" in capsys.readouterr().err
-    assert cli.main(("host", "--cases", "plain")) == cli.NOT_MEASURED
+    assert cli.main(("host", "--cases", "plain")) == NOT_MEASURED
     assert "choose from plain-fwd, plain-train" in capsys.readouterr().err

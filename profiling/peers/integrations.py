@@ -1,6 +1,6 @@
-"""The attention functions that `training` compares, called sides: integrations of cute_flash, and other libraries.
+"""The attention functions that `training` compares: integrations of cute_flash, and other libraries.
 
-A side computes causal attention. It takes q, (B, S, H, D), and k and v, (B, S, Hkv, D), as the projections return them,
+Each computes causal attention. It takes q, (B, S, H, D), and k and v, (B, S, Hkv, D), as the projections return them,
 and returns (B, S, H, D).
 """
 
@@ -22,19 +22,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from profiling.peers.flash_attention import fa3_ops
 from profiling.peers.peer import NO_GPU
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Side:
+class Attention:
     name: str
-    make: Callable[[], Attention]  # imports the library and returns its function
+    make: Callable[[], Function]  # imports the library and returns its function
     is_ours: bool = False
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def unavailable(self) -> str | None:
-        """The reason why the side cannot run here, or None."""
-        if not torch.cuda.is_available():
+    def unavailable(self, device: torch.device) -> str | None:
+        """The reason why it cannot run here, or None."""
+        if device.type == "cuda" and not torch.cuda.is_available():
             return NO_GPU
         try:
             self.make()
@@ -48,19 +48,19 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-def _attn() -> Attention:
+def _attn() -> Function:
     from cute_flash import attn
 
     return lambda q, k, v: attn(q, k, v, causal=True, layout="bshd")
 
 
-def _flash_attn_names() -> Attention:
+def _flash_attn_names() -> Function:
     from cute_flash.integrations.flash_attn import flash_attn_func
 
     return lambda q, k, v: flash_attn_func(q, k, v, causal=True)
 
 
-def _transformers() -> Attention:
+def _transformers() -> Function:
     """The function that transformers calls in each layer, with the arguments of a Llama."""
     from cute_flash.integrations.transformers import attention
 
@@ -73,7 +73,7 @@ def _transformers() -> Attention:
     return attend
 
 
-def _sdpa() -> Attention:
+def _sdpa() -> Function:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = _heads_first(q, k, v)
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
@@ -98,7 +98,7 @@ def _block_mask(seqlen: int, device: torch.device) -> Any:
     return module.create_block_mask(_is_causal, None, None, seqlen, seqlen, device=device)
 
 
-def _flex_with(function: Callable[..., Any]) -> Attention:
+def _flex_with(function: Callable[..., Any]) -> Function:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = _block_mask(q.shape[1], q.device)
         return function(*_heads_first(q, k, v), block_mask=mask, enable_gqa=True).transpose(1, 2)
@@ -106,14 +106,14 @@ def _flex_with(function: Callable[..., Any]) -> Attention:
     return attend
 
 
-def _our_flex() -> Attention:
+def _our_flex() -> Function:
     from cute_flash import flex_attention
 
     return _flex_with(flex_attention)
 
 
 @lru_cache(maxsize=1)
-def _compiled_flex() -> Attention:
+def _compiled_flex() -> Function:
     importlib.import_module("triton")  # FlexAttention compiles to Triton kernels
     flex_attention = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
     return _flex_with(torch.compile(flex_attention, dynamic=False))
@@ -137,22 +137,22 @@ class _Fa3(torch.autograd.Function):
         return dq, dk, dv
 
 
-def _fa3() -> Attention:
+def _fa3() -> Function:
     fa3_ops()
     return lambda q, k, v: _Fa3.apply(q, k, v)
 
 
 OURS = "cute_flash.attn"
-SIDES = (
-    Side(OURS, _attn, is_ours=True),
-    Side("flash_attn names", _flash_attn_names, is_ours=True),
-    Side("transformers", _transformers, is_ours=True),
-    Side("SDPA with cute_flash", _sdpa, is_ours=True, context=_sdpa_provider),
-    Side("cute_flash.flex_attention", _our_flex, is_ours=True),
-    Side("SDPA, cuDNN", _sdpa, context=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)),
-    Side("SDPA, FlashAttention-2", _sdpa, context=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
-    Side("FlashAttention-3", _fa3),
-    Side("FlexAttention, compiled", _compiled_flex),
+ATTENTIONS = (
+    Attention(OURS, _attn, is_ours=True),
+    Attention("flash_attn names", _flash_attn_names, is_ours=True),
+    Attention("transformers", _transformers, is_ours=True),
+    Attention("SDPA with cute_flash", _sdpa, is_ours=True, context=_sdpa_provider),
+    Attention("cute_flash.flex_attention", _our_flex, is_ours=True),
+    Attention("SDPA, cuDNN", _sdpa, context=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)),
+    Attention("SDPA, FlashAttention-2", _sdpa, context=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
+    Attention("FlashAttention-3", _fa3),
+    Attention("FlexAttention, compiled", _compiled_flex),
 )
-# The sides that take CPU tensors, forward and backward.
-CPU_SIDES = (OURS, "flash_attn names", "transformers", "cute_flash.flex_attention")
+# Those that take CPU tensors, forward and backward.
+ON_CPU = tuple(one for one in ATTENTIONS if one.is_ours and one.context is nullcontext)
