@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import cute_flash
-from profiling.host import recorded_launches
+from profiling.measure.launches import recorded_launches
 from tests.gpu.decode_cases import SPLIT_CASES, SplitCase
 
 # Without the fixture `family`: a family that the caller chooses does not split keys.

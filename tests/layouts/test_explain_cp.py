@@ -13,8 +13,8 @@ from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import cli
 from layouts.studies.cp_cost import LINKS, RATES, Cost, Model
-from profiling.figures import BACKWARD, DATA, FORWARD
-from profiling.record import load
+from profiling.documents.figures import BACKWARD, DATA, FORWARD
+from profiling.measure.record import load
 
 CAUSAL = Band(None, 0)
 PROBLEM = Problem(1, 32, 8, 1 << 17, 1 << 17, 128, band=CAUSAL)
