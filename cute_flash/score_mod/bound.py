@@ -33,6 +33,11 @@ class Graphs:
             return ""
         return "[" + ",".join("null" if x is None else x.text for x in graphs) + "]"
 
+    @property
+    def present(self) -> list[Graph]:
+        """The graphs that the call has, in the order of their captures and scalars."""
+        return [graph for graph in (self.score, self.mask, self.bwd) if graph is not None]
+
     def split(self, captures: Sequence[Any], scalars: Sequence[Any]) -> GraphArguments:
         """Split the concatenated arguments of all graphs into those of each graph."""
         arguments: list[GraphValues] = []
@@ -99,8 +104,9 @@ class BoundMods(NamedTuple):
         if score_mod is None and mask_mod is None and score_mod_bwd is None:
             return NO_MODS
         check_mods(score_mod, score_mod_bwd)
-        mods = {"score_mod": score_mod, "mask_mod": mask_mod, "score_mod_bwd": score_mod_bwd}
-        score, mask, bwd = (_NO_MOD if mod is None else bind(mod, role) for role, mod in mods.items())
+        score = _NO_MOD if score_mod is None else bind(score_mod, "score_mod")
+        mask = _NO_MOD if mask_mod is None else bind(mask_mod, "mask_mod")
+        bwd = _NO_MOD if score_mod_bwd is None else bind(score_mod_bwd, "score_mod_bwd")
         graphs = _interned(score.graph, mask.graph, bwd.graph)
         captures = score.captures + mask.captures + bwd.captures
         return BoundMods(graphs, captures, score.scalars + mask.scalars + bwd.scalars)

@@ -42,10 +42,25 @@ from cute_flash.kernels.decode.attend import attend, start
 from cute_flash.kernels.decode.merge_splits import finish
 from cute_flash.kernels.decode.storage import Config, Output, Params, SharedStorage, vector_at
 from cute_flash.planning.decode import UNIT_KEYS
+from cute_flash.planning.registry import KERNELS
 
 
 class Decode(Kernel):
-    """The decode kernel."""
+    """The decode kernel, and the kernel of `attn` with few queries, whose keys and values are the caches."""
+
+    def read_operands(self, operands: dict) -> SimpleNamespace:
+        """The operands of "decode" by name; those of "fwd_split_kv" as operands of "decode", (B, S, H, D)."""
+        args = super().read_operands(operands)
+        if not self.static.heads_first:
+            args.cu_seqlens_k = None
+            return args
+
+        def rows_first(mX: cute.Tensor) -> cute.Tensor:
+            return cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[0, 2, 1, 3]))
+
+        views = {"k_cache": rows_first(args.k), "v_cache": rows_first(args.v), "cache_seqlens": args.seqused_k}
+        views |= {"q": rows_first(args.q), "out": rows_first(args.out)}
+        return SimpleNamespace(**(dict.fromkeys(KERNELS["decode"].names) | vars(args) | views))
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):

@@ -99,7 +99,7 @@ class Params:
         if self.batch_idx is not None:
             # Clamp, so that an invalid index stays within the cache.
             batch = cutlass.min(cutlass.max(self.batch_idx[batch], 0), self.mK.shape[0] - 1)
-        first_row = self.splits.first_row(split.batch) if static.varlen_keys else None
+        first_row = self.splits.first_row(split.batch) if static.varlen else None
         common = split.head_kv, batch, first_row, self.page_table, self.page_size, static.page_lookup
         widths = (self.mK, static.head_dim), (self.mV, static.width_v)
         return CacheHeads(*(CacheHead(mX, *common, width, static.cache_bytes) for mX, width in widths))
