@@ -19,7 +19,7 @@ from cute_flash.kernels.decode.storage import Output, Params, SharedStorage, vec
 from cute_flash.planning.decode import EXCHANGE_ROWS
 
 FLOATS = 4  # floats of O that a thread combines at once
-# The lowest bits of two fields of an arrival counter (`counter`).
+# The first bits of the second and the third field of an arrival counter (`counter`).
 FINAL_BIT, SHARE_BIT = 12, 24
 
 
