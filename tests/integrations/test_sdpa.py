@@ -106,14 +106,6 @@ def test_flash_operator(on_cpu, heads, heads_kv, seqlen_q, seqlen_k, head_dim, k
     assert_close(grads(out, qkv, weights), grads(wanted, qkv, weights))
 
 
-def test_results_are_those_of_torchs_cpu_operator(on_cpu: None) -> None:
-    qkv = tensors(4, 4, 33, 33, 16)
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(*qkv, 0.0, True)
-    wanted, wanted_lse = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, 0.0, True)
-    assert_close(out, wanted)
-    assert_close(lse, wanted_lse)
-
-
 @pytest.mark.parametrize("head_dim", [16, 30])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -418,15 +410,6 @@ def test_activate_and_restore(clean: None) -> None:
         restore()
         restore()
         assert attention.current_flash_attention_impl() is None and overridden() == []
-
-
-def test_torchs_own_functions_know_the_name(clean: None) -> None:
-    register()
-    attention.activate_flash_attention_impl(NAME)
-    attention.activate_flash_attention_impl(NAME)
-    assert overridden() == OPS
-    restore()
-    assert overridden() == []
 
 
 def test_context_manager(clean: None) -> None:
