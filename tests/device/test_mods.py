@@ -24,9 +24,8 @@ from cute_flash.device.softmax.exp2 import ProbBlock
 from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.reference.user_mods import UserMods
 from cute_flash.runtime import launcher
-from cute_flash.runtime.operands import capture_operands, scalar_operands
 from cute_flash.spec.describe import describe
-from cute_flash.spec.features import BIAS
+from cute_flash.spec.features import BIAS, capture_operand
 from tests.device.test_score import FOR_HOPPER, SHAPES, shapes
 from tests.mod_cases import Case, Kind, Sizes
 
@@ -104,7 +103,8 @@ def of_threads(
     out = torch.full((rows, columns), torch.nan)
     bias = None if args.bias is None else BIAS.value(args, problem)
     kinds = [kind for graph in (args.mods.score, args.mods.mask) if graph is not None for kind in graph.scalars]
-    operands = bias, capture_operands(args.captures), scalar_operands(tuple(kinds), args.scalars)
+    scalars = [int(x) if kind == "int" else x for kind, x in zip(kinds, args.scalars)]
+    operands = bias, list(map(capture_operand, args.captures)) or None, scalars or None
     arguments = (from_dlpack(out), from_dlpack(S), *map(passed, operands))
     cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
     return out
@@ -125,6 +125,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.kernels("fwd_sm80", "fwd_sm90")
 @pytest.mark.compiles
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.id)
 @shapes

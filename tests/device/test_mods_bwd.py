@@ -248,6 +248,7 @@ CASES: list[tuple[str, str, Any, Any, str]] = [
 ]
 
 
+@pytest.mark.kernels("bwd_sm80", "bwd_sm90")
 @pytest.mark.compiles
 @pytest.mark.parametrize(("name", "features", "score_mod", "mask_mod", "kind"), CASES)
 def test_a_block(name: str, features: str, score_mod: Any, mask_mod: Any, kind: str) -> None:

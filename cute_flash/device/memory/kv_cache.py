@@ -84,18 +84,20 @@ class WarpLoader:
     lane: Int32
     first_key: Int32  # the first and the last key that are read
     last_key: Int32
+    key_offset: Int32  # of the warp's first key in a block
+    stages: Int32  # address of the warp's stages: K, then V, of each
 
     @property
     def lookup(self) -> str:
         return self.caches.k.lookup
 
     @cute.jit
-    def look_up(self, key: Int32) -> cute.Tensor | None:
-        """Start to read the pages of `tile_n` keys from `key` on, for `load`; None without pages.
+    def look_up(self, block_key: Int32) -> cute.Tensor | None:
+        """Start to read the pages of the warp's keys in the block that begins at `block_key`; None without pages.
 
         The loads of a page table take as long as those of keys, so they are issued one block earlier.
         """
-        pages = None
+        pages, key = None, block_key + self.key_offset
         if cutlass.const_expr(self.lookup != ""):
             pages = cute.make_rmem_tensor(self.tile.tile_n // CHUNK, Int32)
             for chunk in cutlass.range_constexpr(self.tile.tile_n // CHUNK):
@@ -103,10 +105,11 @@ class WarpLoader:
         return pages
 
     @cute.jit
-    def load(self, key: Int32, stage: Int32, pages: cute.Tensor | None):
-        """Start to copy `tile_n` keys from `key` on. `stage`: the address of K in shared memory, which V follows."""
+    def load(self, block_key: Int32, stage: Int32, pages: cute.Tensor | None):
+        """Start to copy the warp's keys in the block that begins at `block_key`. `pages`: from `look_up`."""
         smem = self.tile.kv_smem
-        targets = stage, stage + smem.bytes
+        key, memory = block_key + self.key_offset, self.stages + stage * (2 * smem.bytes)
+        targets = memory, memory + smem.bytes
         lane_row, lane_chunk = self.lane // LANES_PER_ROW, self.lane % LANES_PER_ROW
         first_offset, num_keys = key - self.first_key + lane_row, cutlass.max(self.last_key - self.first_key + 1, 0)
         for chunk in cutlass.range_constexpr(self.tile.tile_n // CHUNK):

@@ -1,6 +1,5 @@
 """The score features (softcap, ALiBi, sinks, ...) of a launch, from its operands. `HeadScoreParams` applies them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -26,6 +25,7 @@ from cute_flash.device.scores.score import Score
 from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
+from cute_flash.score_mod.bound import GraphValues
 from cute_flash.spec.problem import Static
 
 
@@ -198,7 +198,6 @@ def _dropout_origin(static: Static, args: SimpleNamespace) -> DropoutOrigin | No
     return DropoutOrigin(args.dropout_first_query, args.dropout_first_key, args.dropout_first_head, args.dropout_heads)
 
 
-def _mod_arguments(arguments: Sequence[tuple]) -> ModArguments | None:
-    """(captures, scalars) of a graph; None if both are empty."""
-    found = ModArguments(*(x or None for x in arguments))
-    return None if found == ModArguments() else found
+def _mod_arguments(values: GraphValues) -> ModArguments | None:
+    """The captures and scalars of a graph, None for none; None if it has neither."""
+    return ModArguments(*(x or None for x in values)) if any(values) else None

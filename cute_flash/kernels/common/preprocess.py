@@ -11,7 +11,7 @@ from cute_flash.device.memory.copies import row_vector
 from cute_flash.device.memory.epilogue import warp_max
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.device.softmax.softmax import LOG2_E
-from cute_flash.kernels.common.fakes import CUTE_DTYPES, out_dtype
+from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.common.kernel import MBlockKernel
 from cute_flash.planning.tiles import AnyBwdTile
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
@@ -42,7 +42,7 @@ class BwdPreprocess(MBlockKernel):
     """Computes Δ = rowsum(dO O) - dLSE (the operand `delta`), and the LSE in units of log2.
 
     The LSE of rows without keys, and of rows past the end, becomes +inf, so that P is 0. The kernel also sets the
-    progress of dQ to 0. It also sets the accumulators to 0, unless the main kernel stores the first terms
+    progress of dQ to 0. The accumulators of dQ become 0 too, unless the main kernel stores the first terms
     (`device.gradients.dq_claims`, `device.scheduling.semaphore`).
     """
 
@@ -50,7 +50,7 @@ class BwdPreprocess(MBlockKernel):
 
     def __init__(self, static: Static, tile: AnyBwdTile):
         self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
-        self.dtype = CUTE_DTYPES[out_dtype(static)]  # of O and dO
+        self.dtype = CUTE_DTYPES[static.element_dtype("out")]  # of O and dO
         # The main Hopper kernel starts before this kernel ends, and waits (programmatic dependent launch).
         self.overlaps_next = not isinstance(tile, BwdTileSm80)
         self.tile = tile

@@ -42,7 +42,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from cute_flash.device.memory.copies import row_tile
-from cute_flash.device.memory.epilogue import store_floats, store_lse, store_rounded, update_max_logit
+from cute_flash.device.memory.epilogue import DirectStore, store_lse, update_max_logit
 from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.memory.views import as_mn, as_operand_a
 from cute_flash.device.mma.wgmma import convert, make_mma, start_gemm
@@ -508,11 +508,11 @@ class FwdSm90(Kernel):
         if cutlass.const_expr(self.static.out_fp32):
             state.softmax.scale_rows(as_mn(state.acc_O), state.inverse)
             thread, rows_left = self.thread_at_end(state), seqlen.q_len - first_row
-            store_floats(state.acc_O, gO, state.mma_pv, thread, rows_left, self.static.width_v)
+            DirectStore(state.mma_pv, thread, rows_left, self.static.width_v).floats(state.acc_O, gO)
         else:
             rO = self.output(state)
             thread, rows_left = self.thread_at_end(state), seqlen.q_len - first_row
-            store_rounded(rO, gO, state.mma_pv, thread, rows_left, self.static.width_v)
+            DirectStore(state.mma_pv, thread, rows_left, self.static.width_v).rounded(rO, gO)
 
     @cute.jit
     def hand_over_output(self, p: Params, state: MmaState, tile: MmaTile):
