@@ -7,7 +7,7 @@ DEMO_INSTALLED := .venv/.installed-demo
 # Worker processes. Each may compile a kernel, which takes a core and about 1 GB.
 JOBS ?= 2
 
-.PHONY: demo test test-fast test-floor nightly lint lock gpu-test sanitize bench plots docs docs-serve clean
+.PHONY: demo test test-fast test-floor nightly mutants lint lock gpu-test sanitize bench plots docs docs-serve clean
 
 # Installs the package without the development tools.
 demo: $(DEMO_INSTALLED)
@@ -19,14 +19,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # Lint, types, and all tests that need no GPU.
 test: lint
 	$(PYTEST) -m "not gpu"
-	$(MAKE) test-floor
 
-# The tests that compile nothing and start no processes that import torch.
+# The tests that compile nothing, start no processes that import torch and do not compute for seconds.
 test-fast: $(INSTALLED)
-	$(PYTEST) -m "not compiles and not processes and not gpu"
+	$(PYTEST) -m "not compiles and not processes and not slow and not gpu"
 
 # The tests that depend on torch's behaviour (compile, functorch, autocast, arguments, torch.distributed), on the oldest
-# torch that pyproject.toml allows. On x86_64, PyPI has the CUDA build; PIP_INDEX_URL can name an index of CPU builds.
+# torch that pyproject.toml allows: a step of releases, and of .ci/run where CUTE_FLASH_FLOOR=1. On x86_64, PyPI has the
+# CUDA build, with gigabytes of CUDA packages; PIP_INDEX_URL can name an index of CPU builds.
 FLOOR := .venv-floor
 CONTRACTS := tests/score_mod/test_compile.py tests/score_mod/test_operations.py tests/test_ops.py tests/test_api.py \
   tests/test_bad_input.py tests/test_fuzz.py tests/decode/test_ops.py tests/decode/test_bad_input.py \
@@ -42,9 +42,15 @@ $(FLOOR)/.installed: Makefile
 	$(FLOOR)/bin/python -m pip install --quiet torch==2.9.1 numpy pytest pytest-xdist nvtx
 	touch $@
 
-# Random valid and invalid arguments, and random cases of context parallelism, for a minute each.
+# Random valid and invalid arguments, and random cases of context parallelism, for a minute each; the compile gates of
+# all kernels, also of those whose sources did not change.
 nightly: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m "not gpu" tests/test_fuzz.py tests/distributed/test_random.py --fuzz-seconds=60
+	$(PYTEST) -m "compiles and not gpu" --all-kernels tests/lock tests/kernels tests/device tests/layouts
+
+# Wrong versions of single lines: the tests must notice each of them.
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutants --jobs $(JOBS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cute_flash import ops
 from cute_flash.errors import UnsupportedError
-from cute_flash.runtime.rng import draw_seed
+from cute_flash.runtime.rng import draw_seed, next_seed
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.describe import describe
 from cute_flash.spec.family import current_family, requested_family
@@ -182,9 +182,9 @@ def attn(
             bias = _checked_bias(bias, q, k, layout)
         args = _with_mods(args, q, bias, score_mod, mask_mod, score_mod_bwd, block_mask)
     if layout == "bhsd" and len(shape) == 4:
-        out, lse, max_logit = ops.attention(q, k, v, args)
+        out, lse, max_logit = ops.attention(q, k, v, args, return_lse)
     else:
-        out, lse, max_logit = ops.attention(*_to_bhsd(q, k, v, layout), args)
+        out, lse, max_logit = ops.attention(*_to_bhsd(q, k, v, layout), args, return_lse)
         out, lse = _from_bhsd(out, lse, q.dim(), layout)
     if return_max_logit:
         return (out, lse, max_logit) if return_lse else (out, max_logit)  # type: ignore[return-value]
@@ -566,10 +566,16 @@ def _with_features(
     for name, x in (("alibi", alibi), ("sinks", sinks)):
         if x is not None and not isinstance(x, Tensor):
             raise ValueError(f"{name} is a {type(x).__name__}: give a tensor with a value for each query head")
-    dropout = 0.0 if dropout is None else as_float("dropout", dropout)
-    if not dropout:
-        return args if alibi is sinks is None else args._replace(alibi=alibi, sinks=sinks)
-    return args._replace(alibi=alibi, sinks=sinks, dropout=dropout, rng=draw_seed(q.device) if draws_seed else None)
+    if dropout is not None and type(dropout) is not float:
+        dropout = as_float("dropout", dropout)
+    rng = _seed(q) if dropout and draws_seed else None
+    return args.with_features(alibi, sinks, dropout or 0.0, rng)
+
+
+def _seed(q: Tensor) -> Tensor:
+    """The seed of a call with dropout. Modes and compilers must see a random operation, so they get `draw_seed`."""
+    index = -1 if _is_dynamo_compiling() or type(q) not in ops.PLAIN_TYPES else q.get_device()
+    return draw_seed(q.device) if index < 0 or ops.is_observed() else next_seed(index)
 
 
 def _with_mods(
@@ -597,7 +603,7 @@ def _with_mods(
     needs_grad: tuple[bool, ...] = ()
     if torch.is_grad_enabled() and (bias is not None or captures):
         needs_grad = tuple([x is not None and x.requires_grad for x in (bias, *captures)])
-    return args._replace(bias=bias, mod_graphs=text, captures=captures, scalars=scalars, needs_grad=needs_grad)
+    return args.with_mods(bias, text, captures, scalars, needs_grad)
 
 
 def _from_torch_block_mask(block_mask: Any, mask_mod: Callable | None) -> tuple[BlockMask, Callable | None]:
@@ -723,9 +729,9 @@ def _to_bhsd(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tens
     return q[None, None], k[None, None], v[None, None]
 
 
-def _from_bhsd(out: Tensor, lse: Tensor, dim: int, layout: str) -> tuple[Tensor, Tensor]:
+def _from_bhsd(out: Tensor, lse: Any, dim: int, layout: str) -> tuple[Tensor, Any]:
     """Views of out and lse with the dimensions and layout of the caller's q."""
     if dim == 4:
         return (out if layout == "bhsd" else out.transpose(1, 2)), lse
     heads = (slice(None), 0) if dim == 3 else (0, 0)
-    return out[heads], lse[heads]
+    return out[heads], None if lse is None else lse[heads]

@@ -3,11 +3,14 @@
 All tests and workers of pytest-xdist share the kernel cache, so that a kernel is compiled once. `--kernel-cache=DIR`
 keeps it between sessions. Inductor's cache is not kept: its key does not cover the schema of an operator, so it may
 hold calls with argument names of an earlier version. Only tests with the marker `compiles` or `gpu` may run the DSL's
-compiler, so that `make test-fast` stays fast.
+compiler, so that `make test-fast` stays fast. Tests with the marker `kernels` compile whole kernels. They are
+deselected while the sources of these kernels are those recorded with the lock (`tests.lock.sources`), unless
+`--all-kernels` is given or the command names their file.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -26,6 +29,7 @@ _folder = pytest.StashKey[str]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernel-cache", metavar="DIR", help="keep the kernels that tests compile in DIR")
+    parser.addoption("--all-kernels", action="store_true", help="compile the kernels of all compile gates")
     parser.addoption("--combinations", metavar="N", type=int, default=300, help="random calls of each family on a GPU")
     parser.addoption("--fuzz-seconds", metavar="S", type=float, default=0.0, help="seconds of random arguments")
     parser.addoption("--support", metavar="FOLDER", help="write the support matrix of random calls to FOLDER")
@@ -41,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     kernels = config.getoption("--kernel-cache") or f"{folder}/kernels"
     os.environ["CUTE_FLASH_CACHE_DIR"] = str(Path(kernels).absolute())
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
+    os.environ["TESTS_COMPILE_ALL_KERNELS"] = "1" * config.getoption("--all-kernels")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -48,8 +53,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(config.stash[_folder], ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests with the marker `gpu` if there is no GPU."""
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests with the marker `gpu` if there is no GPU; deselect those of kernels that no change reaches."""
+    named = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
+    if not config.getoption("--all-kernels") and any(item.get_closest_marker("kernels") for item in items):
+        from tests.lock.sources import reaches
+
+        kept = {item: item.path in named or reaches(item) for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if not kept[item]])
+        items[:] = [item for item in items if kept[item]]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -58,6 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what was imported and collected from garbage collections, which would visit a million objects each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

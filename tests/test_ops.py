@@ -382,6 +382,7 @@ def test_export_keeps_the_operator() -> None:
 # ---- gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sq", "sk", "heads_kv", "window", "scale"),
     [
@@ -403,6 +404,7 @@ def test_gradcheck(sq: int, sk: int, heads_kv: int, window: Any, scale: float | 
     assert torch.autograd.gradcheck(both, tensors)
 
 
+@pytest.mark.slow
 def test_gradcheck_of_features() -> None:
     q, k, v = (x[:1, :, :, :3].detach().requires_grad_() for x in inputs(3, 4))
     slopes, sinks, bias, table = (normal(*shape, seed=5).requires_grad_() for shape in ((4,), (4,), (4, 1, 4), (4,)))

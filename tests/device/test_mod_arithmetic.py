@@ -112,6 +112,7 @@ def test_values(function: Any, way: str) -> None:
         torch.testing.assert_close(one.double(), other.double().expand(SIZE, SIZE), rtol=3e-6, atol=3e-5)
 
 
+@pytest.mark.kernels("fwd_sm80", "fwd_sm90")
 @pytest.mark.compiles
 @pytest.mark.usefixtures("host_instructions")
 @pytest.mark.parametrize("way", ["lowered", "gradient"])
@@ -205,6 +206,7 @@ def test_compiled_for_a_gpu(arch: str, tmp_path: Path) -> None:
     assert loads == 1 + 2 * COLUMNS, made.__ptx__
 
 
+@pytest.mark.kernels("fwd_sm80", "fwd_sm90")
 @pytest.mark.compiles
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_all_operations_compiled_for_a_gpu(arch: str, tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.kernels("fwd_sm80", "fwd_sm90")
 @pytest.mark.compiles
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.id)
 @shapes

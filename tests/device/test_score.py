@@ -170,6 +170,7 @@ def test_scores_less_a_reference(shape: Any, softcap: float | None, slope: float
     torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=4e-5)
 
 
+@pytest.mark.kernels("fwd_sm90")
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("softcap", "slope", "place", "step"),

@@ -156,6 +156,7 @@ BLOCKS += [(name, features) for name in ("wgmma 64", "d96 sm_80") for features i
 BLOCKS += [("wide", features) for features in FEATURES]
 
 
+@pytest.mark.kernels("bwd_sm80", "bwd_sm90")
 @pytest.mark.compiles
 @pytest.mark.parametrize(("name", "features"), BLOCKS)
 def test_a_block(name: str, features: str) -> None:

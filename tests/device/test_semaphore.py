@@ -157,6 +157,7 @@ def test_tiles_without_a_mask_begin_at_different_blocks(num_tiles: int, num_bloc
     assert len(set(found)) == min(num_tiles, num_blocks)
 
 
+@pytest.mark.kernels("bwd_sm80")
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("target", "head_dim", "band", "varlen"),

@@ -76,7 +76,7 @@ def outcomes(
         with (shared / f"world-{size}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                results = processes.run(size, list(named.values()), tmp_path_factory.mktemp("store"), seconds=120)
+                results = processes.run(size, list(named.values()), tmp_path_factory.mktemp("store"))
                 path.write_bytes(pickle.dumps(dict(zip(named, results, strict=True))))
         return pickle.loads(path.read_bytes())
 
@@ -109,7 +109,7 @@ def compiled_model_gives_the_same_gradients() -> None:
 
 @pytest.mark.compiles
 def test_torch_compile_breaks_the_graph(tmp_path: Path) -> None:
-    (ranks,) = processes.run(2, [compiled_model_gives_the_same_gradients], tmp_path, seconds=60)
+    (ranks,) = processes.run(2, [compiled_model_gives_the_same_gradients], tmp_path)
     assert [error for error, _ in ranks.values()] == [None, None]
 
 
@@ -121,19 +121,32 @@ def fail_on_rank_1() -> None:
     check(Case())
 
 
-def late_on_rank_1() -> None:
+def late_on_rank_1(folder: Path) -> None:
+    """Rank 1 joins after rank 0 has given up."""
     import time
+    from datetime import timedelta
 
     import torch.distributed as dist
 
-    if dist.get_rank() == 1:
-        time.sleep(6)
-    check(Case())
+    given_up, rank = folder / "given-up", dist.get_rank()
+    dist.barrier()  # so that the timeout does not cover the start of the processes
+    dist.destroy_process_group()
+    limit = timedelta(seconds=4)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/late", rank=rank, world_size=2, timeout=limit)
+    if rank == 1:
+        while not given_up.exists():
+            time.sleep(0.05)
+        return
+    try:
+        check(Case())
+    finally:
+        given_up.touch()
 
 
-@pytest.mark.parametrize("task", [fail_on_rank_1, late_on_rank_1])
-def test_a_failing_rank_is_an_error_on_the_others(task: Callable[[], None], tmp_path: Path) -> None:
-    (ranks,) = processes.run(2, [task], tmp_path, seconds=20, timeout=2.0)
+@pytest.mark.parametrize("kind", ["fails", "late"])
+def test_a_failing_rank_is_an_error_on_the_others(kind: str, tmp_path: Path) -> None:
+    task = fail_on_rank_1 if kind == "fails" else partial(late_on_rank_1, tmp_path)
+    (ranks,) = processes.run(2, [task], tmp_path)
     error, _ = ranks[0]
     assert error is not None and "step 1 of the ring, K/V: rank 0 of 2" in error
     assert "Another rank failed" in error

@@ -26,6 +26,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[FakeGpu]:
         yield gpu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", ["plain", "alibi", "dropout"])
 @pytest.mark.parametrize(
     "band", [Band(None, 0), Band(), Band(40, 0), Band(40, 9)], ids=lambda band: str(band).replace(" ", "-")

@@ -16,6 +16,7 @@ from tests.distributed.one_process import ring
 N, LENGTH, HEADS = 8, 128, 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", ["plain", "alibi", "dropout"])
 @pytest.mark.parametrize("kind", SHARDINGS)
 @pytest.mark.parametrize(

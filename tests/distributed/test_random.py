@@ -47,7 +47,7 @@ def test_random_cases(size: int, tmp_path: Path, request: pytest.FixtureRequest)
     # A new seed for each nightly run; a failure prints its case.
     rng = random.Random() if seconds else random.Random(size)
     cases = [random_case(rng, size) for _ in range(max(LEAST_CASES, int(seconds * CASES_PER_SECOND / 2)))]
-    outcomes = processes.run(size, [partial(check, case) for case in cases], tmp_path, seconds=60 + seconds)
+    outcomes = processes.run(size, [partial(check, case) for case in cases], tmp_path, processes.WHOLE_RUN + seconds)
     for case, ranks in zip(cases, outcomes):
         for rank, (error, _) in ranks.items():
             assert error is None, f"{case!r} on rank {rank} of {size}: {error}"

@@ -20,7 +20,7 @@ def losses_of_a_rank(steps: int) -> list[float]:
 
 
 def test_four_ranks_follow_the_loss_of_one_process(tmp_path: Path) -> None:
-    (ranks,) = processes.run(4, [partial(losses_of_a_rank, 50)], tmp_path, seconds=40)
+    (ranks,) = processes.run(4, [partial(losses_of_a_rank, 50)], tmp_path)
     single = context_parallel.train(None, 50)
     assert single[-1] < single[0] / 10 and len(ranks) == 4
     for error, losses in ranks.values():

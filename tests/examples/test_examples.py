@@ -55,6 +55,7 @@ def printed_in_docs(name: str) -> list[str]:
     return section.partition("```text\n")[2].partition("```")[0].splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", checks.CHECKS)
 def test_results_on_the_cpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     checks.CHECKS[name](1e-4)
@@ -63,6 +64,7 @@ def test_results_on_the_cpu(name: str, capsys: pytest.CaptureFixture[str]) -> No
     assert {shape_of(line) for line in documented} <= {shape_of(line) for line in capsys.readouterr().out.splitlines()}
 
 
+@pytest.mark.slow
 # The fake GPU has no kernels of `attn_decode`.
 @pytest.mark.parametrize("name", [name for name in checks.CHECKS if name not in ("train_gpt", "generate")])
 def test_cuda_has_the_kernels(name: str, gpu: FakeGpu) -> None:

@@ -69,6 +69,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     sys.modules.update(before)
 
 
+@pytest.mark.slow
 # transformers uses no block table for sliding windows.
 @pytest.mark.parametrize(
     "name, has_block_table", [("llama", False), ("llama", True), ("mistral", False), ("gemma2", False)]

@@ -406,15 +406,6 @@ def test_activate_and_restore(clean: None) -> None:
         assert attention.current_flash_attention_impl() is None and overridden() == []
 
 
-def test_torchs_own_functions_know_the_name(clean: None) -> None:
-    register()
-    attention.activate_flash_attention_impl(NAME)
-    attention.activate_flash_attention_impl(NAME)
-    assert overridden() == OPS
-    restore()
-    assert overridden() == []
-
-
 def test_context_manager(clean: None) -> None:
     cudnn_first = [3, 1, 2, 0, 4]
     before = torch._C._get_sdp_priority_order()

@@ -210,15 +210,13 @@ def test_processes_compile_once(fresh_cache: Path, tmp_path: Path) -> None:
 # The real compiler
 
 SECOND_PROCESS = """
-import json, sys, time, torch
-start = time.process_time()
+import json, sys
 from cute_flash.jit import compile as compiling
 from cute_flash.planning.plan import plan_forward
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.problem import Problem
 function = compiling.compiled_kernel(plan_forward(Problem(3, 4, 2, 777, 888, 64), ARCHS["sm_80"]).main)
 print(json.dumps({
-    "seconds": time.process_time() - start,
     "imported": sorted({"cutlass", "tvm_ffi"} & set(sys.modules)),
     "info": vars(compiling.cache_info()),
     "callable": callable(function),
@@ -245,7 +243,6 @@ def test_a_second_process_loads_without_the_dsl(fresh_cache: Path) -> None:
     assert answer["info"] == {"compiles": 0, "disk_hits": 1, "memory_hits": 0}
     assert answer["imported"] == ["tvm_ffi"]
     assert answer["callable"]
-    assert answer["seconds"] < 1.0
 
 
 @pytest.mark.compiles

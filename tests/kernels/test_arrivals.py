@@ -45,6 +45,7 @@ KERNELS = {
 
 
 @pytest.mark.compiles
+@pytest.mark.kernels
 @pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm")
 @pytest.mark.parametrize("name", KERNELS)
 def test_arrivals_wait_for_loads(name: str) -> None:

@@ -112,6 +112,7 @@ def stores(store, fragment):  # type: ignore[no-untyped-def]
     return found
 
 
+@pytest.mark.kernels("bwd_sm80")
 @pytest.mark.compiles
 @tiles
 @pytest.mark.parametrize("name", OPERANDS)

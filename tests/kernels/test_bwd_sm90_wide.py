@@ -144,6 +144,7 @@ def test_every_adder_adds_the_half_whose_turn_it_is(seed: int) -> None:
     assert sorted(added) == [(wg, half, half) for wg in range(NUM_WARPGROUPS) for half in range(total)]
 
 
+@pytest.mark.kernels("bwd_sm90_wide")
 @pytest.mark.compiles
 def test_halves_have_semaphores_of_their_own() -> None:
     found = kernel_resources(compile_key(bwd(HOPPER, 256, mask="full", deterministic=True)))

@@ -50,6 +50,7 @@ def test_padding_takes_room() -> None:
     assert "padded" in str(padded) and "swizzled" not in str(tile)
 
 
+@pytest.mark.kernels("fwd_sm80", "layouts")
 @pytest.mark.compiles
 @pytest.mark.skipif(nvdisasm() is None, reason="no nvdisasm")
 @pytest.mark.parametrize("layout", VARIANTS)
@@ -71,6 +72,7 @@ def test_ampere_variants_are_the_same_kernel(layout: str) -> None:
     assert found.sass["STS"] == stores.once.instructions // warps
 
 
+@pytest.mark.kernels("fwd_sm90", "layouts")
 @pytest.mark.compiles
 @pytest.mark.skipif(nvdisasm() is None, reason="no nvdisasm")
 @pytest.mark.parametrize("layout", HOPPER_VARIANTS)

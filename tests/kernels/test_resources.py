@@ -1,7 +1,7 @@
 """Compile gates: kernels keep everything in registers, use the tensor cores, and fit an SM.
 
-The gates cover the sample of the cubin lock (`tests.lock`) and the kernels nearest to the limits. `make lock` compiles
-every kernel of the lock, and lists those that spill.
+The gates cover the sample of the cubin lock (`tests.lock`) and the kernels nearest to the limits, where their sources
+changed (`tests.lock.sources`). `make lock` compiles every kernel of the lock, and lists those that spill.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import ceil_div
 from tests.jit.gates import kernel_resources
 from tests.lock.cases import cases, compile_key, plan_of
-from tests.lock.decode_cases import DecodeCase
 from tests.lock.decode_cases import case as decode_case
 from tests.lock.sample import SAMPLE
 
@@ -85,16 +84,19 @@ RISKY = (
     "fwd/sm80/sm_90/d64/fp32/window/softcap+alibi+sinks+dropout+max_logit/main",
 )
 # Decode kernels: tiles of 32 rows, the widest heads, lookups of pages by row, and all score features.
-RISKY_DECODE = (
-    decode_case(("sm90", "sm_90"), 128, "page16"),
-    decode_case(("sm90", "sm_90"), 256),
-    decode_case(("sm90", "sm_90"), 128, "rows32"),
-    decode_case(("sm90", "sm_90"), 128, "rows32", "fp8", "softcap", "alibi", "sinks", mask="window"),
-    decode_case(("sm80", "sm_80"), 128, "page16", "append", "rotary_halves"),
-    decode_case(("sm80", "sm_80"), 128, "rows32"),
-    decode_case(("sm80", "sm_86"), 128, "rows32", "fp8", "page1", "softcap", "alibi", "sinks", mask="window"),
-    decode_case(("sm80", "sm_86"), 128, "softcap", "alibi", "sinks", mask="window"),
-)
+RISKY_DECODE = {
+    case.name: case
+    for case in (
+        decode_case(("sm90", "sm_90"), 128, "page16"),
+        decode_case(("sm90", "sm_90"), 256),
+        decode_case(("sm90", "sm_90"), 128, "rows32"),
+        decode_case(("sm90", "sm_90"), 128, "rows32", "fp8", "softcap", "alibi", "sinks", mask="window"),
+        decode_case(("sm80", "sm_80"), 128, "page16", "append", "rotary_halves"),
+        decode_case(("sm80", "sm_80"), 128, "rows32"),
+        decode_case(("sm80", "sm_86"), 128, "rows32", "fp8", "page1", "softcap", "alibi", "sinks", mask="window"),
+        decode_case(("sm80", "sm_86"), 128, "softcap", "alibi", "sinks", mask="window"),
+    )
+}
 # Bytes that kernels are known to spill: stores and loads together. They must not become more.
 SPILLS = {
     "fwd/sm80/sm_90/d128/bf16/causal/plain/main": 104,
@@ -106,6 +108,7 @@ SPILLS = {
 
 
 @pytest.mark.compiles
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", [name for name in (*SAMPLE, *RISKY) if not name.startswith("decode/")])
 def test_a_kernel_keeps_everything_in_registers(name: str) -> None:
     plan, key = plan_of(CASES[name]), compile_key(CASES[name])
@@ -136,8 +139,10 @@ def test_a_kernel_keeps_everything_in_registers(name: str) -> None:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("case", RISKY_DECODE, ids=lambda case: case.name)
-def test_a_decode_kernel_keeps_everything_in_registers(case: DecodeCase) -> None:
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", RISKY_DECODE)
+def test_a_decode_kernel_keeps_everything_in_registers(name: str) -> None:
+    case = RISKY_DECODE[name]
     key, arch = compile_key(case), ARCHS[case.arch]
     found = kernel_resources(key)
     assert found.symbol.startswith(f"cute_flash_decode_d{case.head_dim}_{key.static.dtype}_")
@@ -155,6 +160,7 @@ def test_a_decode_kernel_keeps_everything_in_registers(case: DecodeCase) -> None
 
 
 @pytest.mark.compiles
+@pytest.mark.kernels("merge_partials")
 @pytest.mark.parametrize(("arch", "dtype", "width"), [("sm_80", "bfloat16", 128), ("sm_90", "float32", 256)])
 def test_a_merge_keeps_everything_in_registers(arch: str, dtype: str, width: int) -> None:
     found = kernel_resources(merge_key(dtype, width, MAX_PARTIALS, ARCHS[arch]))

@@ -17,10 +17,10 @@ from cute_flash.spec.band import ceil_div
 from cute_flash.spec.problem import Problem
 from layouts import Use, Work, predict
 from layouts.backward import bwd_sm80_uses, bwd_sm90_uses, bwd_sm90_wide_uses
-from profiling.expect import expected
-from profiling.figures import BY_INSTRUCTION, COUNTERS, DATA
-from profiling.ncu_case import case_of
-from profiling.ncu_source import read_tables
+from profiling.counters.expect import expected
+from profiling.counters.ncu_case import case_of
+from profiling.counters.ncu_source import read_tables
+from profiling.documents.figures import BY_INSTRUCTION, COUNTERS, DATA
 from tests.jit.gates import kernel_resources
 
 ONE = Work(row_tiles=1, key_blocks=1)
@@ -34,6 +34,7 @@ def uses_of(tile: Any) -> tuple[Use, ...]:
     return bwd_sm90_uses(tile) if isinstance(tile, BwdTileSm90) else bwd_sm90_wide_uses(tile)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [*SM80_ROWS, *SM90_BWD, *SM90_BWD_SCORE], ids=str)
 def test_the_tables_have_no_conflicts(row: Any) -> None:
     found = predict(uses_of(row), ONE)
@@ -106,6 +107,7 @@ def test_plain_rows_of_256_bytes_meet_in_the_same_banks() -> None:
         assert plain.once.wavefronts == (8 if goes_down else 1) * swizzled.once.wavefronts, swizzled.name
 
 
+@pytest.mark.kernels("bwd_sm80", "bwd_sm90", "bwd_sm90_wide", "layouts")
 @pytest.mark.compiles
 @pytest.mark.skipif(nvdisasm() is None, reason="no nvdisasm")
 @pytest.mark.parametrize(("family", "head_dim"), [("sm80", 128), ("sm90", 128), ("sm90", 256)])

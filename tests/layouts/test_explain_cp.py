@@ -13,8 +13,8 @@ from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import cli
 from layouts.studies.cp_cost import LINKS, RATES, Cost, Model
-from profiling.figures import BACKWARD, DATA, FORWARD
-from profiling.record import load
+from profiling.documents.figures import BACKWARD, DATA, FORWARD
+from profiling.measure.record import load
 
 CAUSAL = Band(None, 0)
 PROBLEM = Problem(1, 32, 8, 1 << 17, 1 << 17, 128, band=CAUSAL)
@@ -110,6 +110,7 @@ def test_other_gpus_are_scaled() -> None:
     assert a100.forward.compute == pytest.approx(costs(8)["ring"].forward.compute * 989 / 312)
 
 
+@pytest.mark.slow
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "1,32,131072,128", "--kv-heads", "8", "--causal", "--gpu", "H200", "--cp", "8"]) == 0
     text = capsys.readouterr().out

@@ -23,6 +23,7 @@ def by_name(uses: tuple[Use, ...]) -> dict[str, Count]:
 SHAPES = dict.fromkeys(replace(row, q_steps=0, max_bounds=2) for arch in ARCHS for row in SM80_FWD[arch])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", SHAPES, ids=str)
 def test_default_kernels_have_no_conflicts(row: FwdTileSm80) -> None:
     assert not any(count.conflicts for count in predict(sm80_uses(row), ONE).values())

@@ -6,4 +6,7 @@
 A change of host code or names must not change any digest. A digest that changes on purpose
 needs evidence from a GPU: correct results and a measured time. CONTRIBUTING.md has the steps. The output
 marks kernels that spill registers, or whose wgmma ptxas serialises.
+
+`record` also writes `sources.json`: digests of the sources of every kernel all of whose cases it compiled. While they
+are the current ones, `make test` compiles a few kernels only (`tests.lock.sources`).
 """

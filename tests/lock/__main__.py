@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from cute_flash.tools.progress import steps
+from tests.lock import sources
 from tests.lock.cases import AnyCase, cases, compile_key, source_digest, toolchain
 from tests.lock.measure import measure_all
 
@@ -144,6 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = digests_of(chosen, recorded, options.jobs)
     is_fine = report(found, recorded, set(old) - set(recorded))
     if options.command == "check":
+        if is_fine and options.against == RECORDED and sources.changed_kernels():
+            print(f"the sources of {len(sources.changed_kernels())} kernels are not those recorded: see `record`")
         return 0 if is_fine else 1
     if not all(found.values()):
         return 1
@@ -154,6 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hosts:
             print(f"record again on {', '.join(sorted(hosts))}: {name}")
     write(options.against, {**of_all, toolchain(): {**others, **new}})
+    checked = sources.record(options.against.with_name(sources.RECORDED.name), found)
+    print(f"recorded {len(found)} digests, and the sources of {len(checked)} kernels")
     return 0
 
 

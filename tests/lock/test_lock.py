@@ -15,7 +15,7 @@ from cute_flash.jit.resources import Resources
 from cute_flash.tools.precompile import describe_key
 from tests.jit.gates import kernel_resources
 from tests.lock import __main__ as cli
-from tests.lock import decode_cases
+from tests.lock import decode_cases, sources
 from tests.lock.cases import (
     FEATURES,
     cases,
@@ -30,13 +30,14 @@ from tests.lock.cases import (
 )
 from tests.lock.cubin import digest
 from tests.lock.measure import Result, defects
-from tests.lock.sample import SAMPLE
+from tests.lock.sample import QUICK, SAMPLE
 
 CASES = {case.name: case for case in cases()}
 RECORDED = json.loads(cli.RECORDED.read_text(encoding="utf-8"))
 
 
 @pytest.mark.compiles
+@pytest.mark.kernels
 @pytest.mark.skipif(toolchain() not in RECORDED, reason=f"no digests of {toolchain()}")
 @pytest.mark.parametrize("name", SAMPLE)
 def test_machine_code_is_as_recorded(name: str) -> None:
@@ -96,6 +97,69 @@ def test_names_are_unique_and_each_case_is_another_kernel() -> None:
 @pytest.mark.parametrize("of", RECORDED)
 def test_every_case_is_recorded(of: str) -> None:
     assert set(RECORDED[of]) == set(CASES)
+
+
+# Kernels that a change reaches.
+
+
+def test_comments_and_docstrings_change_no_machine_code() -> None:
+    text = '''"""Module."""
+# A comment.
+def f(x):
+    """Doc
+    string."""
+
+    return x + "# no comment"  # a comment
+class Error(Exception):
+    """Only a docstring."""
+'''
+    expected = 'def f(x):\n    return x + "# no comment"\nclass Error(Exception):\n    """Only a docstring."""'
+    assert sources.code(text) == expected
+    assert sources.code(text.replace("A comment", "Another").replace("Doc\n", "Text\n\n")) == expected
+    assert sources.code(text.replace("no comment", "text")) != expected
+
+
+def test_a_kernel_reaches_what_its_class_imports() -> None:
+    found = {kernel: sources.traced_modules(kernel) for kernel in kernel_names()}
+    assert "cute_flash.kernels.sm90.bwd_wide" in found["bwd_sm90_wide"]
+    assert not any("sm90" in module and "kernels" in module for module in found["fwd_sm80"])
+    assert all("cute_flash.jit.compile" in modules and len(modules) > 20 for modules in found.values())
+
+
+@pytest.mark.slow
+def test_a_changed_module_reaches_its_kernels_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "sources.json"
+    monkeypatch.setattr(sources, "RECORDED", path)
+    monkeypatch.delenv(sources.ALL, raising=False)
+
+    def changed() -> frozenset[str]:
+        for function in (sources.changed_kernels, sources.digest_of_kernel):
+            function.cache_clear()
+        return sources.changed_kernels()
+
+    assert changed() == {*kernel_names(), "layouts"}
+    # Only kernels all of whose cases were compiled are recorded.
+    assert sources.record(path, [name for name in CASES if "/sm90/" not in name and "decode" not in name])
+    assert {"fwd_sm90", "bwd_sm90", "decode"} <= changed() and not changed() & {"fwd_sm80", "merge_partials"}
+    assert set(sources.record(path, CASES)) == {*kernel_names(), "layouts"} and not changed()
+    of_module = sources._digest_of_module
+    monkeypatch.setattr(
+        sources, "_digest_of_module", lambda name: of_module(name) + "x" * (name == "cute_flash.kernels.sm90.bwd_wide")
+    )
+    assert changed() == {"bwd_sm90_wide"}
+    wide = "bwd/sm90/sm_90/d256/bf16/window/plain/main"
+    narrow = wide.replace("d256", "d128")
+    assert sources.is_reached(wide) and not sources.is_reached(narrow) and all(map(sources.is_reached, QUICK))
+    monkeypatch.setenv(sources.ALL, "1")
+    assert sources.is_reached(narrow)
+    monkeypatch.undo()
+    changed()
+
+
+def test_the_quick_sample_is_a_part_of_every_gate() -> None:
+    assert set(QUICK) <= set(SAMPLE)
+    kernels = {sources.kernel_of(name) for name in QUICK}
+    assert kernels >= {"fwd_sm80", "fwd_sm90", "bwd_sm80", "bwd_sm90", "bwd_sm90_wide", "decode", "bwd_sm80_fp32"}
 
 
 # Digests.
@@ -171,7 +235,8 @@ def test_check_and_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     with pytest.raises(SystemExit):
         run("old", "check", "--against", str(path))
     assert "has no digests of" in capsys.readouterr().err
-    assert run("old", "record", str(path))[0] == 0
+    status, output = run("old", "record", str(path))
+    assert status == 0 and "recorded 4 digests, and the sources of 0 kernels" in output
     assert set(json.loads(path.read_text())[toolchain()].values()) == {"a"}
     assert run("same", "check", "--against", str(path))[0] == 0
 

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from cute_flash import reference
 from cute_flash.spec.band import Band
-from profiling.accuracy import OUTLIER_RATE, random_dout, random_inputs, relative_distance
-from profiling.oracles import forward_oracle
-from profiling.suites import Shape
+from profiling.measure.accuracy import OUTLIER_RATE, random_dout, random_inputs, relative_distance
+from profiling.measure.oracles import forward_oracle
+from profiling.measure.shapes import Shape
 
 CPU = torch.device("cpu")
 SHAPES = [
@@ -46,6 +46,7 @@ def test_the_sample_reaches_both_ends_and_the_last_batch_and_head():
         assert found == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", ["normal", "outliers"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=ids)
@@ -87,6 +88,7 @@ SPOILS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
 def test_a_wrong_output_is_found(spoil):
     inputs, out = exact(SHAPES[2])

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from profiling import features
-from profiling.features import Cell, CellResult, Settings, Side, measure_cell, run_features
-from profiling.record import write_json
-from profiling.timing import Samples
+from profiling.measure.record import write_json
+from profiling.measure.timing import Samples
+from profiling.studies import features
+from profiling.studies.features import Cell, CellResult, Settings, Side, measure_cell, run_features
 from tests.fakes.cuda import claiming_cuda, launching_operators, own_workspaces
 from tests.fakes.gpu import fake_gpu
 from tests.profiling.fakes import FakeTimer

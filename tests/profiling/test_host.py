@@ -14,13 +14,16 @@ from torch import Tensor
 import cute_flash
 from cute_flash.planning.plan import CompileKey
 from cute_flash.runtime import gpu
+from cute_flash.spec import arch
 from cute_flash.spec.arch import ARCHS
 from profiling import __main__ as cli
-from profiling import host, machine
-from profiling.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Settings, contender
-from profiling.host_report import FLOOR, OURS, Figures, Times, figures_of, has_failed, host_tables
-from profiling.suites import Shape
-from profiling.timing import Contender
+from profiling.measure import host_time, launches, machine
+from profiling.measure.shapes import Shape
+from profiling.measure.study import FAILED, NOT_MEASURED, OK
+from profiling.measure.timing import TimedCall
+from profiling.studies import host
+from profiling.studies.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Settings, timed_call
+from profiling.studies.host_report import FLOOR, OURS, Figures, Times, figures_of, has_failed, host_tables
 from tests.profiling.fakes import CpuGpu, FakeTimer
 
 TINY = Shape(batch=2, heads=2, heads_kv=2, seqlen=16, head_dim=16, causal=False)
@@ -53,21 +56,21 @@ def test_host_time_is_the_median_of_warm_loops_without_the_synchronisation():
             # The GPU lags behind; this time must not be counted.
             timer.now_ms += 1000.0
 
-    def counting(name: str, call_ms: tuple[float, ...]) -> Contender:
+    def counting(name: str, call_ms: tuple[float, ...]) -> TimedCall:
         def call() -> None:
             calls.append(name)
             loop = calls.count(name) // 5 - 1
             # The first loop compiles.
             timer.now_ms += call_ms[loop] if loop >= 0 else 5000.0
 
-        return Contender(call)
+        return TimedCall(call)
 
-    contenders = {("x", "a"): counting("a", (0.010,) * 9), ("x", "b"): counting("b", (0.030,) * 9)}
+    timed_calls = {("x", "a"): counting("a", (0.010,) * 9), ("x", "b"): counting("b", (0.030,) * 9)}
     seconds = lambda: timer.now_ms / 1e3  # noqa: E731
-    times = host.host_times(contenders, WaitingTimer(), seconds, 4, 5, random.Random(0))
+    times = host_time.host_times(timed_calls, WaitingTimer(), seconds, 4, 5, random.Random(0))
     assert times.errors == {}
     assert {side: round(us, 3) for (_, side), us in times.us.items()} == {"a": 10.0, "b": 30.0}
-    # One call before each loop of four; each contender once a round, in changing order.
+    # One call before each loop of four; each timed_call once a round, in changing order.
     rounds = [calls[i : i + 10 : 5] for i in range(0, len(calls), 10)]
     assert len(rounds) == 6 and all(sorted(names) == ["a", "b"] for names in rounds)
     assert ["a", "b"] in rounds and ["b", "a"] in rounds
@@ -78,8 +81,8 @@ def test_a_contender_that_fails_is_left_out():
     def fail() -> None:
         raise RuntimeError("no kernel")
 
-    contenders = {("x", "bad"): Contender(fail), ("x", "good"): Contender(lambda: None)}
-    times = host.host_times(contenders, FakeTimer(), lambda: 0.0, 2, 2, random.Random(0))
+    timed_calls = {("x", "bad"): TimedCall(fail), ("x", "good"): TimedCall(lambda: None)}
+    times = host_time.host_times(timed_calls, FakeTimer(), lambda: 0.0, 2, 2, random.Random(0))
     assert list(times.us) == [("x", "good")] and times.errors == {("x", "bad"): "RuntimeError: no kernel"}
 
 
@@ -150,10 +153,10 @@ def allocated(monkeypatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-def floor_of(case: Case) -> Contender:
-    ours = contender(case, settings())
+def floor_of(case: Case) -> TimedCall:
+    ours = timed_call(case, settings())
     made = MADE_BY_TORCH.get(case.feature)
-    floor = host.floor_of(ours, made(TINY, torch.device("cpu")) if made else None)
+    floor = launches.floor_of(ours, made(TINY, torch.device("cpu")) if made else None)
     assert floor is not None
     return floor
 
@@ -215,7 +218,7 @@ def test_torch_work_counts_in_the_floor_only_if_the_call_does_it(launched, alloc
         return torch.zeros(2, dtype=torch.int64)
 
     for feature, count in (("dropout", 1), ("softcap", 0)):
-        floor = host.floor_of(contender(Case(feature), settings()), seed)
+        floor = launches.floor_of(timed_call(Case(feature), settings()), seed)
         assert floor is not None
         made.clear()
         floor.call()
@@ -223,13 +226,13 @@ def test_torch_work_counts_in_the_floor_only_if_the_call_does_it(launched, alloc
 
 
 def test_timed_calls_do_not_run_through_the_recorder(launched):
-    ours = contender(Case(), settings())
+    ours = timed_call(Case(), settings())
     ours.call()
     before, functions = gpu.current_gpu(), dict(gpu.bound)
     assert functions
-    host.floor_of(ours)
+    launches.floor_of(ours)
     assert gpu.current_gpu() is before and gpu.bound == functions
-    with host.recorded_launches() as recorded:
+    with launches.recorded_launches() as recorded:
         assert not gpu.bound
     ours.call()
     assert recorded == [] and gpu.bound == functions
@@ -255,7 +258,7 @@ def test_calls_that_differ_have_no_floor(launched):
         cute_flash.attn(q, q, q, softcap=2.0 if len(q[0, 0]) == 8 else None)
 
     with pytest.raises(RuntimeError, match="different kernels"):
-        host.floor_of(Contender(call))
+        launches.floor_of(TimedCall(call))
 
 
 # ---- the whole run
@@ -330,8 +333,8 @@ def command(monkeypatch) -> Callable[..., int]:
             return Times({(case, side): us for case in chosen.cases for side, us in sides.items()})
 
         monkeypatch.setattr(host, "fresh_process", lambda environment: one)
-        monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
-        monkeypatch.setattr(cli, "precompile_all", lambda keys, jobs: iter([True]))
+        monkeypatch.setattr(arch, "has_gpu", lambda: True)
+        monkeypatch.setattr(host, "precompile_all", lambda keys, jobs: iter([True]))
         monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake", "git_commit": "abc"})
         return cli.main(("host", *args))
 
@@ -340,7 +343,7 @@ def command(monkeypatch) -> Callable[..., int]:
 
 def test_the_command_prints_the_table_and_writes_the_file(command, tmp_path, capsys):
     out = tmp_path / "host.json"
-    assert command("--cases", "plain-fwd,softcap-fwd", "--processes", "3", "--out", str(out)) == cli.OK
+    assert command("--cases", "plain-fwd,softcap-fwd", "--processes", "3", "--out", str(out)) == OK
     printed = capsys.readouterr()
     assert "| plain-fwd   | 14.0 (14.0 to 14.0) |" in printed.out and "18.0 (cudnn)" in printed.out
     assert "[4/4] process 3 of 3" in printed.err
@@ -350,16 +353,16 @@ def test_the_command_prints_the_table_and_writes_the_file(command, tmp_path, cap
 
 
 def test_the_command_fails_for_a_goal_that_is_missed_and_compares_with_a_base(command, tmp_path):
-    assert command("--cases", "plain-fwd", ours=15.5) == cli.FAILED
+    assert command("--cases", "plain-fwd", ours=15.5) == FAILED
     base, case = tmp_path / "base.json", "plain-train-profiler"
-    assert command("--cases", case, "--out", str(base)) == cli.OK
-    assert command("--cases", case, "--base", str(base), ours=14.5) == cli.OK
-    assert command("--cases", case, "--base", str(base), ours=15.0) == cli.FAILED
+    assert command("--cases", case, "--out", str(base)) == OK
+    assert command("--cases", case, "--base", str(base), ours=14.5) == OK
+    assert command("--cases", case, "--base", str(base), ours=15.0) == FAILED
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
 def test_without_a_gpu_or_with_a_wrong_case_nothing_is_measured(capsys):
-    assert cli.main(("host",)) == cli.NOT_MEASURED
+    assert cli.main(("host",)) == NOT_MEASURED
     assert "no CUDA device" in capsys.readouterr().err
-    assert cli.main(("host", "--cases", "plain")) == cli.NOT_MEASURED
+    assert cli.main(("host", "--cases", "plain")) == NOT_MEASURED
     assert "choose from plain-fwd, plain-train" in capsys.readouterr().err

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from cute_flash import masks
+from cute_flash.spec import arch
 from profiling import __main__ as cli
-from profiling import features, mods, mods_fa4, mods_summary
-from profiling.features import Cell, CellResult, Settings, Side, measure_cell, run_features
-from profiling.gpu_lock import GpuLock
-from profiling.record import write_json
-from profiling.timing import Samples
+from profiling.measure.gpu_lock import GpuLock
+from profiling.measure.record import write_json
+from profiling.measure.study import NOT_MEASURED, OK
+from profiling.measure.timing import Samples
+from profiling.studies import features, mods, mods_command, mods_fa4, mods_summary
+from profiling.studies.features import Cell, CellResult, Settings, Side, measure_cell, run_features
 from tests.profiling.fakes import FakeTimer
 
 SMALL = Settings(head_dims=(8,), hidden=16, batch=2, seqlen=24, long=40, rounds=2, ms=1.0)
@@ -243,22 +245,22 @@ def test_parts_make_a_whole(tmp_path, capsys):
         settings = replace(SMALL, head_dims=(64,) if i else (128,), functions=("causal",) if i else ())
         write_json(features.to_dict([one], settings, {"gpu": "none"}), tmp_path / f"{i}.json")
         parts.append(str(tmp_path / f"{i}.json"))
-    assert cli.main(("mods", "--parts", *parts, "--out", str(tmp_path / "whole.json"))) == cli.OK
+    assert cli.main(("mods", "--parts", *parts, "--out", str(tmp_path / "whole.json"))) == OK
     assert "functions: cute_flash over flex" in capsys.readouterr().out
     whole = json.loads((tmp_path / "whole.json").read_text())
     assert [cell["kind"] for cell in whole["cells"]] == ["function", "function", "documents", "bias"]
     assert [cell["name"] for cell in whole["cells"]][:2] == ["D=64 a", "D=128 b"]
     assert whole["settings"]["head_dims"] == [64, 128] and whole["machine"] == {"gpu": "none"}
     assert mods_summary.summary(features.from_dict(whole)) == mods_summary.summary(RUN)
-    assert cli.main(("mods", "--parts", parts[0], parts[0])) == cli.NOT_MEASURED
+    assert cli.main(("mods", "--parts", parts[0], parts[0])) == NOT_MEASURED
     assert "in common" in capsys.readouterr().err
     write_json(features.to_dict(RUN[1:2], replace(SMALL, seqlen=1), {}), tmp_path / "other.json")
-    assert cli.main(("mods", "--parts", parts[0], str(tmp_path / "other.json"))) == cli.NOT_MEASURED
+    assert cli.main(("mods", "--parts", parts[0], str(tmp_path / "other.json"))) == NOT_MEASURED
 
 
 def test_processes_measure_different_cells_and_are_merged(tmp_path, monkeypatch, capsys):
     """Every process has its own function and head dim; a lost process is an error."""
-    monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
+    monkeypatch.setattr(arch, "has_gpu", lambda: True)
     commands, lost = [], []
 
     def run_command(command, limit_s):
@@ -270,16 +272,16 @@ def test_processes_measure_different_cells_and_are_merged(tmp_path, monkeypatch,
         write_json(features.to_dict([one], settings, {"gpu": "none"}), args.out)
         return (137 if lost and lost[0] in args.functions else 0), "killed"
 
-    monkeypatch.setattr(cli.ncu, "run_command", run_command)
+    monkeypatch.setattr(mods_command, "run_command", run_command)
     out = tmp_path / "whole.json"
-    assert cli.main(("mods", "--parallel", "--ms", "3", "--peers", "flex", "--out", str(out))) == cli.OK
+    assert cli.main(("mods", "--parallel", "--ms", "3", "--peers", "flex", "--out", str(out))) == OK
     cells = [(cell["kind"], cell["name"]) for cell in json.loads(out.read_text())["cells"]]
     functions = [("function", f"D={d} {name}") for d in (64, 128) for name in mods.FUNCTIONS]
     assert sorted(cells) == sorted([*functions, *((k, f"D={d}") for k in ("documents", "bias") for d in (64, 128))])
     assert len({args.lock for args in commands}) == 1 and len({args.out for args in commands}) == len(cells)
     assert all((args.ms, args.jobs, args.peers) == (3.0, 1, ("flex",)) for args in commands)
     lost.append("prefix")
-    assert cli.main(("mods", "--parallel", "--head-dims", "64", "--kinds", "function")) == cli.NOT_MEASURED
+    assert cli.main(("mods", "--parallel", "--head-dims", "64", "--kinds", "function")) == NOT_MEASURED
     error = capsys.readouterr().err
     assert "--functions prefix: exit status 137: killed" in error and "1 of 6 processes did not end" in error
 

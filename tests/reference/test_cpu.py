@@ -83,6 +83,7 @@ def largest_within_budget(q: Tensor, k: Tensor, v: Tensor, band: Band, budget: i
     return max(forward.largest, backward.largest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [4 << 20, 16 << 20])
 @pytest.mark.parametrize("heads_kv", [8, 1])
 def test_memory_is_bounded(budget: int, heads_kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +125,7 @@ def oracle_gradients(
     return torch.autograd.grad(loss, leaves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "with_lse"),
     [

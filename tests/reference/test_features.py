@@ -73,6 +73,7 @@ def attend(case: Combination | VarlenCombination) -> Any:
     return lambda x: attention(x["q"], x["k"], x["v"], case.args(x))
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), tile=st.sampled_from([(512, 256), (16, 32), (7, 5)]))
 def test_combinations(seed: int, tile: tuple[int, int]) -> None:
@@ -129,6 +130,7 @@ EACH: list[dict[str, Any]] = [{"softcap": 0.8}, {"alibi": 1}, {"alibi": 2}, {"si
 TOGETHER = {"softcap": 2.0, "alibi": 2, "sinks": True, "dropout": 0.3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("features", "sq", "sk", "left", "right"),
     [
@@ -229,6 +231,7 @@ def test_gradients_have_the_dtype_and_strides_of_their_arguments() -> None:
             assert grad.stride() == torch.empty_like(x).stride()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", [*EACH, TOGETHER])
 def test_memory_is_bounded(features: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     budget = 1 << 20

@@ -275,6 +275,7 @@ def test_a_block_mask_alone() -> None:
 # Memory
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = 1 << 20
     monkeypatch.setattr(tiled, "MAX_TEMPORARY_BYTES", budget)

@@ -96,6 +96,7 @@ def test_examples_of_the_help_can_be_typed(command: str, capsys: pytest.CaptureF
             cli._parser(argv).parse_args(argv)
 
 
+@pytest.mark.processes
 def test_python_m_runs_the_commands() -> None:
     found = subprocess.run(
         [sys.executable, "-m", "cute_flash", "explain", "2,16,4096,128", "--gpu", "A100"],
@@ -337,7 +338,10 @@ def test_inspect_finds_the_tile_of_a_length(monkeypatch: pytest.MonkeyPatch, cap
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(("name", "target", "mma"), [("sm_80", "sm_80", "HMMA"), ("sm_90", "sm_90a", "HGMMA")])
+@pytest.mark.parametrize(
+    ("name", "target", "mma"),
+    [("sm_80", "sm_80", "HMMA"), pytest.param("sm_90", "sm_90a", "HGMMA", marks=pytest.mark.kernels("fwd_sm90"))],
+)
 def test_inspect_writes_the_code_it_counted(
     name: str, target: str, mma: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -105,10 +105,7 @@ class Alibi(ScoreFormula):
         """Apply scale and ALiBi to any block, with the absolute value of the distance."""
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             distance = self.first_distance(mask, r, first_col)
-            for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
-                score = acc_S_mn[r, c] if scale is None else acc_S_mn[r, c] * scale
-                score = score - self.slope_log2 * cute.math.absf(distance - Float32(column_offset(c)))
-                acc_S_mn[r, c] = score if reference is None else score - reference[r]
+            apply_to_row(acc_S_mn, r, scale, self.slope_log2, distance, None if reference is None else reference[r])
 
     @cute.jit
     def apply_linear(
@@ -139,6 +136,22 @@ class Alibi(ScoreFormula):
         """The position of this thread's r-th row minus the middle column of the block."""
         row, _ = as_mn(mask.tScS)[r, 0]
         return Float32(mask.first_row + row + mask.seqlen_k - mask.seqlen_q - (tile.column + tile.columns // 2))
+
+
+@cute.jit
+def apply_to_row(
+    acc_S_mn: cute.Tensor,
+    r: cutlass.Constexpr,
+    scale: Float32 | None,
+    slope: Float32,
+    distance: Float32,
+    reference: Float32 | None = None,
+):
+    """Apply scale and ALiBi to a row. `distance`: the row's position minus this thread's first column."""
+    for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
+        score = acc_S_mn[r, c] if scale is None else acc_S_mn[r, c] * scale
+        score = score - slope * cute.math.absf(distance - Float32(column_offset(c)))
+        acc_S_mn[r, c] = score if reference is None else score - reference
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ with products call its parts instead: `ExactMax` (`exact.py`) raises m before th
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -189,21 +190,32 @@ class Softmax:
     def compute_lse(
         self, lse: cute.Tensor, inverse: cute.Tensor, sink: Float32 | None = None, dropout_scale: Float32 | None = None
     ):
-        """Compute the natural LSE and 1 / l of each row. Both include the sink, 1 / l also the scale of dropout.
-
-        For a row without keys the LSE is -inf, or the sink, and 1 / l is 0.
-        """
+        """Compute the `normalisation` of each row. 1 / l includes the scale of dropout too."""
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             total = _row_reduce(self.row_sum[r], lambda a, b: a + b)
-            is_empty = total == 0.0
-            inverse[r] = Float32(0.0) if is_empty else cute.arch.rcp_approx(total)
-            log_sum = cute.math.log2(total, fastmath=True)
-            lse[r] = -Float32.inf if is_empty else (self.row_max[r] + log_sum) * LN_2
-            if cutlass.const_expr(sink is not None):
-                lse[r], share = _add_sink(lse[r], sink)
-                inverse[r] = inverse[r] * share
+            lse[r], inverse[r] = normalisation(self.row_max[r], total, sink)
             if cutlass.const_expr(dropout_scale is not None):
                 inverse[r] = inverse[r] * dropout_scale
+
+
+class Normalisation(NamedTuple):
+    """What a row's sums become at the end."""
+
+    lse: Float32  # natural
+    inverse: Float32  # 1 / l
+
+
+@cute.jit
+def normalisation(m: Float32, row_sum: Float32, sink: Float32 | None) -> Normalisation:
+    """The LSE and 1 / l of a row, both with the sink. Without keys the LSE is -inf, or the sink, and 1 / l is 0."""
+    is_empty = row_sum == 0.0
+    inverse = Float32(0.0) if is_empty else cute.arch.rcp_approx(row_sum)
+    log_sum = cute.math.log2(row_sum, fastmath=True)
+    lse = -Float32.inf if is_empty else (m + log_sum) * LN_2
+    if cutlass.const_expr(sink is not None):
+        lse, share = _add_sink(lse, sink)
+        inverse = inverse * share
+    return Normalisation(lse, inverse)
 
 
 @cute.jit

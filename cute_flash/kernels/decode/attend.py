@@ -18,6 +18,7 @@ from cute_flash.device.memory.views import as_mn, as_operand_a
 from cute_flash.device.mma.warp_gemm import gemm, gemm_rs
 from cute_flash.device.mma.warp_grid import WarpGrid
 from cute_flash.device.scheduling.kv_splits import Lengths, Split
+from cute_flash.device.scores import alibi
 from cute_flash.device.scores.mask import column_offset
 from cute_flash.device.softmax.softmax import LOG2_E, Softmax
 from cute_flash.kernels.decode.storage import Output, Params, SharedStorage
@@ -46,7 +47,7 @@ class WarpState:
     bounds: cute.Tensor  # (2, rows of this thread): first and last key that a row sees
     visible: KeyRange  # the keys that all rows see
     slopes: cute.Tensor | None  # (rows of this thread), in units of log2
-    positions: cute.Tensor | None  # (rows of this thread), of the queries; None without slopes
+    positions: cute.Tensor | None  # (rows of this thread), among the keys; None without slopes
     k_scale: Float32 | None  # of an FP8 cache
 
 
@@ -183,19 +184,14 @@ def fp8_tile(p: Params, state: WarpState, index: Int32) -> fp8.Fp8Tile:
 
 @cute.jit
 def transform(p: Params, state: WarpState, acc_S_mn: cute.Tensor, key: Int32):
-    """Apply softcap and ALiBi; the results are in units of log2."""
-    if cutlass.const_expr(p.score is not None):
-        if cutlass.const_expr(p.score.rate is not None):
-            p.score.apply_cap(acc_S_mn, False)
-        else:
-            acc_S_mn.store(acc_S_mn.load() * p.score.scale_log2)
+    """Apply softcap and ALiBi, whose slope differs from row to row; the results are in units of log2."""
+    has_softcap = p.score is not None and p.score.softcap is not None
+    if cutlass.const_expr(has_softcap):
+        p.score.softcap.apply_cap(acc_S_mn, False)
     if cutlass.const_expr(state.slopes is not None):
-        first = key + as_mn(state.tScS)[0, 0][1]
+        first, scale = key + as_mn(state.tScS)[0, 0][1], None if has_softcap else p.score.scale_log2
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
-            distance = Float32(state.positions[r] - first)
-            for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
-                from_key = cute.math.absf(distance - Float32(column_offset(c)))
-                acc_S_mn[r, c] = acc_S_mn[r, c] - state.slopes[r] * from_key
+            alibi.apply_to_row(acc_S_mn, r, scale, state.slopes[r], Float32(state.positions[r] - first))
 
 
 @cute.jit

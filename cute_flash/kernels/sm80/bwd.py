@@ -35,7 +35,7 @@ from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 from cute_flash.device.gradients.mods_bwd import AnyScores
 from cute_flash.device.gradients.score_bwd import PlainScores, compute_probs
 from cute_flash.device.memory.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
-from cute_flash.device.memory.epilogue import Epilogue, store_fp32
+from cute_flash.device.memory.epilogue import DirectStore, Epilogue
 from cute_flash.device.memory.ldmatrix import MmaOperand
 from cute_flash.device.memory.views import as_mn
 from cute_flash.device.mma import split_fp32
@@ -184,7 +184,7 @@ class BwdSm80(Kernel):
         for i, acc in enumerate(accs):
             gX = self.gradient_tile(p, state, head_kv, i)
             if self.static.is_fp32:
-                store_fp32(acc, gX, p.mma_kv, state.thread, rows_left, self.widths[i])
+                DirectStore(p.mma_kv, state.thread, rows_left, self.widths[i]).floats(acc, gX)
             else:
                 self.epilogue(p, state, rows_left, i).store(acc, sKV[None, None, i], gX)
 
@@ -474,7 +474,7 @@ class BwdSm80(Kernel):
     def semaphore_rank(self, p: Params, state: MainloopState, m_block: Int32, head: Int32) -> tuple[HeadBlock, Int32]:
         """The block of the semaphore, and the rank of this tile.
 
-        They are computed again for each wait and arrival (`rederived`), so that they occupy no registers in between.
+        Both are computed again for each wait and arrival (`rederived`), so that neither occupies registers in between.
         """
         seqlen, m_block = state.seqlen, rederived(m_block)
         head = rederived(head)

@@ -42,7 +42,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from cute_flash.device.memory.copies import row_tile
-from cute_flash.device.memory.epilogue import store_floats, store_lse, store_rounded, update_max_logit
+from cute_flash.device.memory.epilogue import DirectStore, store_lse, update_max_logit
 from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.memory.views import as_mn, as_operand_a
 from cute_flash.device.mma.wgmma import convert, make_mma, start_gemm
@@ -59,7 +59,7 @@ from cute_flash.device.softmax.exact import ExactMax
 from cute_flash.device.softmax.exp2 import ProbBlock
 from cute_flash.device.softmax.softmax import EXACT_KEYS, Softmax
 from cute_flash.device.softmax.speculative import SpeculativeMax
-from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm90 import fwd_producer as producer
 from cute_flash.kernels.sm90.fwd_scores import (
@@ -126,7 +126,7 @@ class FwdSm90(Kernel):
             score_params=score_params,
         )
         options = {"min_blocks_per_mp": 1, "use_pdl": static.varlen}
-        self.launch(self.symbol("fwd_sm90"), params, (args.num_ctas, 1, 1), tile.num_threads, stream, **options)
+        self.launch(self.symbol("fwd_sm90"), params, Grid(args.num_ctas), tile.num_threads, stream, **options)
 
     @cute.kernel
     def kernel(self, p: Params):
@@ -509,12 +509,12 @@ class FwdSm90(Kernel):
         gO = row_tile(gO, seqlen.q_row(first_row), WARPGROUP_ROWS, self.tile.width_v)
         if cutlass.const_expr(self.static.out_fp32):
             state.softmax.scale_rows(as_mn(state.acc_O), state.inverse)
-            where = (self.thread_at_end(state), seqlen.q_len - first_row)
-            store_floats(state.acc_O, gO, state.mma_pv, *where, self.static.width_v)
+            thread, rows_left = self.thread_at_end(state), seqlen.q_len - first_row
+            DirectStore(state.mma_pv, thread, rows_left, self.static.width_v).floats(state.acc_O, gO)
         else:
             rO = self.output(state)
-            where = (self.thread_at_end(state), seqlen.q_len - first_row)
-            store_rounded(rO, gO, state.mma_pv, *where, self.static.width_v)
+            thread, rows_left = self.thread_at_end(state), seqlen.q_len - first_row
+            DirectStore(state.mma_pv, thread, rows_left, self.static.width_v).rounded(rO, gO)
 
     @cute.jit
     def hand_over_output(self, p: Params, state: MmaState, tile: MmaTile):

@@ -1,0 +1,231 @@
+"""The mutants, by area. Each changes results, launches or errors that a user can see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+
+class Mutant(NamedTuple):
+    """`old`, which occurs once in the Python files of `where`, becomes `new`; then one of `tests` must fail."""
+
+    where: str  # a file, or a folder, so that a mutant survives the move of a function
+    old: str
+    new: str
+    tests: tuple[str, ...]  # arguments of pytest
+
+    @property
+    def name(self) -> str:
+        return f"{self.where}: {' '.join(self.old.split())}"
+
+    def file(self, root: Path = ROOT) -> Path:
+        """The file that has the text; ValueError unless it is exactly one file, and has it once."""
+        path = root / self.where
+        files = [path] if path.is_file() else sorted(path.rglob("*.py"))
+        counts = {file: file.read_text(encoding="utf-8").count(self.old) for file in files}
+        holders = [file for file, count in counts.items() if count]
+        if sum(counts.values()) != 1:
+            raise ValueError(
+                f"{self.name}: occurs {sum(counts.values())} times in {len(holders)} files: choose another"
+            )
+        return holders[0]
+
+
+def _of(*tests: str) -> tuple[str, ...]:
+    return tuple(f"tests/{test}" for test in tests)
+
+
+def _mutants(where: str, tests: tuple[str, ...], *changes: tuple[str, str]) -> tuple[Mutant, ...]:
+    return tuple(Mutant(where, old, new, tests) for old, new in changes)
+
+
+_BAND = _of("spec/test_band.py")
+_DEVICE_SCORES = _of("device/test_score.py::test_scores", "device/test_score.py::test_scores_less_a_reference")
+_DEVICE_MASK = _of("device/test_parts.py::test_mask_is_the_band", "device/test_band.py")
+_SCORE_BWD = _of("device/test_score_bwd.py")
+_REFERENCE = _of("reference/test_features.py", "reference/test_dense.py")
+_FORWARD, _BACKWARD = _of("planning/test_forward.py"), _of("planning/test_backward.py")
+_OPERANDS = _of("runtime/test_forward.py", "runtime/test_backward.py")
+_DECODE = _of("decode/test_reference.py")
+_SHARDS = _of("distributed/test_calls.py", "distributed/test_accumulate.py", "distributed/test_large_groups.py")
+_FLASH = _of("integrations/test_flash_attn.py", "integrations/test_flash_attn_3.py")
+_LAYOUTS = _of("layouts/test_swizzle.py", "layouts/test_banks.py", "layouts/test_smem.py")
+
+MUTANTS: tuple[Mutant, ...] = (
+    # The band.
+    *_mutants(
+        "cute_flash/spec/band.py",
+        _BAND,
+        ("i + sk - sq - self.left)", "i + sk - sq - self.left + 1)"),
+        ("i + sk - sq + self.right + 1)", "i + sk - sq + self.right)"),
+        ("self.minimum(first + tile_m, sq) - 1", "first + tile_m - 1"),
+        ("ceil_div(self.hi(last, sq, sk), tile_n)", "self.hi(last, sq, sk) // tile_n"),
+        ("ceil_div(self.lo(last, sq, sk), tile_n)", "self.lo(last, sq, sk) // tile_n"),
+        ("self.hi(first, sq, sk) // tile_n, end", "ceil_div(self.hi(first, sq, sk), tile_n), end"),
+        ("block >= self.full_end", "block > self.full_end"),
+    ),
+    Mutant("cute_flash/spec/band.py", "0 if causal else right", "right", _of("spec/test_band.py", "test_api.py")),
+    *_mutants(
+        "cute_flash/device/scores",
+        _DEVICE_MASK,
+        ("is_masked = offset >= hi", "is_masked = offset > hi"),
+        ("return c % 2 + c // 2 * 8", "return c % 2 + c // 2 * 4"),
+        ("maximum(last + sk - sq, 0) // tile_n", "maximum(last, 0) // tile_n"),
+    ),
+    # Scores in kernels.
+    *_mutants(
+        "cute_flash/device/scores/score.py",
+        _DEVICE_SCORES,
+        ("score = score - self.slope_log2 * from_key", "score = score + self.slope_log2 * from_key"),
+        ("(x * cap - cap) * y", "(x * cap + cap) * y"),
+        ("inverse_ab, inverse_cd = inverse * cd, inverse * ab", "inverse_ab, inverse_cd = inverse * ab, inverse * cd"),
+        ("acc[i] * (c0 + squared * (c1 + squared * c2))", "acc[i] * (c0 + squared * (c1 - squared * c2))"),
+        ("(total <= self.near)", "(total >= self.near)"),
+    ),
+    # Gradients of scores in kernels.
+    *_mutants(
+        "cute_flash/device/gradients/score_bwd.py",
+        _SCORE_BWD,
+        ("dS = P * (dP - self.of_query(rDelta, r, c))", "dS = P * (dP + self.of_query(rDelta, r, c))"),
+        ("self.dropout_bits.select(dP, r, c) * self.dropout_scale", "self.dropout_bits.select(dP, r, c)"),
+        ("dalibi[0] - dS * opaque.distance(r, c)", "dalibi[0] + dS * opaque.distance(r, c)"),
+        ("P if self.score.rate is None else P * tanh_derivative(x)", "P"),
+    ),
+    # Scores of the CPU path.
+    *_mutants(
+        "cute_flash/reference/score.py",
+        _REFERENCE,
+        ("torch.tanh(S / features.softcap)", "torch.tanh(S)"),
+        ("self.by_head(S) - features.slopes * self.distance", "self.by_head(S) + features.slopes * self.distance"),
+        ("dS * (1 - self.tanh.square())", "dS * (1 - self.tanh)"),
+        ("return -((self.sinks - lse).exp() * delta)", "return ((self.sinks - lse).exp() * delta)"),
+        ("mul_(features.dropout.scale)", "clone()"),
+        ("return m, torch.ones_like(m)", "return m, torch.zeros_like(m)"),
+    ),
+    *_mutants(
+        "cute_flash/reference/formulas.py",
+        _of("reference/test_dense.py", "reference/test_cpu.py", "layouts/test_loops.py"),
+        ("mask &= distance >= -band.left", "mask &= distance > -band.left"),
+        ("mask &= distance <= band.right", "mask &= distance < band.right"),
+        ("alpha * l + P.sum(dim=-1, keepdim=True)", "l + P.sum(dim=-1, keepdim=True)"),
+    ),
+    Mutant(
+        "cute_flash/reference/merge.py",
+        "finite = stacked.masked_fill(empty, 0.0)",
+        "finite = stacked",
+        _of("reference/test_merge.py"),
+    ),
+    # Planning.
+    *_mutants(
+        "cute_flash/planning/plan.py",
+        (*_FORWARD, *_BACKWARD),
+        ("rows < tile_m and ceil_div(group * rows, tile_m) < group", "ceil_div(group * rows, tile_m) < group"),
+        ("min(num_tiles, arch.num_sms) if is_sm90 else num_tiles", "num_tiles"),
+        ("if kv_heads % n == 0)", "if n)"),
+        ("is_zeroed = deterministic and", "is_zeroed = not deterministic and"),
+        ("static.is_bounded or static.varlen or static.block_sparse", "static.is_bounded or static.block_sparse"),
+        ("varlen.DESCENDING if deterministic", "varlen.ASCENDING if deterministic"),
+        ('"zeros" if problem.varlen else "empty"', '"empty"'),
+    ),
+    *_mutants(
+        "cute_flash/planning/tiles/__init__.py",
+        _of("planning/test_tiles.py", "planning/test_forward.py", "planning/test_backward.py", "planning/test_mods.py"),
+        ("row.serves(static) and row.fits(arch)", "row.serves(static)"),
+        ("return SM80_BWD_FP32[arch.name] if", "return SM80_BWD[arch.name] if"),
+        ('"dropout" not in features', '"dropout" in features'),
+        ("SM90_BWD_SCORE if cost else SM90_BWD", "SM90_BWD"),
+    ),
+    *_mutants(
+        "cute_flash/planning/varlen.py",
+        _of("kernels/test_varlen_scheduler.py", "runtime/test_varlen.py", "planning/test_forward.py"),
+        ("(2 if has_unused else 1) * batch + 1", "batch + 1"),
+        ("return begin // tile_rows + sequence", "return begin // tile_rows"),
+        ("visited.end - visited.begin", "visited.end"),
+    ),
+    *_mutants(
+        "cute_flash/planning/decode.py",
+        _of("runtime/test_decode.py", "planning"),
+        ("32 if rows > 16 and head_dim <= 128 else 16", "32 if rows > 16 else 16"),
+        ("ceil_div(tokens * group, tile.tile_m) + batch", "ceil_div(tokens * group, tile.tile_m)"),
+        ("rows <= MAX_SPLIT_ROWS and keys >= MIN_SPLIT_KEYS", "keys >= MIN_SPLIT_KEYS"),
+    ),
+    # Operands.
+    *_mutants(
+        "cute_flash/spec/features.py",
+        _OPERANDS,
+        ("return threshold(args.dropout) * 0x10001", "return threshold(args.dropout)"),
+        ("return 1 / (1 - args.dropout)", "return 1 - args.dropout"),
+        ("max(args.softcap, MIN_SOFTCAP, MIN_SOFTCAP * scale)", "args.softcap"),
+        ("if FEATURE[name].bwd])", "if FEATURE[name].fwd])"),
+    ),
+    # Layouts.
+    *_mutants(
+        "cute_flash/smem/swizzle.py",
+        _LAYOUTS,
+        ("(index & self.mask) >> self.shift", "(index & self.mask) >> (self.shift + 1)"),
+        ("return 1 << (self.base + self.bits)", "return 1 << self.base"),
+    ),
+    *_mutants(
+        "layouts/banks.py",
+        _LAYOUTS,
+        ("word // BANK_BYTES % NUM_BANKS", "word // BANK_BYTES % (NUM_BANKS // 2)"),
+        ("(row0 + lane // 4, col0 + lane % 4 * 2)", "(row0 + lane // 4, col0 + lane % 4)"),
+        ("col0 + lane // _MATRIX % 2 * _MATRIX)", "col0)"),
+    ),
+    # Sharding.
+    *_mutants(
+        "cute_flash/distributed",
+        _SHARDS,
+        ("(shard, 2 * self.num_shards - 1 - shard)", "(shard, 2 * self.num_shards - 2 - shard)"),
+        ("min(sharding.chunk, sharding.seqlen - start)", "sharding.chunk"),
+        ("left += sk - sq - offset", "left += sk - sq + offset"),
+        ("is_aligned=offset == sk - sq", "is_aligned=True"),
+        ("nearest <= band.right", "nearest < band.right"),
+    ),
+    # The CPU path of decode.
+    *_mutants(
+        "cute_flash/reference/decode.py",
+        _DECODE,
+        ("torch.stack((a * cos - b * sin, b * cos + a * sin)", "torch.stack((a * cos + b * sin, b * cos - a * sin)"),
+        ("first=min(max(lo, leftpads[b]), seqlen)", "first=min(lo, seqlen)"),
+        ("x / _by_head(scale, x.dtype)", "x * _by_head(scale, x.dtype)"),
+        ("torch.arange(s.seqlen - s.num_queries, s.seqlen", "torch.arange(1, s.num_queries + 1"),
+        ("rows = s.seqlen_before, s.seqlen", "rows = 0, s.seqlen - s.seqlen_before"),
+    ),
+    # Adapters.
+    # Keywords that an entry drops in silence.
+    *_mutants(
+        "cute_flash",
+        _of("test_entries.py"),
+        ("softcap=softcap, alibi=alibi, sinks=sinks, dropout=dropout, return", "alibi=alibi, sinks=sinks, return"),
+        ("values.mask_mod, values.score_mod_bwd)", "values.mask_mod, None)"),
+        ("        alibi=_local(alibi, first),\n", ""),
+        ("dict.fromkeys(names, ((None, False), remedy))", "dict.fromkeys(names, ((None, False, True), remedy))"),
+        ('refuse("cute_attention", keywords', 'refuse("cute_attention", {}'),
+    ),
+    *_mutants(
+        "cute_flash/integrations/flash_attn_args.py",
+        (*_FLASH, *_of("integrations/test_flash_attn_kvcache.py")),
+        ("return bound if bound >= 0 else None", "return bound if bound > 0 else None"),
+        ("missing = -x.shape[-1] % HEAD_DIM_STEP", "missing = 0"),
+        ("softcap if softcap > 0 else None", "None"),
+        ("pair = a * c - b * s, a * s + b * c", "pair = a * c + b * s, a * s - b * c"),
+        ("return 3 if returns_probs else 1", "return 2 if returns_probs else 1"),
+    ),
+    *_mutants(
+        "cute_flash/integrations/transformers.py",
+        _of("integrations/test_transformers.py"),
+        ("sliding_window - 1, None", "sliding_window, None"),
+        ("mask[b, q_idx] == mask[b, kv_idx]", "mask[b, q_idx] >= mask[b, kv_idx]"),
+        ("sinks=s_aux", "sinks=None"),
+        ("attention_mask if bias is None else bias + attention_mask", "attention_mask"),
+    ),
+    Mutant(
+        "cute_flash/integrations/flex_attention.py",
+        "scale=scale, return_lse=True",
+        "return_lse=True",
+        _of("integrations/test_flex_attention.py"),
+    ),
+)  # fmt: skip
