@@ -25,7 +25,7 @@ DTYPE_LOOKS = {
     for name, marker, colour in zip(CPU_DTYPES, ("o", "s", "D"), (BLUE, ORANGE, GREEN), strict=True)
 }
 DTYPE_LINES: dict[str, Any] = {"bf16": "-", "fp16": "--", "fp32": ":"}
-PROVIDER_LOOKS = {**LOOKS, "sdpa-math": Look("SDPA math, unfused", "X", TEAL)}
+PEER_LOOKS = {**LOOKS, "sdpa-math": Look("SDPA math, unfused", "X", TEAL)}
 
 
 def _length(value: float, _: Any = None) -> str:
@@ -100,18 +100,18 @@ def dtypes(record: dict[str, Any], title: str) -> Figure:
 
 
 def gpu(record: dict[str, Any], title: str) -> Figure:
-    """The GPU kernels by length: a panel for each distribution, a colour for each provider, a line for each dtype."""
+    """The GPU kernels by length: a panel for each distribution, a colour for each peer, a line for each dtype."""
     settings = record["settings"]
     figure = new_figure(3.8, f"{_setting(record)}; forward, full, H {settings['heads']}, D {settings['head_dim']}")
     found = pick(record["records"], output="out")
-    providers = [name for name in PROVIDER_LOOKS if pick(found, provider=name)]
+    providers = [name for name in PEER_LOOKS if pick(found, provider=name)]
     for axes, distribution in zip(figure.subplots(1, len(DISTRIBUTIONS), sharey=True), DISTRIBUTIONS, strict=True):
         for provider in providers:
             for dtype, line in DTYPE_LINES.items():
                 curve = pick(found, provider=provider, dtype=dtype, distribution=distribution)
-                _curve(axes, curve, "seqlen", PROVIDER_LOOKS[provider], line)
+                _curve(axes, curve, "seqlen", PEER_LOOKS[provider], line)
         _axis(axes, distribution, "keys", sorted({one["seqlen"] for one in found}))
     figure.axes[0].set(yscale="log", ylabel="relative error")
-    looks = [PROVIDER_LOOKS[name] for name in providers]
+    looks = [PEER_LOOKS[name] for name in providers]
     add_legend(figure, title, _entries(looks, list(DTYPE_LINES.items())))
     return figure

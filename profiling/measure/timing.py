@@ -118,23 +118,23 @@ class GraphTimer(EventTimer):
     """CUDA events around replays of a captured graph: no host time between the calls."""
 
     @cached_property
-    def _side(self) -> torch.cuda.Stream:
+    def _capture_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream()
 
     @contextmanager
     def stream(self) -> Iterator[None]:
         """The stream that is captured: a capture may not wait for another stream."""
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
+        self._capture_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._capture_stream):
             yield
-        torch.cuda.current_stream().wait_stream(self._side)
+        torch.cuda.current_stream().wait_stream(self._capture_stream)
 
     def batch(self, call: Callable[[], Any], calls: int) -> Batch:
         # At the first call on a stream, libraries allocate and choose kernels, which a capture does not allow.
         with self.stream():
             call()
         graph, captured = torch.cuda.CUDAGraph(), min(calls, CALLS_PER_GRAPH)
-        with torch.cuda.graph(graph, stream=self._side):
+        with torch.cuda.graph(graph, stream=self._capture_stream):
             repeat(call, captured)
         replays = max(1, round(calls / captured))
         return Batch(lambda: repeat(graph.replay, replays), captured * replays)

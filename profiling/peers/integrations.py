@@ -81,7 +81,7 @@ def _sdpa() -> Function:
     return attend
 
 
-def _sdpa_provider() -> AbstractContextManager[Any]:
+def _sdpa_through_us() -> AbstractContextManager[Any]:
     from cute_flash.integrations.sdpa import sdpa
 
     return sdpa()
@@ -147,7 +147,7 @@ ATTENTIONS = (
     Attention(OURS, _attn, is_ours=True),
     Attention("flash_attn names", _flash_attn_names, is_ours=True),
     Attention("transformers", _transformers, is_ours=True),
-    Attention("SDPA with cute_flash", _sdpa, is_ours=True, context=_sdpa_provider),
+    Attention("SDPA with cute_flash", _sdpa, is_ours=True, context=_sdpa_through_us),
     Attention("cute_flash.flex_attention", _our_flex, is_ours=True),
     Attention("SDPA, cuDNN", _sdpa, context=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)),
     Attention("SDPA, FlashAttention-2", _sdpa, context=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from profiling.measure.timing import TimedCall
 
 Call = Callable[[], Tensor]
 Gradients = tuple[Tensor, ...]  # dq, dk, dv
@@ -27,6 +30,8 @@ BackwardCall = Callable[[], Gradients]
 KERNELS = ("auto", "sm80", "sm90")
 LAYOUTS = ("bhsd", "bshd")
 NO_GPU = "no CUDA device"
+# The largest relative difference, ‖a - b‖ / ‖b‖, of two results of the same function in 16 bits.
+AGREEMENT = 2e-2
 
 
 class Peer(Protocol):
@@ -87,3 +92,21 @@ def through_autograd(forward: Forward, inputs: Sequence[Tensor], dout: Tensor) -
 def as_bhsd(peer: Peer, out: Tensor) -> Tensor:
     """The output of any peer as a (B, H, S, D) view."""
     return out.transpose(1, 2) if peer.is_bshd else out
+
+
+def gradients_of(forward: Callable[..., Any], inputs: Sequence[Tensor], is_bshd: bool = False) -> TimedCall:
+    """A call that computes the gradients of one forward pass again; dout is the same for all peers.
+
+    They are the gradients of the inputs, and of keyword arguments of a partial function that require one.
+    """
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        out = forward(*leaves)
+    keywords = forward.keywords.values() if isinstance(forward, partial) else ()
+    leaves += [x for x in keywords if isinstance(x, Tensor) and x.requires_grad]
+    shape = out.transpose(1, 2).shape if is_bshd else out.shape
+    generator = torch.Generator(out.device).manual_seed(1)
+    values = torch.randn(shape, generator=generator, device=out.device, dtype=out.dtype)
+    # In the stride order of the output, as the next layer's gradient would be.
+    dout = torch.empty_like(out).copy_(values.transpose(1, 2) if is_bshd else values)
+    return TimedCall(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))

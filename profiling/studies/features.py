@@ -39,13 +39,11 @@ from profiling.measure.record import write_json
 from profiling.measure.study import FAILED, OK, Command, need_gpu
 from profiling.measure.tables import Table, print_lines, show
 from profiling.measure.timing import Failure, GraphTimer, Samples, TimedCall, Timer, attempt, measure
-from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.cute_flash import OPTIONS, CuteFlash
+from profiling.peers.directions import DIRECTIONS
 from profiling.peers.flash_attention import fa3_ops
-from profiling.peers.peer import KERNELS, Call
+from profiling.peers.peer import AGREEMENT, KERNELS, Call, gradients_of
 
-DIRECTIONS = ("fwd", "bwd")
-# The largest relative difference, ‖a - b‖ / ‖b‖, of two sides that compute the same function in 16 bits.
-AGREEMENT = 2e-2
 SHORTEST, LONGEST = 100, 8192
 Forward = Callable[..., Any]
 
@@ -69,7 +67,7 @@ class Settings:
     peers: tuple[str, ...] = ()
 
 
-class AnySide(Protocol):
+class Implementation(Protocol):
     """One implementation in a cell; its calls return the output or the gradients."""
 
     @property
@@ -80,26 +78,8 @@ class AnySide(Protocol):
     def prepare(self, direction: str) -> TimedCall: ...
 
 
-def gradients_of(forward: Forward, inputs: Sequence[Tensor], is_bshd: bool = False) -> TimedCall:
-    """A call that computes the gradients of one forward pass again; dout is the same for all sides.
-
-    They are the gradients of the inputs, and of keyword arguments of a partial function that require one.
-    """
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    with torch.enable_grad():
-        out = forward(*leaves)
-    keywords = forward.keywords.values() if isinstance(forward, partial) else ()
-    leaves += [x for x in keywords if isinstance(x, Tensor) and x.requires_grad]
-    shape = out.transpose(1, 2).shape if is_bshd else out.shape
-    generator = torch.Generator(out.device).manual_seed(1)
-    values = torch.randn(shape, generator=generator, device=out.device, dtype=out.dtype)
-    # In the stride order of the output, as the next layer's gradient would be.
-    dout = torch.empty_like(out).copy_(values.transpose(1, 2) if is_bshd else values)
-    return TimedCall(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
-
-
 @dataclass(frozen=True)
-class Side:
+class AutogradCall:
     """A forward pass on its own tensors, or ready-made calls for each direction."""
 
     forward: Forward | None = None
@@ -124,15 +104,15 @@ class Side:
 
 @dataclass(frozen=True)
 class Cell:
-    """A setting: the sides to compare, and the base of their ratios.
+    """A setting: the calls to compare, and the base of their ratios.
 
-    `alike` names the side whose results the others must match before they are timed; None: the sides compute
+    `alike` names the call whose results the others must match before they are timed; None: the calls compute
     different functions, and are not compared.
     """
 
     kind: str
     name: str
-    sides: Mapping[str, AnySide]
+    calls: Mapping[str, Implementation]
     base: str
     alike: str | None = None
 
@@ -142,26 +122,26 @@ class CellResult:
     kind: str
     name: str
     base: str
-    samples: dict[str, dict[str, Samples]] = field(default_factory=dict)  # by direction and side
+    samples: dict[str, dict[str, Samples]] = field(default_factory=dict)  # by direction and call
     errors: dict[str, str] = field(default_factory=dict)
 
-    def ms(self, side: str, direction: str) -> float | None:
+    def ms(self, call: str, direction: str) -> float | None:
         parts = DIRECTIONS if direction == "both" else (direction,)
-        samples = [self.samples.get(part, {}).get(side) for part in parts]
+        samples = [self.samples.get(part, {}).get(call) for part in parts]
         times = [x.median_ms for x in samples if x is not None]
         return sum(times) if len(times) == len(parts) else None
 
-    def ratio(self, side: str, direction: str, base: str | None = None) -> float | None:
-        mine, theirs = self.ms(side, direction), self.ms(base or self.base, direction)
+    def ratio(self, call: str, direction: str, base: str | None = None) -> float | None:
+        mine, theirs = self.ms(call, direction), self.ms(base or self.base, direction)
         return theirs / mine if mine and theirs else None
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        sides = dict.fromkeys(side for samples in self.samples.values() for side in samples)
-        for side in sides:
-            times = (self.ms(side, direction) for direction in DIRECTIONS)
-            ratios = (self.ratio(side, direction) for direction in (*DIRECTIONS, "both"))
+        calls = dict.fromkeys(call for samples in self.samples.values() for call in samples)
+        for call in calls:
+            times = (self.ms(call, direction) for direction in DIRECTIONS)
+            ratios = (self.ratio(call, direction) for direction in (*DIRECTIONS, "both"))
             numbers = [*(f"{x:.3f}" if x else "-" for x in times), *(f"{x:.2f}" if x else "-" for x in ratios)]
-            yield (f"{self.name}: {side}", *numbers)
+            yield (f"{self.name}: {call}", *numbers)
 
 
 # ---- the cells
@@ -173,27 +153,6 @@ def random_qkv(settings: Settings, device: torch.device, *shape: int) -> tuple[T
     return tuple(torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(3))
 
 
-def _later_keys(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return score + 0.001 * (key - query)
-
-
-def _bias(heads: int, seqlen: int, device: torch.device) -> Tensor:
-    generator = torch.Generator(device).manual_seed(0)
-    return torch.randn(1, heads, seqlen, seqlen, generator=generator, device=device, dtype=torch.bfloat16)
-
-
-# Name of a feature -> (heads, length, device) -> keyword arguments of `attn`.
-OPTIONS: dict[str, Callable[[int, int, torch.device], dict[str, Any]]] = {
-    "plain": lambda heads, seqlen, device: {},
-    "dropout": lambda heads, seqlen, device: {"dropout": 0.1},
-    "softcap": lambda heads, seqlen, device: {"softcap": 30.0},
-    "alibi": lambda heads, seqlen, device: {"alibi": torch.linspace(0.5, 0.01, heads, device=device)},
-    "sinks": lambda heads, seqlen, device: {"sinks": torch.zeros(heads, device=device)},
-    "score_mod": lambda heads, seqlen, device: {"score_mod": _later_keys},
-    "bias": lambda heads, seqlen, device: {"bias": _bias(heads, seqlen, device)},
-    "bias_gradient": lambda heads, seqlen, device: {"bias": _bias(heads, seqlen, device).requires_grad_()},
-    "deterministic": lambda heads, seqlen, device: {"deterministic": True},
-}
 # The features of `feature_cells`; `head_dim_cells` have all.
 SCORE_FEATURES = ("plain", "dropout", "softcap", "alibi", "sinks")
 
@@ -206,9 +165,9 @@ def feature_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
         inputs = random_qkv(settings, device, settings.batch, heads, settings.seqlen, head_dim)
         kinds = {name: OPTIONS[name](heads, settings.seqlen, device) for name in SCORE_FEATURES}
         for causal in (False, True):
-            sides = {name: Side(partial(attn, causal=causal, **kind), inputs) for name, kind in kinds.items()}
+            calls = {name: AutogradCall(partial(attn, causal=causal, **kind), inputs) for name, kind in kinds.items()}
             mask = "causal" if causal else "full"
-            yield Cell("feature", f"D={head_dim} S={settings.seqlen} {mask}", sides, "plain")
+            yield Cell("feature", f"D={head_dim} S={settings.seqlen} {mask}", calls, "plain")
 
 
 def window_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
@@ -216,11 +175,11 @@ def window_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
 
     for head_dim in settings.head_dims:
         inputs = random_qkv(settings, device, 1, settings.hidden // head_dim, settings.long, head_dim)
-        sides = {
-            "causal": Side(partial(attn, causal=True), inputs),
-            f"window {settings.window}": Side(partial(attn, window=(settings.window, 0)), inputs),
+        calls = {
+            "causal": AutogradCall(partial(attn, causal=True), inputs),
+            f"window {settings.window}": AutogradCall(partial(attn, window=(settings.window, 0)), inputs),
         }
-        yield Cell("window", f"D={head_dim} S={settings.long}", sides, "causal")
+        yield Cell("window", f"D={head_dim} S={settings.long}", calls, "causal")
 
 
 def _offsets(lengths: list[int], device: torch.device) -> Tensor:
@@ -239,9 +198,12 @@ def equal_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
         dense = tuple(x.view(batch, seqlen, heads, head_dim) for x in flat)
         for causal in (False, True):
             varlen = partial(attn_varlen, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=causal)
-            sides = {"dense": Side(partial(attn, causal=causal, layout="bshd"), dense), "varlen": Side(varlen, flat)}
+            calls = {
+                "dense": AutogradCall(partial(attn, causal=causal, layout="bshd"), dense),
+                "varlen": AutogradCall(varlen, flat),
+            }
             mask = "causal" if causal else "full"
-            yield Cell("equal", f"D={head_dim} {batch} x {seqlen} {mask}", sides, "dense")
+            yield Cell("equal", f"D={head_dim} {batch} x {seqlen} {mask}", calls, "dense")
 
 
 def ragged_lengths(settings: Settings) -> list[int]:
@@ -281,13 +243,13 @@ def ragged_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
         flat = random_qkv(settings, device, sum(lengths), settings.hidden // head_dim, head_dim)
         for causal in (False, True):
             varlen = partial(attn_varlen, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=causal)
-            sides = {
-                "fa3": Side(calls=partial(_fa3_varlen, flat, offsets, longest, causal)),
-                "varlen": Side(varlen, flat),
+            calls = {
+                "fa3": AutogradCall(calls=partial(_fa3_varlen, flat, offsets, longest, causal)),
+                "varlen": AutogradCall(varlen, flat),
             }
             mask = "causal" if causal else "full"
             name = f"D={head_dim} {len(lengths)} of {SHORTEST} to {LONGEST} {mask}"
-            yield Cell("ragged", name, sides, "fa3")
+            yield Cell("ragged", name, calls, "fa3")
 
 
 def head_dim_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
@@ -301,10 +263,12 @@ def head_dim_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
         dense = q, k, v[..., :dv].contiguous()
         flat = tuple(x.flatten(0, 1) for x in dense)
         kinds = {name: options(heads, seqlen, device) for name, options in OPTIONS.items()}
-        sides = {name: Side(partial(attn, causal=True, layout="bshd", **kind), dense) for name, kind in kinds.items()}
+        calls = {
+            name: AutogradCall(partial(attn, causal=True, layout="bshd", **kind), dense) for name, kind in kinds.items()
+        }
         varlen = partial(attn_varlen, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True)
         name = f"D={d} S={seqlen}" if d == dv else f"D={d} Dv={dv} S={seqlen}"
-        yield Cell("head-dim", name, {**sides, "varlen": Side(varlen, flat)}, "plain")
+        yield Cell("head-dim", name, {**calls, "varlen": AutogradCall(varlen, flat)}, "plain")
 
 
 Cells = Callable[[Settings, torch.device], Iterator[Cell]]
@@ -331,10 +295,10 @@ def needed_kernels(cells: Iterable[Cell]) -> list[CompileKey]:
     """The kernels of all calls of cute_flash in these cells; nothing is compiled or launched."""
     keys: dict[CompileKey, None] = {}
     for cell in cells:
-        ours = [side for side in cell.sides.values() if isinstance(side, Side) and side.is_ours]
-        for side, direction in product(ours, DIRECTIONS):
+        ours = [call for call in cell.calls.values() if isinstance(call, AutogradCall) and call.is_ours]
+        for call, direction in product(ours, DIRECTIONS):
             with recorded_kernels(keys):
-                side.prepare(direction).call()
+                call.prepare(direction).call()
     return list(keys)
 
 
@@ -342,13 +306,13 @@ def needed_kernels(cells: Iterable[Cell]) -> list[CompileKey]:
 # -------------------------------------------------------------------------------------------------------
 
 
-def _first_call(side: AnySide, direction: str) -> tuple[TimedCall, tuple[Tensor, ...]]:
+def _first_call(call: Implementation, direction: str) -> tuple[TimedCall, tuple[Tensor, ...]]:
     """The call, and its results as (B, H, S, D)."""
-    timed_call = side.prepare(direction)
+    timed_call = call.prepare(direction)
     with timed_call.context():
         results = timed_call.call()
     tensors = results if isinstance(results, tuple) else (results,)
-    return timed_call, tuple(x.transpose(1, 2) for x in tensors) if side.is_bshd else tensors
+    return timed_call, tuple(x.transpose(1, 2) for x in tensors) if call.is_bshd else tensors
 
 
 @dataclass(frozen=True)
@@ -356,7 +320,7 @@ class Prepared:
     """A cell whose calls are compiled and checked."""
 
     result: CellResult
-    timed_calls: dict[str, dict[str, TimedCall]]  # by direction and side
+    timed_calls: dict[str, dict[str, TimedCall]]  # by direction and call
 
     def measure(self, timer: Timer, settings: Settings) -> CellResult:
         for direction, timed_calls in self.timed_calls.items():
@@ -368,18 +332,18 @@ class Prepared:
 
 
 def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
-    """Call each side once in each direction, and keep the sides that run.
+    """Call each call once in each direction, and keep the calls that run.
 
-    If `cell.alike` names a side, only sides whose results match its results are kept. That side is called first:
+    If `cell.alike` names a call, only calls whose results match its results are kept. That call is called first:
     importing a peer may patch the DSL that compiles our kernels.
     """
     result = CellResult(cell.kind, cell.name, cell.base)
     ready: dict[str, dict[str, TimedCall]] = {direction: {} for direction in DIRECTIONS}
     expected: dict[str, tuple[Tensor, ...]] = {}
-    for name in sorted(cell.sides, key=lambda name: name != cell.alike):
+    for name in sorted(cell.calls, key=lambda name: name != cell.alike):
         for direction in DIRECTIONS:
             with timer.stream():
-                called = attempt(partial(_first_call, cell.sides[name], direction), timer)
+                called = attempt(partial(_first_call, cell.calls[name], direction), timer)
             if isinstance(called, Failure):
                 result.errors[f"{name} {direction}"] = called.message
                 continue
@@ -394,7 +358,7 @@ def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
                 result.errors[f"{name} {direction}"] = message
     timer.synchronize()
     in_order = {
-        direction: {name: calls[name] for name in cell.sides if name in calls} for direction, calls in ready.items()
+        direction: {name: calls[name] for name in cell.calls if name in calls} for direction, calls in ready.items()
     }
     return Prepared(result, in_order)
 
@@ -434,11 +398,11 @@ def run_features(
 def to_dict(results: Sequence[CellResult], settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
     cells = []
     for one in results:
-        sides = {
-            direction: {name: one_side.as_dict() for name, one_side in samples.items()}
+        calls = {
+            direction: {name: one_call.as_dict() for name, one_call in samples.items()}
             for direction, samples in one.samples.items()
         }
-        cells.append({"kind": one.kind, "name": one.name, "base": one.base, "sides": sides, "errors": one.errors})
+        cells.append({"kind": one.kind, "name": one.name, "base": one.base, "sides": calls, "errors": one.errors})
     lengths = ragged_lengths(settings)
     return {"settings": asdict(settings), "ragged": lengths, "machine": facts, "cells": cells}
 
@@ -450,8 +414,8 @@ def from_dict(data: dict[str, Any]) -> list[CellResult]:
             cell["name"],
             cell["base"],
             {
-                direction: {name: Samples(x["calls"], tuple(x["round_ms"])) for name, x in sides.items()}
-                for direction, sides in cell["sides"].items()
+                direction: {name: Samples(x["calls"], tuple(x["round_ms"])) for name, x in calls.items()}
+                for direction, calls in cell["sides"].items()
             },
             cell["errors"],
         )

@@ -6,6 +6,9 @@
     floor   The same allocations and bare launches: the kernels of a warm call, launched again with the
             arguments of that call. Dropout's seed kernel and the fill of max_logit are part of the floor.
     SDPA    The flash and the cuDNN backend on the same tensors. The fastest backend is compared.
+    plain   `attn` without a feature, in the same direction: the base of the ratios of features.
+
+`few_queries` and `decode` are one token over a cache of 4096 keys, by `attn` and by `attn_decode`.
 
 A loop of calls never waits for the GPU: the shape is so small that the GPU keeps up, and the GPU is
 synchronised between loops, so the launch queue never fills. All calls of all cases run interleaved in

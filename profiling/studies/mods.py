@@ -5,7 +5,7 @@
     bias        a bias against plain attention on the same tensors
 
 Cells and ratios are those of `features`: above 1 the call is faster than its base. In `function` and `documents`, a
-side whose results differ from ours is not timed.
+call whose results differ from ours is not timed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiling.studies import mods_fa4
-from profiling.studies.features import AnySide, Cell, Cells, Settings, Side, random_qkv
+from profiling.peers import fa4_mods
+from profiling.studies.features import AutogradCall, Cell, Cells, Implementation, Settings, random_qkv
 
 NUM_DOCUMENTS = 8
 # Softcap; index of distance 0 in the relative-position table, and its length; lengths of prefix and window.
@@ -58,12 +58,12 @@ def _functions(heads: int, device: torch.device, seed: int = 0) -> dict[str, Fun
         return score + table[h, (q_idx - kv_idx + near).clamp(0, 255)]
 
     return {
-        "alibi": Function({"score_mod": alibi}, partial(mods_fa4.function, "alibi", FIRST_SLOPE, step)),
-        "capped": Function({"score_mod": capped}, partial(mods_fa4.function, "capped", CAP)),
-        "relative": Function({"score_mod": relative}, partial(mods_fa4.function, "relative", table, NEAR)),
-        "causal": Function({"mask_mod": masks.causal()}, partial(mods_fa4.function, "causal")),
-        "prefix": Function({"mask_mod": masks.prefix_lm(PREFIX)}, partial(mods_fa4.function, "prefix", PREFIX)),
-        "window": Function({"mask_mod": masks.sliding_window(WINDOW)}, partial(mods_fa4.function, "window", WINDOW)),
+        "alibi": Function({"score_mod": alibi}, partial(fa4_mods.function, "alibi", FIRST_SLOPE, step)),
+        "capped": Function({"score_mod": capped}, partial(fa4_mods.function, "capped", CAP)),
+        "relative": Function({"score_mod": relative}, partial(fa4_mods.function, "relative", table, NEAR)),
+        "causal": Function({"mask_mod": masks.causal()}, partial(fa4_mods.function, "causal")),
+        "prefix": Function({"mask_mod": masks.prefix_lm(PREFIX)}, partial(fa4_mods.function, "prefix", PREFIX)),
+        "window": Function({"mask_mod": masks.sliding_window(WINDOW)}, partial(fa4_mods.function, "window", WINDOW)),
     }
 
 
@@ -76,7 +76,7 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _flex(inputs: tuple[Tensor, ...], mods: dict[str, Any]) -> Side:
+def _flex(inputs: tuple[Tensor, ...], mods: dict[str, Any]) -> AutogradCall:
     """FlexAttention, compiled on a GPU; its block mask is made outside the timed calls."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -85,10 +85,10 @@ def _flex(inputs: tuple[Tensor, ...], mods: dict[str, Any]) -> Side:
     if "mask_mod" in mods:
         options["block_mask"] = create_block_mask(mods["mask_mod"], None, None, seqlen, seqlen, device=device)
     function: Any = _compiled_flex() if device.type == "cuda" else flex_attention
-    return Side(partial(function, **options), inputs)
+    return AutogradCall(partial(function, **options), inputs)
 
 
-def _ours(inputs: tuple[Tensor, ...], mods: dict[str, Any], has_block_mask: bool = True) -> Side:
+def _ours(inputs: tuple[Tensor, ...], mods: dict[str, Any], has_block_mask: bool = True) -> AutogradCall:
     from cute_flash import BlockMask, attn
 
     batch, heads, seqlen, _ = inputs[0].shape
@@ -96,7 +96,7 @@ def _ours(inputs: tuple[Tensor, ...], mods: dict[str, Any], has_block_mask: bool
     if "mask_mod" in mods and has_block_mask:
         shape = batch, heads, seqlen, seqlen
         options["block_mask"] = BlockMask.of(mods["mask_mod"], shape, device=inputs[0].device)
-    return Side(partial(attn, **options), inputs)
+    return AutogradCall(partial(attn, **options), inputs)
 
 
 def _inputs(settings: Settings, device: torch.device) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
@@ -118,14 +118,14 @@ def _chosen(wanted: Sequence[str], known: Sequence[str]) -> Sequence[str]:
 
 def unavailable(settings: Settings) -> dict[str, str]:
     """The peers that are left out, with the reason. A peer that was named is not left out: it fails in every cell."""
-    reason = None if settings.peers else mods_fa4.missing()
+    reason = None if settings.peers else fa4_mods.missing()
     return {} if reason is None else {"fa4": reason}
 
 
-def _peers(inputs: tuple[Tensor, ...], function: Function, settings: Settings) -> dict[str, AnySide]:
-    peers: dict[str, Callable[[], AnySide]] = {
+def _peers(inputs: tuple[Tensor, ...], function: Function, settings: Settings) -> dict[str, Implementation]:
+    peers: dict[str, Callable[[], Implementation]] = {
         "flex": lambda: _flex(inputs, function.mods),
-        "fa4": lambda: mods_fa4.Fa4Side(inputs, function.fa4, function.mods.get("mask_mod")),
+        "fa4": lambda: fa4_mods.Fa4Call(inputs, function.fa4, function.mods.get("mask_mod")),
     }
     left_out = unavailable(settings)
     return {name: peers[name]() for name in _chosen(settings.peers, PEERS) if name not in left_out}
@@ -136,9 +136,9 @@ def function_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
     for name, inputs in _inputs(settings, device):
         functions = _functions(inputs[0].shape[1], device)
         for kind in chosen:
-            sides = _peers(inputs, functions[kind], settings)
-            sides[OURS] = _ours(inputs, functions[kind].mods)
-            yield Cell("function", f"{name} {kind}", sides, next(iter(sides)), OURS)
+            calls = _peers(inputs, functions[kind], settings)
+            calls[OURS] = _ours(inputs, functions[kind].mods)
+            yield Cell("function", f"{name} {kind}", calls, next(iter(calls)), OURS)
 
 
 def document_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
@@ -147,13 +147,13 @@ def document_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
     for name, inputs in _inputs(settings, device):
         seqlen = inputs[0].shape[2]
         ids = torch.arange(seqlen, device=device, dtype=torch.int32) // -(-seqlen // NUM_DOCUMENTS)
-        function = Function({"mask_mod": masks.document(ids)}, partial(mods_fa4.function, "document", ids))
-        sides: dict[str, AnySide] = {
+        function = Function({"mask_mod": masks.document(ids)}, partial(fa4_mods.function, "document", ids))
+        calls: dict[str, Implementation] = {
             WITHOUT_BLOCK_MASK: _ours(inputs, function.mods, has_block_mask=False),
             WITH_BLOCK_MASK: _ours(inputs, function.mods),
             **_peers(inputs, function, settings),
         }
-        yield Cell("documents", name, sides, WITHOUT_BLOCK_MASK, WITH_BLOCK_MASK)
+        yield Cell("documents", name, calls, WITHOUT_BLOCK_MASK, WITH_BLOCK_MASK)
 
 
 def bias_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
@@ -163,7 +163,7 @@ def bias_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
         batch, heads, seqlen, _ = inputs[0].shape
         if seqlen > settings.seqlen:
             continue  # a bias of all pairs of long sequences takes most of a GPU's memory
-        sides = {PLAIN: Side(attn, inputs)}
+        calls = {PLAIN: AutogradCall(attn, inputs)}
         shapes = {
             "each head": (1, heads, seqlen, seqlen),
             "all": (batch, heads, seqlen, seqlen),
@@ -171,11 +171,11 @@ def bias_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
         }
         for what, shape in shapes.items():
             bias = torch.randn(shape, device=device, dtype=torch.bfloat16)
-            sides[f"bias of {what}"] = Side(partial(attn, bias=bias), inputs)
+            calls[f"bias of {what}"] = AutogradCall(partial(attn, bias=bias), inputs)
             if what != "each key":
                 leaf = bias.detach().requires_grad_()
-                sides[f"bias of {what} {WITH_GRADIENT}"] = Side(partial(attn, bias=leaf), inputs)
-        yield Cell("bias", name, sides, PLAIN)
+                calls[f"bias of {what} {WITH_GRADIENT}"] = AutogradCall(partial(attn, bias=leaf), inputs)
+        yield Cell("bias", name, calls, PLAIN)
 
 
 KINDS: dict[str, Cells] = {"function": function_cells, "documents": document_cells, "bias": bias_cells}

@@ -16,12 +16,12 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def _row(label: str, results: Iterable[CellResult], side: str, base: str) -> tuple[str, ...] | None:
-    """One mean for each direction; None if no cell has both sides."""
+def _row(label: str, results: Iterable[CellResult], call: str, base: str) -> tuple[str, ...] | None:
+    """One mean for each direction; None if no cell has both calls."""
     cells = list(results)
     texts, counts = [], []
     for direction in (*DIRECTIONS, "both"):
-        ratios = [x for x in (one.ratio(side, direction, base) for one in cells) if x is not None]
+        ratios = [x for x in (one.ratio(call, direction, base) for one in cells) if x is not None]
         counts.append(len(ratios))
         texts.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})" if ratios else "-")
     if not any(counts):
@@ -37,7 +37,7 @@ def summary(results: Sequence[CellResult]) -> Table:
     def of(kind: str) -> list[CellResult]:
         return [one for one in results if one.kind == kind]
 
-    biases = dict.fromkeys(side for one in of("bias") for side in one.samples["fwd"] if side != PLAIN)
+    biases = dict.fromkeys(call for one in of("bias") for call in one.samples["fwd"] if call != PLAIN)
     rows = [
         *(_row(f"functions: {OURS} over {peer}", of("function"), OURS, peer) for peer in PEERS),
         *(

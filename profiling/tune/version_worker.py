@@ -38,7 +38,8 @@ from profiling.measure.timing import (
     time_batch,
     warm_up,
 )
-from profiling.studies.features import OPTIONS, gradients_of
+from profiling.peers.cute_flash import OPTIONS
+from profiling.peers.peer import gradients_of
 
 # About so many elements of each result are compared between versions.
 COMPARED = 1 << 20

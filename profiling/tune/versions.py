@@ -39,7 +39,9 @@ from profiling.measure.shapes import MASKS
 from profiling.measure.study import FAILED, OK, Command
 from profiling.measure.tables import Table, geometric_mean, print_lines, show
 from profiling.measure.timing import Samples, balanced
-from profiling.studies.features import AGREEMENT, DIRECTIONS, OPTIONS
+from profiling.peers.cute_flash import OPTIONS
+from profiling.peers.directions import DIRECTIONS
+from profiling.peers.peer import AGREEMENT
 from profiling.tune.version_worker import Cell, receive, send
 
 # A process that does not answer for so long hangs. It may compile all kernels first.
@@ -57,7 +59,7 @@ class VersionError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    directions: tuple[str, ...] = option(DIRECTIONS)
+    directions: tuple[str, ...] = option(tuple(DIRECTIONS))
     features: tuple[str, ...] = option(("plain",), f"of {', '.join(OPTIONS)}")
     head_dims: tuple[int, ...] = option((64, 128, 256))
     masks: tuple[str, ...] = option(MASKS)

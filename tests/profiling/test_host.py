@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 import cute_flash
 from cute_flash.planning.plan import CompileKey
@@ -26,11 +27,14 @@ from profiling.studies.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Setti
 from profiling.studies.host_report import FLOOR, OURS, Figures, Times, figures_of, has_failed, host_tables
 from tests.profiling.fakes import CpuGpu, FakeTimer
 
+TINY_TOKEN = Shape(batch=1, heads=4, heads_kv=2, seqlen=64, head_dim=16, causal=False)
 TINY = Shape(batch=2, heads=2, heads_kv=2, seqlen=16, head_dim=16, causal=False)
 
 
 def settings(*cases: str, **fields: Any) -> Settings:
-    return Settings(cases=cases, processes=2, calls=2, repeats=1, shape=TINY, device="cpu", **fields)
+    return Settings(
+        cases=cases, processes=2, calls=2, repeats=1, shape=TINY, one_token_shape=TINY_TOKEN, device="cpu", **fields
+    )
 
 
 def in_this_process(function: Callable[..., Any], *args: Any) -> Any:
@@ -91,7 +95,7 @@ def test_a_case_is_compared_by_the_medians_of_its_processes():
     of_processes = [(20, 10, 30, 26), (11, 9, 28, 22), (12, 8, 27, 25), (13, 9, 29, 21), (14, 9, 25, 24)]
     processes = [Times({(case.name, s): us for s, us in zip(sides, one)}) for one in of_processes]
     figures = figures_of(case, processes)
-    assert [figures.us(side) for side in sides] == [13, 9, 28, 24]
+    assert [figures.median_us(side) for side in sides] == [13, 9, 28, 24]
     assert figures.fastest_sdpa == "sdpa-cudnn"
     assert figures.over_floor_us == 4 and figures.ratio == 13 / 24
 
@@ -103,6 +107,10 @@ def test_goals():
     assert figures.meets(Goal(over_floor_us=6.0, of_sdpa=0.7).bounds(None)) is False
     assert figures.meets(Goal(is_as_base=True).bounds(0.72)) is True
     assert figures.meets(Goal(is_as_base=True).bounds(0.71)) is False
+    over_plain = Figures({OURS: (15.0,)}, plain_us=10.0)
+    assert over_plain.meets(Goal(us=15.0, of_plain=1.5).bounds(None)) is True
+    assert over_plain.meets(Goal(us=14.9).bounds(None)) is False
+    assert over_plain.meets(Goal(of_plain=1.49).bounds(None)) is False
     # A case without goals does not fail; a missing measurement does.
     assert figures.meets(Goal(is_as_base=True).bounds(None)) is None
     assert Figures({OURS: (15.0,)}).meets(Goal(over_floor_us=6.0).bounds(None)) is False
@@ -113,9 +121,13 @@ def test_every_goal_has_its_cases():
     assert len(goals) == len(CASES)
     assert goals["plain-fwd"] == Goal(over_floor_us=6.0, of_sdpa=1.0)
     assert goals["plain-train"] == Goal(of_sdpa=0.9) and goals["plain-bwd"] == Goal(of_sdpa=0.75)
-    one_feature = {name for name, goal in goals.items() if goal == Goal(over_floor_us=10.0)}
+    assert goals["few_queries-fwd"] == Goal(of_sdpa=1.1) and goals["decode-fwd"] == Goal(us=20.0)
+    one_feature = {name: goal.of_plain for name, goal in goals.items() if goal.over_floor_us == 10.0}
     features = "softcap alibi sinks dropout max_logit bias mask_mod window score_mod"
-    assert one_feature == {f"{feature}-fwd" for feature in features.split()}
+    assert set(one_feature) == {f"{feature}-fwd" for feature in features.split()}
+    assert {name: bound for name, bound in one_feature.items() if bound} == {
+        "softcap-fwd": 1.1, "alibi-fwd": 1.3, "dropout-fwd": 1.6, "score_mod-fwd": 1.3,
+    }  # fmt: skip
     watched = {name for name, goal in goals.items() if goal.is_as_base}
     assert watched == {f"plain-train-{name}" for name in ("profiler", "dispatch_mode", "function_mode")}
     unjudged = {name for name, goal in goals.items() if goal == Goal()}
@@ -266,7 +278,7 @@ def test_calls_that_differ_have_no_floor(launched):
 
 
 def test_all_cases_run_on_the_cpu():
-    times = host.measure(Settings(shape=TINY, device="cpu", calls=1, repeats=1), 0)
+    times = host.measure(Settings(shape=TINY, one_token_shape=TINY_TOKEN, device="cpu", calls=1, repeats=1), 0)
     ours = {case for case, side in times.us if side == OURS}
     assert ours == {case.name for case in CASES}
     # Nothing is launched, so there is no floor; cuDNN does not run there.
@@ -287,12 +299,23 @@ def test_a_whole_run_is_json_and_tables(monkeypatch):
     assert has_failed(data)
     table, backends = host_tables(data)
     assert table.columns == (
-        "case", "cute_flash", "floor", "over floor", "SDPA (fastest)", "ratio", "goal, at most", "ok"
+        "case", "cute_flash", "floor", "over floor", "SDPA (fastest)", "/ SDPA", "/ plain", "goal, at most", "ok"
     )  # fmt: skip
     assert [row[0] for row in table.rows] == list(data["cases"])
     assert [row[-1] for row in table.rows] == ["NO", "yes", "-"]
-    assert table.rows[0][6] == "floor + 6, 1 x SDPA" and table.rows[0][4].endswith("(flash)")
+    assert table.rows[0][7] == "floor + 6, 1 x SDPA" and table.rows[0][4].endswith("(flash)")
+    assert table.rows[0][6] == "1.00" and table.rows[1][6] == "-", "plain-train was not measured"
     assert {row[1] for row in backends.rows} == {"sdpa-flash"}
+
+
+@pytest.mark.parametrize("feature", ["few_queries", "decode"])
+def test_one_token_over_a_cache(feature):
+    """All three calls compute attention of the same tensors."""
+    case = Case(feature)
+    ours = timed_call(case, settings()).call()
+    sdpa = timed_call(case, settings(), SDPBackend.MATH).call()
+    assert case.sdpa and sdpa.shape == (1, 4, 1, 16)
+    torch.testing.assert_close(ours.transpose(1, 2) if feature == "decode" else ours, sdpa, atol=2e-2, rtol=2e-2)
 
 
 def test_a_process_that_fails_is_reported_and_the_others_count():

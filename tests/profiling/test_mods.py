@@ -16,8 +16,9 @@ from profiling.measure.gpu_lock import GpuLock
 from profiling.measure.record import write_json
 from profiling.measure.study import NOT_MEASURED, OK
 from profiling.measure.timing import Samples
-from profiling.studies import features, mods, mods_command, mods_fa4, mods_summary
-from profiling.studies.features import Cell, CellResult, Settings, Side, measure_cell, run_features
+from profiling.peers import fa4_mods
+from profiling.studies import features, mods, mods_command, mods_summary
+from profiling.studies.features import AutogradCall, Cell, CellResult, Settings, measure_cell, run_features
 from tests.profiling.fakes import FakeTimer
 
 SMALL = Settings(head_dims=(8,), hidden=16, batch=2, seqlen=24, long=40, rounds=2, ms=1.0)
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def without_fa4(monkeypatch, eager_flex):
-    monkeypatch.setattr(mods_fa4, "missing", lambda: "ImportError: none here")
+    monkeypatch.setattr(fa4_mods, "missing", lambda: "ImportError: none here")
 
 
 def test_all_cells_run():
@@ -46,7 +47,7 @@ def test_all_cells_run():
 def test_sides_compute_the_same():
     for make in (mods.function_cells, mods.document_cells):
         for cell in make(SMALL, CPU):
-            first, *others = (side.prepare("fwd").call() for side in cell.sides.values())
+            first, *others = (call.prepare("fwd").call() for call in cell.calls.values())
             for other in others:
                 torch.testing.assert_close(other, first, rtol=2e-2, atol=2e-2)
 
@@ -55,7 +56,7 @@ def test_what_is_measured_can_be_chosen():
     chosen = replace(SMALL, functions=("window", "alibi"), peers=("fa4",))
     cells = list(mods.function_cells(chosen, CPU))
     assert [cell.name.split()[-1] for cell in cells] == ["window", "alibi"] * 2
-    assert all(list(cell.sides) == ["fa4", "cute_flash"] and cell.base == "fa4" for cell in cells)
+    assert all(list(cell.calls) == ["fa4", "cute_flash"] and cell.base == "fa4" for cell in cells)
     with pytest.raises(ValueError, match="choose from alibi, capped"):
         next(mods.function_cells(replace(SMALL, functions=("sigmoid",)), CPU))
     with pytest.raises(ValueError, match="choose from flex, fa4"):
@@ -76,27 +77,27 @@ def test_a_missing_fa4_is_left_out_unless_it_is_named(monkeypatch):
 def test_fa4_is_looked_for_but_not_imported(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert mods_fa4.missing()
+    assert fa4_mods.missing()
     monkeypatch.delitem(sys.modules, "flash_attn")
     package = tmp_path / "flash_attn" / "cute"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError")
     monkeypatch.syspath_prepend(tmp_path)
-    assert mods_fa4.missing() is None
+    assert fa4_mods.missing() is None
 
 
 def _times(factor):
-    return Side(lambda x: x * factor, (torch.arange(8.0).view(1, 1, 2, 4),))
+    return AutogradCall(lambda x: x * factor, (torch.arange(8.0).view(1, 1, 2, 4),))
 
 
 def test_a_side_that_computes_something_else_is_not_timed():
-    sides = {"wrong": _times(1.1), "right": _times(1.001), "ours": _times(1.0), "none": _times(float("nan"))}
-    found = measure_cell(Cell("function", "x", sides, "right", "ours"), FakeTimer(event_ms=1.0), SMALL)
+    calls = {"wrong": _times(1.1), "right": _times(1.001), "ours": _times(1.0), "none": _times(float("nan"))}
+    found = measure_cell(Cell("function", "x", calls, "right", "ours"), FakeTimer(event_ms=1.0), SMALL)
     assert list(found.samples["fwd"]) == list(found.samples["bwd"]) == ["right", "ours"]
     assert found.errors["wrong fwd"] == "not timed: 0.1 away from ours"
     assert found.errors["none bwd"] == "not timed: inf away from ours"
-    # Without `Cell.alike`, results are not compared, and all sides are timed.
-    found = measure_cell(Cell("bias", "x", sides, "right"), FakeTimer(event_ms=1.0), SMALL)
+    # Without `Cell.alike`, results are not compared, and all calls are timed.
+    found = measure_cell(Cell("bias", "x", calls, "right"), FakeTimer(event_ms=1.0), SMALL)
     assert len(found.samples["fwd"]) == 4 and not found.errors
 
 
@@ -110,13 +111,13 @@ def test_a_wrong_gradient_alone_leaves_the_forward():
         def backward(ctx, grad):
             return grad * 2
 
-    sides = {"bent": Side(Bent.apply, _times(1.0).inputs), "ours": _times(1.0)}
-    found = measure_cell(Cell("function", "x", sides, "bent", "ours"), FakeTimer(event_ms=1.0), SMALL)
+    calls = {"bent": AutogradCall(Bent.apply, _times(1.0).inputs), "ours": _times(1.0)}
+    found = measure_cell(Cell("function", "x", calls, "bent", "ours"), FakeTimer(event_ms=1.0), SMALL)
     assert "bent" in found.samples["fwd"] and "bent" not in found.samples["bwd"]
     assert found.ratio("ours", "fwd") is not None and found.ratio("ours", "both") is None
 
 
-# ---- FlashAttention-4's side
+# ---- FlashAttention-4's call
 # -------------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +126,7 @@ def test_a_wrong_gradient_alone_leaves_the_forward():
 @pytest.mark.parametrize("mask", [masks.causal(), masks.prefix_lm(100), masks.sliding_window(300)])
 def test_block_indices_are_exact(mask, head_dim, direction):
     seqlen = 700
-    (count, index, full_count, full_index), (rows, keys) = mods_fa4.block_indices(
+    (count, index, full_count, full_index), (rows, keys) = fa4_mods.block_indices(
         mask, torch.empty(1, 1, seqlen, head_dim), direction
     )
     assert {x.dtype for x in (count, index, full_count, full_index)} == {torch.int32}
@@ -164,8 +165,8 @@ def _fake_fa4(monkeypatch, spoil=1.0):
     lists = SimpleNamespace(BlockSparseTensorsTorch=lambda *tensors, block_size: (*tensors, block_size))
     monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", lists)
     function = SimpleNamespace(options=lambda: {"mask_mod": "fa4 mask_mod"})
-    monkeypatch.setattr(mods_fa4, "function", lambda name, *args: function)
-    monkeypatch.setattr(mods_fa4, "missing", lambda: None)
+    monkeypatch.setattr(fa4_mods, "function", lambda name, *args: function)
+    monkeypatch.setattr(fa4_mods, "missing", lambda: None)
     return seen
 
 
@@ -173,7 +174,7 @@ def test_fa4_gets_its_layout_and_its_block_indices(monkeypatch):
     seen = _fake_fa4(monkeypatch)
     settings = replace(SMALL, head_dims=(64,), hidden=128, functions=("causal",), seqlen=200, long=200)
     cell = next(mods.function_cells(settings, CPU))
-    assert list(cell.sides) == ["flex", "fa4", "cute_flash"]
+    assert list(cell.calls) == ["flex", "fa4", "cute_flash"]
     found = measure_cell(cell, FakeTimer(event_ms=1.0), settings)
     assert {*found.errors} == {"flex bwd"} and {*found.samples["bwd"]} == {"fa4", "cute_flash"}
     assert seen[0]["mask_mod"] == "fa4 mask_mod" and seen[0]["block_sparse_tensors"][-1] == (192, 128)
@@ -196,11 +197,11 @@ def test_the_functions_can_be_made():
     args |= {"causal": (), "prefix": (1024,), "window": (1024,)}
     assert {*args} == {*mods.FUNCTIONS, "document"}
     for name, given in args.items():
-        options = mods_fa4.function(name, *given).options()
+        options = fa4_mods.function(name, *given).options()
         assert (options["mask_mod"] is None) == (options["score_mod"] is not None)
         assert (options["score_mod"] is None) == (options["score_mod_bwd"] is None)
         assert (options["aux_tensors"] is None) == (name not in ("relative", "document"))
-    assert len(mods_fa4.function("document", ids).tensors[0]) >= 40 + 192
+    assert len(fa4_mods.function("document", ids).tensors[0]) >= 40 + 192
 
 
 # ---- summary, parts, lock
@@ -209,7 +210,7 @@ def test_the_functions_can_be_made():
 
 def _result(kind, name, base, fwd, bwd):
     samples = {
-        direction: {side: Samples(1, (ms,)) for side, ms in times.items()}
+        direction: {call: Samples(1, (ms,)) for call, ms in times.items()}
         for direction, times in (("fwd", fwd), ("bwd", bwd))
     }
     return CellResult(kind, name, base, samples)

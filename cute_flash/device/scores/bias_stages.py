@@ -62,5 +62,5 @@ class BiasStages:
             pipeline, (row, column) = self.pipeline(w), self.coord(block, w)
             pipeline.wait_empty(iteration)
             pipeline.expect_bytes(iteration, self.tile.bytes)
-            barrier = pipeline.full_barrier(iteration)
-            tma.load(self.stage(w, iteration), row, block.head, block.batch, barrier, column)
+            sX = self.stage(w, iteration)
+            tma.load(sX, row, block.head, block.batch, pipeline.full_barrier(iteration), column)

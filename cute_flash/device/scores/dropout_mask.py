@@ -58,7 +58,7 @@ class DropoutMaskPipeline:
         batch_head: Int32,
         rectangle: Int32,
         first_key: Int32,
-        iteration: Int32,
+        stage: Int32,
         warpgroup: cutlass.Constexpr,
         warp: Int32,
         lane: Int32,
@@ -67,7 +67,6 @@ class DropoutMaskPipeline:
 
         `rectangle`: index of the first Philox rectangle of rows; `first_key`: a multiple of 16.
         """
-        stage = self.stage(iteration)
         part, share = warp // WARPS_PER_RECTANGLE, warp % WARPS_PER_RECTANGLE
         query = dropout.first_query(Uint32((rectangle + part) * CALL_STRIDE + lane // 4))
         key = dropout.first_key(Uint32((first_key // RECT_KEYS + share) * 4 + lane % 4))
@@ -80,15 +79,14 @@ class DropoutMaskPipeline:
                 for half in cutlass.range_constexpr(2):
                     masks = dropout.masks(words, Uint32(ROW_16_FACTOR) if half else None)
                     thread = (2 * part + half) * 32 + lane
-                    self._store(masks, self.words[None, thread, step + share, stage, warpgroup])
+                    self._store(masks, thread, step + share, stage, warpgroup)
 
-    def _store(self, masks: list[Int32], words: cute.Tensor) -> None:
-        """Store the masks of a Philox call in the words of a thread and a k-step."""
+    def _store(self, masks: list[Int32], thread: Int32, step: Int32, stage: Int32, warpgroup: int) -> None:
         quad = cute.make_rmem_tensor(REGISTERS, Int32)
         for i in range(REGISTERS):
             # Among Philox words the pair of keys changes fastest, among registers the row.
             quad[i] = masks[2 * (i % 2) + i // 2]
-        cute.autovec_copy(quad, words)
+        cute.autovec_copy(quad, self.words[None, thread, step, stage, warpgroup])
 
     @cute.jit
     def publish(self, warpgroup: Int32, iteration: Int32):

@@ -53,7 +53,6 @@ from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.alibi_step import AlibiStep, row_word, write_columns
 from cute_flash.device.scores.dropout_mask import DropoutMaskPipeline, NoDropoutMasks
-from cute_flash.device.scores.formula import ScoreTile
 from cute_flash.device.scores.mask import Mask
 from cute_flash.device.softmax.exact import ExactMax
 from cute_flash.device.softmax.exp2 import ProbBlock
@@ -68,6 +67,7 @@ from cute_flash.kernels.sm90.fwd_scores import (
     MmaState,
     MmaTile,
     kv_block,
+    score_tile,
     transform_first,
     transform_further,
 )
@@ -367,9 +367,8 @@ class FwdSm90(Kernel):
         self.round(state, block.acc_P, late, iteration)
 
         # With a speculative m: m' and P again, if m was too small
-        all_steps = range(self.config.steps)
-        round_again = partial(self.round, state, block.acc_P, all_steps, iteration)
-        row_max.correct_after_exp2(block, exp2, as_mn(state.acc_O), all_steps, round_again)
+        round_again = partial(self.round, state, block.acc_P, range(self.config.steps), iteration)
+        row_max.correct_after_exp2(block, exp2, as_mn(state.acc_O), round_again)
         exp2.release()
         self.release_dropout_masks(state, iteration)
         # l = l alpha + rowsum P;  O = O alpha
@@ -387,8 +386,7 @@ class FwdSm90(Kernel):
             block = kv_block(state, tile, iteration, n_block, masked is False)
         if cutlass.const_expr(state.alibi_step is not None):
             block = kv_block(state, tile, iteration, tile.block_iter.block(i), False)
-            area = ScoreTile(block.column, WARPGROUP_ROWS, self.tile.tile_n)
-            word = tile.score_params.score.alibi.step_word(tile.alibi_word, tile.mask, area)
+            word = tile.score_params.score.alibi.step_word(tile.alibi_word, score_tile(self.config, tile, block))
         state.order.wait()
         acc_S = self.start_qk(state, tile.count, iteration, word)
         storage.v.wait_full(iteration - 1)

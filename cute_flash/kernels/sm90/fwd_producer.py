@@ -146,8 +146,8 @@ def load_block(
     """Load a block of K or V."""
     pipeline.wait_empty(iteration)
     pipeline.expect_bytes(iteration, tma.rows * tma.cols * sX.element_type.width // 8)
-    barrier = pipeline.full_barrier(iteration)
-    tma.load(sX[None, None, pipeline.stage(iteration)], n_block, head_kv, seqlen.k_tma_coord, barrier)
+    sX, rows = sX[None, None, pipeline.stage(iteration)], seqlen.k_tma_coord
+    tma.load(sX, n_block, head_kv, rows, pipeline.full_barrier(iteration))
 
 
 @cute.jit
@@ -193,8 +193,8 @@ def produce_dropout_masks(p: Params, storage: SharedStorage, warp: Int32, lane: 
         for w in cutlass.range_constexpr(tile.num_warpgroups):
             rectangle = (published.m_block * tile.num_warpgroups + w) * RECTANGLES
             masks.pipeline(w).wait_empty(iteration)
-            first_key = published.block_iter.block(i) * tile.tile_n
-            masks.produce(dropout, batch_head, rectangle, first_key, iteration, w, warp, lane)
+            stage, first_key = masks.stage(iteration), published.block_iter.block(i) * tile.tile_n
+            masks.produce(dropout, batch_head, rectangle, first_key, stage, w, warp, lane)
             masks.publish(w, iteration)
 
     for_each_block(p, storage, produce)

@@ -1,4 +1,4 @@
-"""FlashAttention-4 (`flash_attn.cute`) as a side of the cells of `mods`: its mods and its block-sparse indices.
+"""FlashAttention-4 (`flash_attn.cute`) as a peer in the cells of `mods`: its mods and its block-sparse indices.
 
 On Hopper it supports all functions of `mods`: up to two scores at a time in a score_mod, one pair in a mask_mod, and
 K/V blocks of the size of its tile. A bias is left out: FlashAttention-4 has only an aux tensor of all pairs, which it
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from profiling.measure.timing import TimedCall, describe
-from profiling.studies.features import gradients_of
+from profiling.peers.peer import gradients_of
 
 # (queries, keys) of a block by head dim. In the backward these are the smallest that it supports, because they skip
 # the most.
@@ -54,8 +54,8 @@ def block_indices(mask: Callable[..., Any], x: Tensor, direction: str) -> tuple[
 
 
 @dataclass(frozen=True)
-class Fa4Side:
-    """Imports the package when it is prepared: without the package only this side fails."""
+class Fa4Call:
+    """Imports the package when it is prepared: without the package only this peer fails."""
 
     inputs: tuple[Tensor, ...]  # (B, H, S, D)
     make: Callable[[], Any]  # a function of `fa4_functions`
