@@ -196,6 +196,16 @@ MUTANTS: tuple[Mutant, ...] = (
         ("rows = s.seqlen_before, s.seqlen", "rows = 0, s.seqlen - s.seqlen_before"),
     ),
     # Adapters.
+    # Keywords that an entry drops in silence.
+    *_mutants(
+        "cute_flash",
+        _of("test_entries.py"),
+        ("softcap=softcap, alibi=alibi, sinks=sinks, dropout=dropout, return", "alibi=alibi, sinks=sinks, return"),
+        ("values.mask_mod, values.score_mod_bwd)", "values.mask_mod, None)"),
+        ("        alibi=_local(alibi, first),\n", ""),
+        ("dict.fromkeys(names, ((None, False), remedy))", "dict.fromkeys(names, ((None, False, True), remedy))"),
+        ('refuse("cute_attention", keywords', 'refuse("cute_attention", {}'),
+    ),
     *_mutants(
         "cute_flash/integrations/flash_attn_args.py",
         (*_FLASH, *_of("integrations/test_flash_attn_kvcache.py")),
