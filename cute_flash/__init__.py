@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from cute_flash.integrations.install import install_as_flash_attn
     from cute_flash.reference.merge import attention_probs, merge
     from cute_flash.score_mod.block_mask import BlockMask
-    from cute_flash.score_mod.block_mask import BlockMask as BlockMap
 
 __all__ = [
-    "BlockMap",
     "BlockMask",
     "Support",
     "TraceError",
@@ -77,8 +75,6 @@ if not TYPE_CHECKING:  # so that type checkers report unknown names
     def __getattr__(name: str) -> Any:
         from importlib import import_module
 
-        if name == "BlockMap":  # the former name of BlockMask, for one release
-            name = "BlockMask"
         if name == "masks":
             return import_module("cute_flash.masks")
         if name not in _MODULES:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cute_flash import ops
 from cute_flash.errors import UnsupportedError
-from cute_flash.runtime.rng import draw_seed
+from cute_flash.runtime.rng import draw_seed, next_seed
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.describe import describe
 from cute_flash.spec.family import current_family, requested_family
@@ -82,7 +82,6 @@ def attn(
     mask_mod: Callable | None = None,
     score_mod_bwd: Callable | None = None,
     block_mask: BlockMask | TorchBlockMask | None = None,
-    block_map: BlockMask | TorchBlockMask | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention: softmax(scale · q kᵀ, masked) v.
 
@@ -137,7 +136,6 @@ def attn(
             and replaces the derivative of score_mod.
         block_mask: A `BlockMask`, or a `torch.nn.attention.flex_attention.BlockMask`. Its empty blocks are skipped, and
             its mask_mod and window are applied, so leave mask_mod out.
-        block_map: The former name of `block_mask`.
 
     Returns:
         `out`, or a tuple of `out` and the requested results, in the order (out, lse, max_logit).
@@ -166,7 +164,7 @@ def attn(
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         check_are_tensors(q=q, k=k, v=v)
     if q.is_nested:
-        _refuse_for_nested(bias=bias, block_mask=block_mask, block_map=block_map)
+        _refuse_for_nested(bias=bias, block_mask=block_mask)
         _check_nested_layout(q, layout)
         return attn_nested(
             q, k, v, causal=causal, window=window, scale=scale, return_lse=return_lse, deterministic=deterministic,
@@ -179,15 +177,14 @@ def attn(
     args = _args(q, causal, window, scale, deterministic, softcap, return_max_logit, out_dtype, batch_invariant)
     if alibi is not None or sinks is not None or dropout is not None:
         args = _with_features(args, q, alibi, sinks, dropout)
-    if not (bias is score_mod is mask_mod is score_mod_bwd is block_mask is block_map is None):
-        block_mask = _one_block_mask(block_mask, block_map)
+    if not (bias is score_mod is mask_mod is score_mod_bwd is block_mask is None):
         if bias is not None:
             bias = _checked_bias(bias, q, k, layout)
         args = _with_mods(args, q, bias, score_mod, mask_mod, score_mod_bwd, block_mask)
     if layout == "bhsd" and len(shape) == 4:
-        out, lse, max_logit = ops.attention(q, k, v, args)
+        out, lse, max_logit = ops.attention(q, k, v, args, return_lse)
     else:
-        out, lse, max_logit = ops.attention(*_to_bhsd(q, k, v, layout), args)
+        out, lse, max_logit = ops.attention(*_to_bhsd(q, k, v, layout), args, return_lse)
         out, lse = _from_bhsd(out, lse, q.dim(), layout)
     if return_max_logit:
         return (out, lse, max_logit) if return_lse else (out, max_logit)  # type: ignore[return-value]
@@ -230,8 +227,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
         )  # fmt: skip
         args = _with_features(args, q, values.alibi, values.sinks, values.dropout, draws_seed=False)
         bias = None if values.bias is None else _checked_bias(values.bias, q, k, values.layout)
-        block_mask = _one_block_mask(values.block_mask, values.block_map)
-        args = _with_mods(args, q, bias, values.score_mod, values.mask_mod, values.score_mod_bwd, block_mask)
+        mods = (values.score_mod, values.mask_mod, values.score_mod_bwd)
+        args = _with_mods(args, q, bias, *mods, values.block_mask)
         problem = describe(*ops.autocast(*_to_bhsd(q, k, v, values.layout)), args)
         if q.device.type == "cuda":
             from cute_flash.planning.plan import plan_backward, plan_forward
@@ -472,13 +469,6 @@ def _check_nested_layout(q: Tensor, layout: str) -> None:
         raise ValueError("layout='bshd' with a NestedTensor (B, H, j, D): leave layout out; it follows from the tensor")
 
 
-def _one_block_mask(block_mask: Any, block_map: Any) -> Any:
-    """The block mask, given by its name or by its former name."""
-    if block_mask is not None and block_map is not None:
-        raise ValueError("block_map is the former name of block_mask: pass block_mask alone")
-    return block_map if block_mask is None else block_mask
-
-
 def _ragged_dim(x: Any, name: str) -> int:
     """Check a NestedTensor and return its ragged dimension, 1 or 2."""
     if not x.is_nested or x.layout != torch.jagged or x.dim() != 4:
@@ -576,10 +566,16 @@ def _with_features(
     for name, x in (("alibi", alibi), ("sinks", sinks)):
         if x is not None and not isinstance(x, Tensor):
             raise ValueError(f"{name} is a {type(x).__name__}: give a tensor with a value for each query head")
-    dropout = 0.0 if dropout is None else as_float("dropout", dropout)
-    if not dropout:
-        return args if alibi is sinks is None else args._replace(alibi=alibi, sinks=sinks)
-    return args._replace(alibi=alibi, sinks=sinks, dropout=dropout, rng=draw_seed(q.device) if draws_seed else None)
+    if dropout is not None and type(dropout) is not float:
+        dropout = as_float("dropout", dropout)
+    rng = _seed(q) if dropout and draws_seed else None
+    return args.with_features(alibi, sinks, dropout or 0.0, rng)
+
+
+def _seed(q: Tensor) -> Tensor:
+    """The seed of a call with dropout. Modes and compilers must see a random operation, so they get `draw_seed`."""
+    index = -1 if _is_dynamo_compiling() or type(q) not in ops.PLAIN_TYPES else q.get_device()
+    return draw_seed(q.device) if index < 0 or ops.is_observed() else next_seed(index)
 
 
 def _with_mods(
@@ -607,7 +603,7 @@ def _with_mods(
     needs_grad: tuple[bool, ...] = ()
     if torch.is_grad_enabled() and (bias is not None or captures):
         needs_grad = tuple([x is not None and x.requires_grad for x in (bias, *captures)])
-    return args._replace(bias=bias, mod_graphs=text, captures=captures, scalars=scalars, needs_grad=needs_grad)
+    return args.with_mods(bias, text, captures, scalars, needs_grad)
 
 
 def _from_torch_block_mask(block_mask: Any, mask_mod: Callable | None) -> tuple[BlockMask, Callable | None]:
@@ -733,9 +729,9 @@ def _to_bhsd(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tens
     return q[None, None], k[None, None], v[None, None]
 
 
-def _from_bhsd(out: Tensor, lse: Tensor, dim: int, layout: str) -> tuple[Tensor, Tensor]:
+def _from_bhsd(out: Tensor, lse: Any, dim: int, layout: str) -> tuple[Tensor, Any]:
     """Views of out and lse with the dimensions and layout of the caller's q."""
     if dim == 4:
         return (out if layout == "bhsd" else out.transpose(1, 2)), lse
     heads = (slice(None), 0) if dim == 3 else (0, 0)
-    return out[heads], lse[heads]
+    return out[heads], None if lse is None else lse[heads]

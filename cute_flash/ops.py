@@ -74,18 +74,25 @@ _cuda = _Cuda()
 # ----------------------------------------------------------------------------------------------------------
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
-    """Compute out, lse and max_logit, which is None or empty unless `args.return_max_logit`."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, returns_lse: bool = True
+) -> tuple[Tensor, Any, Tensor | None]:
+    """Compute out, lse and max_logit, which is None or empty unless `args.return_max_logit`.
+
+    Without `returns_lse`, lse may be None: autograd is faster with one output.
+    """
     if _is_dynamo_compiling() or not is_direct(q, k, v, args):
         return _observed_attention(q, k, v, args)
     if not _is_grad_enabled():
         return _cuda.forward(q, k, v, args)
-    if args.has_tensors:
+    if args.tensors:
         others = args.differentiable
         if _requires_grad(q, k, v, *others):
             return _apply(_cuda.forward, args, q, k, v, *others)
     elif q.requires_grad or k.requires_grad or v.requires_grad:
-        return _apply(_cuda.forward, args, q, k, v)
+        if returns_lse or args.return_max_logit:
+            return _apply(_cuda.forward, args, q, k, v)
+        return _apply_plain(_cuda.forward, args, q, k, v), None, None
     return _cuda.forward(q, k, v, args)
 
 
@@ -105,9 +112,7 @@ def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
         or type(v) not in PLAIN_TYPES
     ):
         return False
-    return not args.has_tensors or is_plain(
-        *args.differentiable, args.rng, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, *args.block_mask
-    )
+    return not args.tensors or is_plain(*args.tensors)
 
 
 def is_observed() -> bool:
@@ -217,6 +222,23 @@ class Attention(Function):
         return None, None, dq, dk, dv, *grads[: ctx.num_others]
 
 
+class PlainAttention(Function):
+    """`Attention` of calls that return only `out` and have no tensors besides q, k and v."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse, _ = run(q, k, v, args)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.args = args
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv, _ = gradients(dout, None, q, k, v, out, lse, ctx.args)
+        return None, None, dq, dk, dv
+
+
 class TransformedAttention(_SingleLevelFunction):
     """`Attention` for functorch transforms, which require a separate `setup_context`. It records one level of grad."""
 
@@ -234,7 +256,7 @@ class TransformedAttention(_SingleLevelFunction):
 
 # The C++ `apply`, without the checks of `Function.apply` for functorch transforms. They are not needed: `is_direct` is
 # false inside a transform, and `_fwd_autograd` checks for transforms itself.
-_apply = super(Function, Attention).apply
+_apply, _apply_plain = super(Function, Attention).apply, super(Function, PlainAttention).apply
 
 
 def _save(ctx: Any, args: AttentionArgs, qkv: tuple[Tensor, ...], others: tuple[Any, ...], results: Any) -> None:
@@ -243,7 +265,7 @@ def _save(ctx: Any, args: AttentionArgs, qkv: tuple[Tensor, ...], others: tuple[
     ctx.set_materialize_grads(False)
     if max_logit is not None:
         ctx.mark_non_differentiable(max_logit)
-    if args.has_tensors:
+    if args.tensors:
         saved = [getattr(args, name) for name in SAVED]
         ctx.save_for_backward(*qkv, out, lse, *others, *saved, *args.block_mask)
         empty: dict[str, Any] = dict.fromkeys((*SAVED, "alibi", "sinks", "bias"))
@@ -427,7 +449,7 @@ def _vmap(op: Any, info: Any, in_dims: tuple[Any, ...], values: tuple[Any, ...])
 
 def _fwd_vmap(info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     args, dims = from_schema(values), in_dims[:3]
-    if q.dim() - (dims[0] is not None) != 4 or args.has_tensors or args.return_max_logit:
+    if q.dim() - (dims[0] is not None) != 4 or args.tensors or args.return_max_logit:
         return _vmap(attention_fwd, info, in_dims, (q, k, v, *values))
     # A plain dense call: the mapped dimension becomes part of the batch.
     Q, K, V = (_front(x, dim, info.batch_size).flatten(0, 1) for x, dim in zip((q, k, v), dims))
@@ -455,52 +477,3 @@ torch.library.register_fake("cute_flash::attention_fwd", _fwd_fake, lib=LIBRARY)
 torch.library.register_fake("cute_flash::attention_bwd", _bwd_fake, lib=LIBRARY)
 torch.library.register_vmap("cute_flash::attention_fwd", _fwd_vmap, lib=LIBRARY)
 torch.library.register_vmap("cute_flash::attention_bwd", _bwd_vmap, lib=LIBRARY)
-
-
-# ---- deprecated operators for plain attention, kept for one minor version
-# ----------------------------------------------------------------------------------------------------------
-
-LIBRARY.define(
-    "fwd(Tensor q, Tensor k, Tensor v, float scale, SymInt? window_left, SymInt? window_right, "
-    "bool deterministic=False) -> (Tensor, Tensor)",
-    tags=_TAGS,
-)
-LIBRARY.define(
-    "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale, "
-    "SymInt? window_left, SymInt? window_right, bool deterministic=False) -> (Tensor, Tensor, Tensor)",
-    tags=_TAGS,
-)
-
-
-def _old_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    deterministic: bool = False,
-) -> Any:
-    args = AttentionArgs(scale=scale, window_left=window_left, window_right=window_right, deterministic=deterministic)
-    return attention_fwd(q, k, v, *to_schema(args))[:2]
-
-
-def _old_bwd(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    deterministic: bool = False,
-) -> Any:
-    args = AttentionArgs(scale=scale, window_left=window_left, window_right=window_right, deterministic=deterministic)
-    return attention_bwd(dout, dlse, q, k, v, out, lse, *to_schema(args))[:3]
-
-
-LIBRARY.impl("fwd", _old_fwd, "CompositeImplicitAutograd")
-LIBRARY.impl("bwd", _old_bwd, "CompositeImplicitAutograd")

@@ -1,4 +1,6 @@
-"""A study of shared-memory layouts: CuTe's layouts in plain Python, their bank conflicts, and pictures of both.
+"""Studies for learners and planners: shared-memory layouts, loop orders, tile sizes, context parallelism.
+
+Shared-memory layouts are CuTe's layouts in plain Python, with their bank conflicts and pictures of both:
 
     layout    shape:stride layouts, with and without a swizzle, and the layouts of the kernels' tiles
     algebra   composition, complement and division of layouts
@@ -6,6 +8,7 @@
     kernels   the accesses of the forward kernels, for one tile and for a launch
     backward  the same for the backward kernels
     draw      pictures in text and SVG
+    studies   the other studies: commands of `cute-flash`, and models that docs/ and profiling/ use
 
 The swizzle and the tiles come from `cute_flash.smem`, which the kernels use too. Nothing here needs a GPU or the CuTe
 DSL.

@@ -1,6 +1,7 @@
 """`python -m layouts` draws a shared-memory tile, and compares its bank conflicts with those of other layouts.
 
-With --kernel it draws a tile of a kernel, and counts all shared-memory accesses of that kernel.
+With --kernel it draws a tile of a kernel, and counts all shared-memory accesses of that kernel. A study, such as
+`python -m layouts loops`, is the command of `cute-flash` with the same name.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from cute_flash.planning.plan import plan_forward
 from cute_flash.smem.tile import HOPPER_VARIANTS, VARIANTS, SmemTile
 from cute_flash.spec import arch
 from cute_flash.spec.problem import Problem
+from cute_flash.tools import cli
+from cute_flash.tools.studies import STUDIES
 from layouts.banks import ACCESSES, Phase
 from layouts.draw import conflict_table, kernel_table, svg_banks, svg_picture, text_banks, text_picture
 from layouts.kernels import Use, sm80_tiles, sm80_uses, sm90_tiles, sm90_uses
@@ -57,7 +60,14 @@ class Subject:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="layouts", description=__doc__)
+    names = {
+        **{name: study.text for name, study in STUDIES.items()},
+        "explain": "with --cp: cost of context parallelism",
+    }
+    lines = "\n".join(f"  {name:<9} {text}" for name, text in names.items())
+    parser = argparse.ArgumentParser(
+        prog="layouts", description=__doc__, epilog=f"studies:\n{lines}", formatter_class=cli.HELP_FORMATTER
+    )
     add = parser.add_argument
     every = tuple(dict.fromkeys(VARIANTS + HOPPER_VARIANTS))
     add("--rows", type=int, default=64, help="rows of the tile (default: %(default)s)")
@@ -159,6 +169,9 @@ def write_figures(folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] and argv[0] in (*STUDIES, "explain"):
+        return cli.main(argv)
     args = _parser().parse_args(argv)
     try:
         if args.figures:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from profiling.ncu_case import BEYOND_L2, LAYOUTS, Case
-from profiling.ncu_metrics import ABSENT
+from profiling.counters.ncu_case import BEYOND_L2, LAYOUTS, Case
+from profiling.counters.ncu_metrics import ABSENT
 
 # Counted by instruction, so other users of the banks do not add to them.
 EXACT = ("ldsm_instructions", "ldgsts_instructions", "sass_ldsm_conflicts", "sass_ldsm_wavefronts")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_flash import BlockMask, UnsupportedError, attn, attn_nested, attn_varlen, supports
+from cute_flash import UnsupportedError, attn, attn_nested, attn_varlen, supports
 
 S = 16
 OFFSETS = torch.tensor([0, 6, S], dtype=torch.int32)
@@ -62,8 +62,6 @@ WRONG = [
     (dict(mask_mod="causal"), "mask_mod"),
     (dict(score_mod_bwd=lambda g, s, b, h, i, j: g), "score_mod_bwd without score_mod"),
     (dict(block_mask=torch.ones(2, 2)), r"block_mask is a torch.Tensor: make one with cute_flash.BlockMask.of\("),
-    (dict(block_map="x"), "block_m"),
-    (dict(block_mask=BlockMask.of(None, (1, 1, S, S)), block_map="x"), "block_map is the former name of block_mask"),
 ]
 
 

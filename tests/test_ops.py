@@ -666,7 +666,7 @@ def test_supports_fp32_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "head_dim=192 of float32 on cuda: at most 128" in supports(wide, wide, wide).reason
 
 
-# ---- CPU kernels, and deprecated operators of version 0.1
+# ---- CPU kernels
 
 
 def test_cpu_kernels_are_the_reference() -> None:
@@ -683,18 +683,3 @@ def test_arguments_have_defaults() -> None:
     torch.testing.assert_close((out, lse), attn(q, k, v, scale=0.3, return_lse=True))
     out, _, _ = torch.ops.cute_flash.attention_fwd(q, k, v, 0.3, softcap=2.0, dropout=0.5, rng=torch.tensor(RNG))
     assert out.shape == q.shape
-
-
-def test_operators_of_version_0_1() -> None:
-    leaves = inputs(7, 9)
-    out, lse = torch.ops.cute_flash.fwd(*leaves, 0.3, 4, 0)
-    expected, expected_lse = attn(*leaves, scale=0.3, window=(4, 0), return_lse=True)
-    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
-    dout, dlse = normal(*out.shape, seed=5), normal(*lse.shape, seed=6)
-    grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
-    frozen = [x.detach() for x in (dout, dlse, *leaves, out, lse)]
-    for found, other in zip(torch.ops.cute_flash.bwd(*frozen, 0.3, 4, 0, True), grads, strict=True):
-        torch.testing.assert_close(found, other)
-    with FakeTensorMode():
-        x = torch.empty(1, 2, 4, 64, dtype=torch.float16, device="cuda")
-        assert [y.shape for y in torch.ops.cute_flash.fwd(x, x, x, 0.3, None, None)] == [x.shape, x.shape[:3]]

@@ -24,9 +24,11 @@ from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from cute_flash.spec.describe import describe
 from cute_flash.spec.family import current_family
+from cute_flash.spec.refusals import refuse
 from cute_flash.spec.values import as_bool, as_float, as_int, as_window, check_are_tensors
 
 LAYOUTS = ("bhsd", "bshd")
+REMEDY = "context parallelism does not support it; gather the sequence and call cute_flash.attn, or leave it out"
 
 
 # fmt: off
@@ -55,6 +57,7 @@ def attn(
     alibi: Tensor | None = ..., sinks: Tensor | None = ..., dropout: float | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
+@dtensor.on_local_tensors
 def attn(
     q: Tensor,
     k: Tensor,
@@ -74,6 +77,7 @@ def attn(
     alibi: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout: float | None = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`cute_flash.attn` of a sequence that is sharded over the ranks of a group.
 
@@ -116,6 +120,7 @@ def attn(
         sinks: Attention sinks, (H), as for `cute_flash.attn`. Differentiable.
         dropout: As for `cute_flash.attn`. The seed is that of the first rank, and the mask is that of `attn` with this
             seed. On CUDA, chunks of a ring or an all-gather must have a multiple of 32 tokens.
+        **others: Other keywords of `cute_flash.attn`, with values that turn them off.
 
     Returns:
         `out`, or (out, lse), the rank's shards of the results of `cute_flash.attn`.
@@ -134,13 +139,8 @@ def attn(
         >>> dist.destroy_process_group()
     """
     check_are_tensors(q=q, k=k, v=v)
+    refuse("cute_flash.distributed.attn", others, REMEDY)
     return_lse = as_bool("return_lse", return_lse)
-    if dtensor.is_dtensor(q, k, v):
-        return dtensor.attn(
-            q, k, v, group=group, method=method, sharding=sharding, seqlen=seqlen, causal=causal, window=window,
-            scale=scale, return_lse=return_lse, layout=layout, deterministic=deterministic, softcap=softcap,
-            alibi=alibi, sinks=sinks, dropout=dropout,
-        )  # fmt: skip
     call = _Call.of(q, k, v, group, method, sharding or "zigzag", seqlen, causal, window, layout)
     q, k, v = ops.autocast(*call.to_bhsd(q, k, v))
     args = _args(q, scale, softcap, deterministic)
@@ -170,6 +170,7 @@ def attn_varlen(
     alibi: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout: float | None = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`cute_flash.attn_varlen` of a varlen batch whose tokens are sharded over the ranks of a group.
 
@@ -193,6 +194,7 @@ def attn_varlen(
         alibi: As for `attn`. It needs `causal`, or a right bound of 0.
         sinks: As for `attn`.
         dropout: None or 0. Dropout is not supported.
+        **others: Other keywords of `cute_flash.attn_varlen`, with values that turn them off.
 
     Returns:
         `out`, (T / n, H, Dv), or (out, lse).
@@ -211,6 +213,7 @@ def attn_varlen(
         >>> dist.destroy_process_group()
     """
     check_are_tensors(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    refuse("cute_flash.distributed.attn_varlen", others, REMEDY)
     if dropout:
         raise UnsupportedError(
             f"dropout={dropout} of a varlen batch in context parallelism: the kernels number the rows of a sequence "
@@ -398,7 +401,7 @@ class _Call:
             rng = broadcast(draw_seed(q.device), self.axes)
         if axis.size > 1:
             k, v = ulysses.repeat_heads(k, axis.size), ulysses.repeat_heads(v, axis.size)
-            q, k, v = ulysses.ScatterHeads.apply(axis, kind, q, k, v)
+            q, k, v = ulysses.ExchangeHeads.apply(axis, kind, True, q, k, v)
             alibi, sinks = ulysses.head_slice(alibi, axis), ulysses.head_slice(sinks, axis)
         positions = None
         if alibi is not None:
@@ -408,7 +411,7 @@ class _Call:
         heads_of_call = first_head, heads
         out, lse = ShardedAttention.apply(strategy, args, positions, heads_of_call, rng, q, k, v, alibi, sinks)
         if axis.size > 1:
-            out, lse = ulysses.GatherHeads.apply(axis, kind, out, lse)
+            out, lse = ulysses.ExchangeHeads.apply(axis, kind, False, out, lse)
         return out, lse
 
 

@@ -7,12 +7,14 @@ different batches or heads do not communicate.
 from __future__ import annotations
 
 import sys
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from cute_flash.distributed.comm import Group
 from cute_flash.errors import UnsupportedError
+from cute_flash.spec.values import as_bool
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -21,30 +23,42 @@ if TYPE_CHECKING:
 DIMS = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1)}
 
 
-def is_dtensor(*tensors: Tensor) -> bool:
+def on_local_tensors(function: Any) -> Any:
+    """Make `function(q, k, v, **keywords)`, for local tensors, take DTensors too."""
+
+    @wraps(function)
+    def wrapper(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
+        if _is_dtensor(q, k, v):
+            return _attn(function, q, k, v, **keywords)
+        return function(q, k, v, **keywords)
+
+    return wrapper
+
+
+def _is_dtensor(*tensors: Tensor) -> bool:
     # Without the module there are no DTensors; its import takes a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(x, module.DTensor) for x in tensors)
 
 
-def attn(
+def _attn(
+    function: Any,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    group: Group | None,
-    sharding: str | None,
-    layout: str,
-    alibi: Tensor | None,
-    sinks: Tensor | None,
-    dropout: float | None,
-    return_lse: bool,
+    group: Group | None = None,
+    sharding: str | None = None,
+    layout: str = "bhsd",
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout: float | None = None,
+    return_lse: bool = False,
     **keywords: Any,
 ) -> Any:
     from torch.distributed.tensor import DTensor, Shard
 
-    from cute_flash.distributed import api
-
+    return_lse = as_bool("return_lse", return_lse)
     if layout not in DIMS:
         raise ValueError(f"layout={layout!r}: use one of {', '.join(DIMS)}")
     qkv = [x for x in (q, k, v) if isinstance(x, DTensor)]
@@ -60,7 +74,7 @@ def attn(
             f"dropout={dropout} of DTensors whose batch or heads are sharded: the mask would differ from that of one "
             "GPU; shard the sequence only"
         )
-    out, lse = api.attn(
+    out, lse = function(
         *(x.to_local() for x in qkv),
         group=_group(first, sequence_dims),
         sharding=sharding or "contiguous",

@@ -42,30 +42,21 @@ def head_slice(x: Tensor | None, axis: Axis) -> Tensor | None:
     return x if x is None or axis.size == 1 else x.chunk(axis.size, dim=-1)[axis.index]
 
 
-class ScatterHeads(Function):
-    """(B, H, S / n, ...) of each tensor to (B, H / n, S, ...), S in the order of positions."""
+class ExchangeHeads(Function):
+    """(B, H, S / n, ...) of each tensor to (B, H / n, S, ...), S in the order of positions; or back.
+
+    `scatters` tells the direction. Each direction is the gradient of the other.
+    """
 
     @staticmethod
-    def forward(ctx: Any, axis: Axis, kind: str, *tensors: Tensor) -> Any:
-        ctx.axis, ctx.kind = axis, kind
-        return tuple(_scatter_heads(x, axis, kind) for x in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *GatherHeads.apply(ctx.axis, ctx.kind, *grads)
-
-
-class GatherHeads(Function):
-    """The inverse of `ScatterHeads`."""
-
-    @staticmethod
-    def forward(ctx: Any, axis: Axis, kind: str, *tensors: Tensor) -> Any:
-        ctx.axis, ctx.kind = axis, kind
-        return tuple(_gather_heads(x, axis, kind) for x in tensors)
+    def forward(ctx: Any, axis: Axis, kind: str, scatters: bool, *tensors: Tensor) -> Any:
+        ctx.axis, ctx.kind, ctx.scatters = axis, kind, scatters
+        exchange = _scatter_heads if scatters else _gather_heads
+        return tuple(exchange(x, axis, kind) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *ScatterHeads.apply(ctx.axis, ctx.kind, *grads)
+        return None, None, None, *ExchangeHeads.apply(ctx.axis, ctx.kind, not ctx.scatters, *grads)
 
 
 def _scatter_heads(x: Tensor, axis: Axis, kind: str) -> Tensor:

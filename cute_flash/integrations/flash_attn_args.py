@@ -11,36 +11,35 @@ from torch.nn.functional import pad
 
 from cute_flash.decode import attn_decode
 from cute_flash.errors import UnsupportedError
+from cute_flash.spec.refusals import Refused, refuse
 from cute_flash.spec.values import as_bool, as_float, as_int, check_are_tensors
 
 # Head dims on CUDA are multiples of this.
 HEAD_DIM_STEP = 8
-# Keywords without a counterpart: the values that do not change the result, and the remedy for other values.
-OFF: Mapping[str, tuple[tuple[Any, ...], str]] = {
+# Keywords without a counterpart, and keywords of `attn` that flash-attn calls otherwise.
+OFF: Refused = {
+    "alibi": ((None,), "write alibi_slopes"),
     "attention_chunk": ((None, 0), "call cute_flash.attn with a mask_mod for chunks"),
+    "dropout": ((None, 0), "write dropout_p"),
     "k_descale": ((None,), "use fp16 or bf16; flash_attn_with_kvcache reads FP8 caches"),
     "num_splits": ((None, 0, 1), "leave it out, or use flash_attn_with_kvcache"),
     "pack_gqa": ((None, False, True), "use None; cute_flash packs query heads where this is faster"),
     "q_descale": ((None,), "use fp16 or bf16 queries"),
     "qv": ((None,), "concatenate q with qv, and k with v"),
     "rotary_seqlens": ((None,), "rotate q and k before the call"),
+    "scale": ((None,), "write softmax_scale"),
     "scheduler_metadata": ((None,), "leave it out; the kernels schedule without it"),
     "seqused_q": ((None,), "remove the unused queries, and give their cu_seqlens_q"),
     "sm_margin": ((None, 0), "leave it out"),
     "v_descale": ((None,), "use fp16 or bf16; flash_attn_with_kvcache reads FP8 caches"),
     "ver": ((None, 2, 3, 4), "leave it out; there is one implementation"),
+    "window": ((None,), "write window_size"),
 }
 
 
 def check_off(function: str, keywords: Mapping[str, Any]) -> None:
     """Raise `UnsupportedError` for a keyword that is on, and `TypeError` for an unknown one."""
-    for name, value in keywords.items():
-        if name not in OFF:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        off, remedy = OFF[name]
-        if isinstance(value, Tensor) or value not in off:
-            shown = "a tensor" if isinstance(value, Tensor) else repr(value)
-            raise UnsupportedError(f"{name}={shown} in {function}: {remedy}")
+    refuse(function, keywords, others=OFF)
 
 
 def check_qkv(

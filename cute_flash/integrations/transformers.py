@@ -18,9 +18,16 @@ from torch import Tensor
 
 from cute_flash.api import attn, attn_varlen
 from cute_flash.errors import UnsupportedError
+from cute_flash.spec.refusals import refuse
 
 # Tensors that transformers passes to every attention function, and that do not change the result.
 NOT_NEEDED = ("position_ids", "cache_position", "num_items_in_batch")
+# Keywords of `attn` that transformers calls otherwise.
+REFUSED = {
+    "causal": ((None, False), "write is_causal"),
+    "scale": ((None,), "write scaling"),
+    "sinks": ((None,), "write s_aux"),
+}
 # Mask functions of transformers by their qualified names.
 MASK_PARTS = {
     "causal_mask_function": "causal",
@@ -220,6 +227,8 @@ def _mask_mod(mask: Tensor) -> Callable:
 def _check_keywords(keywords: dict[str, Any]) -> None:
     if keywords.get("output_attentions"):
         raise UnsupportedError("output_attentions=True: no kernel returns weights; use attn_implementation='eager'")
+    remedy = "leave it out, or register an attention function of your own that calls cute_flash.attn"
+    refuse("cute_attention", keywords, remedy, REFUSED, ignores_unknown=True)
     for name, x in keywords.items():
         if name in ("cache", "k_cache", "v_cache", "block_table") and x is not None:
             raise UnsupportedError(

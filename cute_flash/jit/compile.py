@@ -32,7 +32,7 @@ from typing import Any
 
 from cute_flash.jit.disk import SUFFIXES, CacheWarning, DiskCache
 from cute_flash.jit.nvtx import marked
-from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.launch import CompileKey
 from cute_flash.planning.registry import KERNELS
 
 # Files that determine the generated code; jit/compile.py has the compiler's options.
@@ -175,7 +175,7 @@ def cute_compile(key: CompileKey, options: str = "") -> Any:
     spec = KERNELS[key.kernel]
     module, name = spec.path.split(":")
     kernel = getattr(importlib.import_module(f"cute_flash.kernels.{module}"), name)(key.static, key.tile)
-    arguments = fake_arguments(spec.operands, key.static, key.tile)
+    arguments = fake_arguments(key)
     return cute.compile(kernel, **arguments, options=f"--gpu-arch {key.target} --enable-tvm-ffi {options}".strip())
 
 

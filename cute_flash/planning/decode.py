@@ -1,4 +1,4 @@
-"""Plans a call of `attn_decode`: the compiled-in part `DecodeStatic`, the tile, the grid and the workspace.
+"""Plans calls that split their keys, `attn_decode` and `attn` with few queries: `DecodeStatic`, tile, grid, workspace.
 
 One launch computes everything. The grid has a fixed number of CTAs, and the kernel divides the keys of all sequences
 among them (`device/scheduling/kv_splits.py`), because only the device knows the lengths.
@@ -7,14 +7,18 @@ among them (`device/scheduling/kv_splits.py`), because only the device knows the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.launch import CompileKey
 from cute_flash.planning.tiles.common import align_smem
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
+from cute_flash.spec.decode import DecodeProblem
 from cute_flash.spec.dtypes import DTYPE_BYTES
+from cute_flash.spec.family import FAMILIES
+from cute_flash.spec.features import Buffer
 from cute_flash.spec.problem import Problem
 
 # Rows of a page that are loaded after one lookup in the page table.
@@ -37,6 +41,8 @@ UNIT_KEYS = 32
 # Programmatic dependent launch saves 1 to 6 % of a call with few query tiles, and costs 1 to 2 % with many: it is used
 # with fewer than this many query tiles per SM (profiling/notes/decode.md).
 MAX_OVERLAP_TILES_PER_SM = 0.4
+# The lowest compute capability with an instruction that converts FP8 to fp16, and with programmatic dependent launch.
+FP8_CVT, DEPENDENT_LAUNCH = (8, 9), (9, 0)
 # The limit of counts that the kernel keeps in 32 bits: half of the range, because the kernel may round them up.
 MAX_COUNT = 1 << 30
 
@@ -53,9 +59,11 @@ class DecodeStatic:
     has_right: bool = False
     features: tuple[str, ...] = ()  # of softcap, alibi, sinks
     page_lookup: str = ""  # "": no pages; "chunk": one page-table lookup for 16 keys; "row": one for every key
+    # Of `attn` with few queries: q, k, v and the output are (B, H, S, D), or (T, H, D) with `varlen`.
+    heads_first: bool = False
     has_seqlens: bool = True  # False: every sequence fills its cache
     ragged: bool = False  # q is (1, T, H, D), with cu_seqlens_q
-    varlen_keys: bool = False  # all sequences share one cache (1, T, Hkv, D), with cu_seqlens_k
+    varlen: bool = False  # of `attn_varlen`: all sequences share k and v, with cu_seqlens_k
     has_leftpad: bool = False
     has_batch_idx: bool = False
     appends: bool = False
@@ -64,10 +72,6 @@ class DecodeStatic:
     rotary_dtype: str = "float32"
     has_fp8_cvt: bool = False  # the architecture converts FP8 to fp16 in one instruction; only with FP8 caches
     overlaps_previous: bool = False  # the kernel starts early (programmatic dependent launch), on sm_90
-
-    # Fields of `Static` that `CompileKey` and `kernels.common.fakes` read for every kernel.
-    is_fp32 = varlen = out_fp32 = deterministic = False
-    mods = None
 
     @property
     def width_v(self) -> int:
@@ -93,34 +97,19 @@ class DecodeStatic:
     @property
     def tags(self) -> tuple[str, ...]:
         """The features that differ from plain decode, for kernel names."""
-        flags = ("ragged", "varlen_keys", "has_leftpad", "has_batch_idx", "appends")
+        flags = ("ragged", "varlen", "has_leftpad", "has_batch_idx", "appends")
         pages = (f"page_{self.page_lookup}",) if self.page_lookup else ()
         rotary = (f"rotary_{self.rotary}",) if self.rotary else ()
         fp8 = ("fp8",) if self.is_fp8 else ()
         return (*fp8, *pages, *(name for name in flags if getattr(self, name)), *rotary, *self.features)
 
-    def takes(self, operand: str) -> bool:
-        """Whether the kernel takes an operand."""
-        conditions = {
-            "window_left": self.has_left,
-            "window_right": self.has_right,
-            "cache_seqlens": self.has_seqlens,
-            "page_table": bool(self.page_lookup),
-            "cu_seqlens_q": self.ragged,
-            "cu_seqlens_k": self.varlen_keys,
-            "leftpad": self.has_leftpad,
-            "cache_batch_idx": self.has_batch_idx,
-            "k_new": self.appends,
-            "v_new": self.appends,
-            "rotary_cos": bool(self.rotary),
-            "rotary_sin": bool(self.rotary),
-            "softcap": "softcap" in self.features,
-            "alibi_slopes": "alibi" in self.features,
-            "sinks": "sinks" in self.features,
-            "k_scale": self.is_fp8,
-            "v_scale": self.is_fp8,
-        }
-        return conditions.get(operand, True)
+    @property
+    def seqused_k(self) -> bool:
+        return self.has_seqlens
+
+    def element_dtype(self, element: str) -> str:
+        """The dtype of an operand's element type. FP8 caches are passed as bytes."""
+        return "uint8" if element == "cache" and self.is_fp8 else self.dtype
 
 
 @dataclass(frozen=True)
@@ -184,6 +173,8 @@ class DecodeTile:
 
 @dataclass(frozen=True)
 class DecodePlan:
+    """The launch of a call that splits its keys: `attn_decode`, or `attn` with few queries."""
+
     key: CompileKey
     tile: DecodeTile
     num_ctas: int
@@ -192,6 +183,29 @@ class DecodePlan:
     heads_at_once: int
     num_query_tiles: int  # an upper bound of the number of (sequence, K/V head, row tile)
     num_splits: int | None
+    problem: Any = None  # the DecodeProblem of `attn_decode`
+
+    @property
+    def launches(self) -> tuple[CompileKey, ...]:
+        return (self.key,)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"num_ctas": self.num_ctas, "heads_at_once": self.heads_at_once, "num_splits": self.num_splits or 0}
+
+    @property
+    def workspace(self) -> tuple[Buffer, ...]:
+        """Outputs and statistics of splits, and arrival counters.
+
+        Launches on one stream share them. With a fixed number of splits they grow with the batch, so each call has its
+        own.
+        """
+        rows, is_shared = (self.num_slots, self.tile.tile_m), not self.num_splits
+        return (
+            Buffer("partial_out", (*rows, self.tile.head_dim), is_shared=is_shared),
+            Buffer("partial_stats", (*rows, 2), is_shared=is_shared),
+            Buffer("arrivals", (self.num_counters,), "int32", "zeros", is_shared=is_shared),
+        )
 
     @property
     def num_counters(self) -> int:
@@ -240,21 +254,69 @@ def decode_tile(static: DecodeStatic, rows: int, num_heads: int, arch: ArchSpec)
     return tile
 
 
-def plan_decode(
-    static: DecodeStatic,
-    arch: ArchSpec,
-    batch: int,
-    tokens: int,
-    heads: int,
-    heads_kv: int,
-    capacity: int,
-    num_splits: int | None,
-) -> DecodePlan:
-    """Plan a call; raise `UnsupportedError` if it is too large.
+class SplitSizes(NamedTuple):
+    """The sizes of a call that splits its keys."""
 
-    `tokens`: the queries of a sequence, or of all sequences if they are ragged. `capacity`: keys that fit into the
-    cache of a sequence.
-    """
+    batch: int
+    tokens: int  # queries of a sequence, or of all sequences if they are ragged
+    heads: int
+    heads_kv: int
+    capacity: int  # keys that fit into the cache of a sequence
+
+
+def plan_decode(problem: DecodeProblem, arch: ArchSpec, family: str = "") -> DecodePlan:
+    """Plan a call of `attn_decode`; raise `UnsupportedError` if it is too large."""
+    # The family sm80 uses only instructions of Ampere.
+    capability = min(arch.capability, FAMILIES["sm80"]) if family == "sm80" else arch.capability
+    page = problem.page_size
+    static = DecodeStatic(
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        cache_dtype=problem.cache_dtype if problem.is_fp8 else "",
+        head_dim_v=None if problem.head_dim_v == problem.head_dim else problem.head_dim_v,
+        has_left=problem.band.left is not None,
+        has_right=problem.band.right is not None,
+        features=problem.features,
+        page_lookup="" if page is None else "row" if page % CHUNK else "chunk",
+        ragged=problem.is_ragged,
+        has_leftpad=problem.has_leftpad,
+        has_batch_idx=problem.has_batch_idx,
+        appends=problem.has_new,
+        rotary=problem.rotary,
+        rotary_dim=problem.rotary_dim,
+        rotary_dtype=problem.rotary_dtype,
+        has_fp8_cvt=problem.is_fp8 and capability >= FP8_CVT,
+        overlaps_previous=capability >= DEPENDENT_LAUNCH,
+    )
+    tokens = problem.total_tokens if problem.tokens is None else problem.tokens
+    sizes = SplitSizes(problem.batch, tokens, problem.heads, problem.heads_kv, problem.capacity)
+    return replace(plan_splits("decode", static, sizes, arch, problem.num_splits), problem=problem)
+
+
+def plan_split_kv(problem: Problem, arch: ArchSpec) -> DecodePlan:
+    """Plan a call of `attn` or `attn_varlen` for which `splits_keys` holds."""
+    static = DecodeStatic(
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.static.head_dim_v,
+        has_left=problem.static.has_left,
+        has_right=problem.static.has_right,
+        features=problem.features,
+        heads_first=True,
+        has_seqlens=problem.seqused_k,
+        ragged=problem.varlen,
+        varlen=problem.varlen,
+        overlaps_previous=arch.capability >= DEPENDENT_LAUNCH,
+    )
+    sizes = SplitSizes(problem.batch, problem.seqlen_q, problem.heads, problem.heads_kv, problem.seqlen_k)
+    return plan_splits("fwd_split_kv", static, sizes, arch)
+
+
+def plan_splits(
+    kernel: str, static: DecodeStatic, sizes: SplitSizes, arch: ArchSpec, num_splits: int | None = None
+) -> DecodePlan:
+    """Choose the tile and the grid of a kernel that splits keys; raise `UnsupportedError` if the call is too large."""
+    batch, tokens, heads, heads_kv, capacity = sizes
     group = heads // heads_kv
     rows = group * (tokens if not static.ragged else ceil_div(tokens, max(batch, 1)))
     tile = decode_tile(static, rows, batch * heads_kv, arch)
@@ -274,9 +336,8 @@ def plan_decode(
         num_ctas = num_query_tiles * num_splits
     if num_query_tiles >= MAX_OVERLAP_TILES_PER_SM * arch.num_sms:
         static = replace(static, overlaps_previous=False)
-    key = CompileKey.of("decode", static, tile, arch.name)
     plan = DecodePlan(
-        key=key,
+        key=CompileKey.of(kernel, static, tile, arch.name),
         tile=tile,
         num_ctas=num_ctas,
         heads_at_once=heads_at_once,

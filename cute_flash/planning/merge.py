@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.launch import CompileKey
 from cute_flash.spec.arch import ArchSpec
 
 MAX_PARTIALS = 4  # of one launch
@@ -18,10 +18,7 @@ class MergeStatic:
     head_dim: int  # of the values
     num_partials: int
 
-    # Fields of every static that `CompileKey` and `kernels.common.fakes` read.
-    is_fp32 = varlen = out_fp32 = deterministic = False
-    mods = None
-    features: tuple[str, ...] = ()
+    varlen = False
 
     @property
     def width_v(self) -> int:
@@ -29,6 +26,9 @@ class MergeStatic:
 
     @property
     def mma_dtype(self) -> str:
+        return self.dtype
+
+    def element_dtype(self, element: str) -> str:
         return self.dtype
 
 

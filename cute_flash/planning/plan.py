@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning import varlen
-from cute_flash.planning.registry import KERNELS
+from cute_flash.planning.bias import with_dbias
+from cute_flash.planning.decode import plan_split_kv, splits_keys
+from cute_flash.planning.launch import CompileKey
 from cute_flash.planning.tiles import AnyBwdTile, bwd_tile, fwd_tile, max_mod_ops, pads_with_dropout
-from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
 from cute_flash.spec.dtypes import DTYPE_BYTES
 from cute_flash.spec.family import FAMILIES, check_family
-from cute_flash.spec.features import backward_features
+from cute_flash.spec.features import Buffer, BwdFacts, Gradient, backward_features, gradients_of
 from cute_flash.spec.problem import Problem, Static, check_tile_fits_mods
 
 # Fraction of L2 for one L2 group of heads: K and V in the forward, Q, dO and dQ in the backward. The rest is for the
@@ -28,8 +30,10 @@ MAX_GRID_YZ = 65535
 MAX_SEQLEN = 1 << 29
 # Less than 2^31, because each persistent CTA fetches one tile index past the last tile.
 MAX_TILES = (1 << 31) - (1 << 16)
-# Warps of a Hopper backward CTA that hold partial sums of the slopes' gradients.
-DALIBI_WARPS_SM90 = 8
+# The largest workspace of a backward pass that the calls on a stream share.
+MAX_SHARED_BYTES = 8 << 20
+# The largest captured tensor with a gradient: kernels index its elements with 32 bits.
+MAX_CAPTURE_ELEMENTS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -54,35 +58,6 @@ class SumTile:
 
 
 @dataclass(frozen=True)
-class CompileKey:
-    """The key of a compiled kernel: all that determines its machine code, except the source files."""
-
-    kernel: str  # name in `registry.KERNELS`
-    static: Any  # Static, DecodeStatic or MergeStatic
-    tile: Any  # Tile, SchedulerTile, SumTile, DecodeTile or MergeTile
-    target: str  # architecture of the compiler: "sm_80", "sm_90a"
-    operands: tuple[str, ...]  # names of the launch's arguments, in order
-
-    @staticmethod
-    def of(kernel: str, static: Any, tile: Any, target: str) -> CompileKey:
-        return CompileKey(kernel, static, tile, target, KERNELS[kernel].names)
-
-    @property
-    def tile_text(self) -> str:
-        return f"{self.tile}" + (", two fp16 pieces of each element" if self.static.is_fp32 else "")
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A tensor of the workspace. `init` is "empty", "zeros" or "-inf"."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    init: str = "empty"
-
-
-@dataclass(frozen=True)
 class Plan:
     """The steps of one call: allocate `workspace`, run `launches`, then `finalizers`, in this order.
 
@@ -99,12 +74,12 @@ class Plan:
     pack_gqa: bool = False
     is_dynamic: bool = False  # dynamic tile scheduler: CTAs fetch tile indices from a counter in global memory
     deterministic: bool = False
-    finalizers: tuple[str, ...] = ()  # features with a gradient that `runtime.finalizers` computes: "alibi", "sinks"
+    finalizers: tuple[Gradient, ...] = ()  # gradients of score features
 
     @property
     def main(self) -> CompileKey:
         """The launch of the kernel that computes attention, or its gradients."""
-        return self.launch("fwd_sm", "bwd_sm")
+        return self.launch("fwd_sm", "bwd_sm", "fwd_split_kv")
 
     def launch(self, *prefixes: str) -> CompileKey:
         """The launch whose kernel name starts with one of these, such as "bwd_preprocess" or "varlen_scheduler"."""
@@ -134,6 +109,27 @@ class Plan:
 
 # ---- forward
 # ----------------------------------------------------------------------------------------------------------
+
+
+def plan_attention(problem: Problem, arch: ArchSpec, family: str = "", can_pack_gqa: bool = False) -> Plan:
+    """Plan a call of `attn` or `attn_varlen`; raise `UnsupportedError` if no kernel supports the problem.
+
+    With few queries over many keys, the kernel "fwd_split_kv" splits the keys among CTAs, unless the caller requests a
+    kernel family. `plan_forward` plans all other calls, and has the other arguments.
+    """
+    if family or not splits_keys(problem, arch):
+        return plan_forward(problem, arch, family, can_pack_gqa)
+    problem.check("cuda")
+    splits = plan_split_kv(problem, arch)
+    return Plan(
+        problem=problem,
+        arch=arch,
+        family="sm80",
+        tile=splits.tile,
+        launches=splits.launches,
+        workspace=splits.workspace,
+        sizes=splits.sizes,
+    )
 
 
 def plan_forward(
@@ -369,16 +365,31 @@ def plan_backward(
                 "the gradient of a score_mod, or of attn_varlen with a bias, in float32 on cuda: there is no such "
                 "kernel; use bfloat16 or float16"
             )
+    _check_captures(problem)
+    described = problem
     for name, least in FAMILIES.items():
         if arch.capability < least or family not in ("", name):
             continue
-        chosen = tile or bwd_tile(name, arch, problem, deterministic)
+        problem, chosen = _with_tile(described, arch, name, deterministic, tile)
         if chosen is not None:
             _check_grid(problem, "the gradient of attn with")
             _check_dq_rows(problem, chosen)
             check_tile_fits_mods(problem, chosen.tile_m, chosen.tile_n, deterministic)
             return _plan_backward(problem, arch, name, chosen, deterministic, has_dlse)
     raise UnsupportedError(_missing_gradients(problem, arch, deterministic, family))
+
+
+def _with_tile(
+    problem: Problem, arch: ArchSpec, family: str, deterministic: bool, tile: AnyBwdTile | None
+) -> tuple[Problem, AnyBwdTile | None]:
+    """The tile, and the problem with the gradient of the bias in the form that a kernel with this tile writes."""
+    with_tma = with_dbias(problem, deterministic)
+    chosen = tile or bwd_tile(family, arch, with_tma, deterministic)
+    if with_tma.mods is None or not with_tma.mods.dbias_tma or getattr(chosen, "bias_stages", 0) > 0:
+        return with_tma, chosen
+    # The tile has no stages for a bias, so TMA does not store the gradient either.
+    problem = with_dbias(problem, deterministic, allows_tma=False)
+    return problem, tile or bwd_tile(family, arch, problem, deterministic)
 
 
 def _plan_backward(
@@ -411,7 +422,9 @@ def _plan_backward(
         # wait for a claim of an earlier call.
         init = "zeros" if problem.varlen else "empty"
         workspace.append(Buffer("dq_progress", (batch, problem.heads, num_m_blocks), "int32", init))
+    workspace = _shared_if_small(workspace)
     sizes = {
+        "dalibi_warps": tile.dalibi_warps,
         "heads_per_l2_group": _bwd_l2_group(problem, arch, tile, deterministic, l2_bytes, num_kv_tiles),
         "num_tiles": num_tiles,
         "num_ctas": min(num_tiles, arch.num_sms) if is_persistent else num_tiles,
@@ -422,12 +435,10 @@ def _plan_backward(
         # With a semaphore a tile waits for the later K/V tiles of its sequence, so those come first.
         order = varlen.DESCENDING if deterministic else varlen.BY_LENGTH if static.is_bounded else varlen.ASCENDING
         sizes |= _scheduler_sizes(problem, tile, order)
-    if "alibi" in problem.features:
-        # Zeros, because K/V blocks that no query sees write nothing.
-        warps = tile.num_warps if isinstance(tile, BwdTileSm80) else DALIBI_WARPS_SM90
-        parts = _num_blocks(problem, problem.seqlen_k, tile.tile_n) * warps
-        sizes["dalibi_warps"] = warps
-        workspace.append(Buffer("dalibi_partial", (batch, problem.heads, parts), init="zeros"))
+    gradients = gradients_of(problem)
+    facts = BwdFacts(problem, tile, deterministic, _num_blocks(problem, problem.seqlen_k, tile.tile_n))
+    for gradient in gradients:
+        workspace += gradient.buffers(facts)
     return Plan(
         problem=problem,
         arch=arch,
@@ -438,7 +449,7 @@ def _plan_backward(
         sizes=sizes,
         is_dynamic=is_persistent and _tiles_differ(static),
         deterministic=deterministic,
-        finalizers=tuple(name for name in ("alibi", "sinks") if name in problem.features),
+        finalizers=gradients,
     )
 
 
@@ -483,6 +494,18 @@ def _sum_dbias(static: Static, tile: Any, target: str) -> CompileKey:
     return CompileKey.of("bwd_sum_dbias", rows, SumTile(tile.tile_m, tile.tile_n), target)
 
 
+def _shared_if_small(buffers: list[Buffer]) -> list[Buffer]:
+    """The buffers, shared by all calls on a stream if they are small.
+
+    Allocating them takes a fifth of a short backward's host time. Kernels initialize what they read of them, so buffers
+    of zeros are excluded.
+    """
+    num_bytes = sum(math.prod(buffer.shape) * DTYPE_BYTES[buffer.dtype] for buffer in buffers)
+    if num_bytes > MAX_SHARED_BYTES or any(buffer.init != "empty" for buffer in buffers):
+        return buffers
+    return [buffer._replace(is_shared=True) for buffer in buffers]
+
+
 def _num_blocks(problem: Problem, seqlen: int, tile_rows: int) -> int:
     """The number of workspace blocks of a head. In a varlen batch each sequence starts with a new block."""
     if problem.varlen:
@@ -513,6 +536,17 @@ def _check_grid(problem: Problem, what: str) -> None:
     for name, size in (("batch", problem.batch_dim), ("heads", problem.heads)):
         if size > MAX_GRID_YZ:
             raise UnsupportedError(f"{what} {name}={size}: at most {MAX_GRID_YZ}; split the call")
+
+
+def _check_captures(problem: Problem) -> None:
+    """Raise `UnsupportedError` if a captured tensor is too large for the kernel that adds to its gradient."""
+    for i in problem.mods.captures_needing_grad if problem.mods is not None else ():
+        shape = problem.capture_shapes[i]
+        if math.prod(shape) > MAX_CAPTURE_ELEMENTS:
+            raise UnsupportedError(
+                f"the gradient of a captured tensor of shape {shape} on cuda: give it at most "
+                f"{MAX_CAPTURE_ELEMENTS} elements, or detach it"
+            )
 
 
 def _check_dq_rows(problem: Problem, tile: AnyBwdTile) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-from cute_flash.spec import features
-from cute_flash.spec.features import Operand
+from cute_flash.spec.features import ALIBI_SLOPES, FEATURE, FEATURES, SINKS, SOFTCAP, Operand
 
 
 class KernelSpec(NamedTuple):
@@ -27,8 +28,18 @@ def _rows(name: str, *dims: str, element: str = "dtype") -> Operand:
     return Operand(name, f"rows {element}", dims)
 
 
-def _scalars(type: str, *names: str) -> tuple[Operand, ...]:
-    return tuple(Operand(name, type) for name in names)
+def _scalars(type: str, *names: str, when: Callable[[Any], bool] | None = None) -> tuple[Operand, ...]:
+    return tuple(Operand(name, type, when=when) for name in names)
+
+
+def _if(field: str) -> Callable[[Any], bool]:
+    """A condition for `Operand.when`: a field of the kernel's static is set."""
+    read = attrgetter(f"static.{field}")
+    return lambda key: bool(read(key))
+
+
+def _if_wgmma_or_deterministic(key: Any) -> bool:
+    return key.static.deterministic or key.tile.needs_wgmma
 
 
 # ---- operands of every call
@@ -45,22 +56,26 @@ NUM_CTAS, TILE_COUNTER = Operand("num_ctas", "i32"), Operand("tile_counter", "i6
 # Number of queries of one head. With pack_gqa q has the rows of several heads, so its shape does not give the number.
 SEQLEN_Q = Operand("seqlen_q", "i32")
 # Index lists of a block mask (`device/scheduling/block_sparse.py`).
-FWD_BLOCKS, BWD_BLOCKS = (Operand("block_indices", "fwd_block_indices"), Operand("block_indices", "bwd_block_indices"))
+FWD_BLOCKS, BWD_BLOCKS = (
+    Operand("block_indices", f"{direction}_block_indices", when=_if("block_sparse")) for direction in ("fwd", "bwd")
+)
 # Tile lists of a varlen batch, written by the scheduler kernel.
-Q_TILES, KV_TILES = Operand("q_tile_list", "tile_list"), Operand("kv_tile_list", "tile_list")
+Q_TILES, KV_TILES = (Operand(name, "tile_list", when=_if("varlen")) for name in ("q_tile_list", "kv_tile_list"))
 # Of a shard (`AttentionArgs.dropout_origin`): words of the Philox counter of its first row and key, its first head, and
 # the number of heads of the full call.
-DROPOUT_ORIGIN = _scalars("i32", "dropout_first_query", "dropout_first_key", "dropout_first_head", "dropout_heads")
+DROPOUT_ORIGIN = _scalars(
+    "i32", "dropout_first_query", "dropout_first_key", "dropout_first_head", "dropout_heads", when=_if("dropout_origin")
+)
 # Gradients. dQ is accumulated in fp32, in tiles whose elements are in register order.
 DOUT = _rows("dout", "B", "H", "Sq", "Dv", element="out")
 DOUT_CAST = _rows("dout_cast", "B", "H", "Sq", "Dv")  # dout in the dtype of q
-DLSE = Operand("dlse", "statistics f32", ("B", "H", "Sq"))
+DLSE = Operand("dlse", "statistics f32", ("B", "H", "Sq"), when=_if("has_dlse"))
 LSE_LOG2 = Operand("lse_log2", "compact f32", ("B", "H", "padded Sq"))
 DELTA = Operand("delta", "compact f32", ("B", "H", "padded Sq"))
 DQ_ACCUM = Operand("dq_accum", "dq_accum", ("B", "H", "m_blocks"))
 # The state of the additions to each m_block of dq_accum: semaphores if deterministic, else claims
 # (`device.gradients.dq_claims`).
-DQ_PROGRESS = Operand("dq_progress", "compact i32", ("B", "H", "m_blocks"))
+DQ_PROGRESS = Operand("dq_progress", "compact i32", ("B", "H", "m_blocks"), when=_if_wgmma_or_deterministic)
 DQ = _rows("dq", "B", "H", "Sq", "D")
 DK, DV = _rows("dk", "B", "Hkv", "Sk", "D"), _rows("dv", "B", "Hkv", "Sk", "Dv")
 DQ_SCALE = Operand("dq_scale", "f32")
@@ -78,9 +93,16 @@ NORMS = Operand("norms", "compact f32", ("tensors", "norm batch", "H"))
 def _of_features(direction: str) -> tuple[Operand, ...]:
     """The operands of all score features in one direction ("fwd" or "bwd"), in the order of `FEATURES`."""
     operands: dict[str, Operand] = {}
-    for feature in features.FEATURES:
+    for feature in FEATURES:
         operands |= {operand.name: operand for operand in getattr(feature, direction)}
-    return tuple(operands.values())
+    return tuple(_if_feature(operand) for operand in operands.values())
+
+
+def _if_feature(operand: Operand) -> Operand:
+    """The operand of score features, which a kernel takes only if it has one of these features."""
+    owners = [name for name, feature in FEATURE.items() if operand in (*feature.fwd, *feature.bwd)]
+    when = operand.when or (lambda key: True)
+    return operand._replace(when=lambda key: any(name in key.static.features for name in owners) and when(key))
 
 
 _FWD = (Q, K, V, OUT, LSE, SCALE, *WINDOW, L2_GROUP)
@@ -92,13 +114,24 @@ _BWD_OPTIONAL = (*_of_features("bwd"), *DROPOUT_ORIGIN, BWD_BLOCKS, KV_TILES)
 _PREPROCESS = (OUT, DOUT, LSE, LSE_LOG2, DELTA, DQ_ACCUM, DQ_PROGRESS, DLSE, Q_TILES)
 _POSTPROCESS = (DQ_ACCUM, DQ, DQ_SCALE, Q_TILES)
 _OFFSETS = (
-    Operand("cu_seqlens_q", "compact i32", ("B + 1",)),
-    Operand("cu_seqlens_k", "compact i32", ("B + 1",)),
-    Operand("seqused_k", "compact i32", ("sequences",)),
+    Operand("cu_seqlens_q", "compact i32", ("B + 1",), when=_if("varlen")),
+    Operand("cu_seqlens_k", "compact i32", ("B + 1",), when=_if("varlen")),
+    Operand("seqused_k", "compact i32", ("sequences",), when=_if("seqused_k")),
 )
 _SCHEDULER = _scalars(
     "i32", "total_q", "total_k", "tile_m", "tile_n", "scheduler_left", "scheduler_right", "tile_order"
 )
+
+# Kernels that split the keys of a query tile among CTAs. The outputs and softmax statistics of splits
+# (`DecodePlan.num_slots`), and an arrival counter for each query tile.
+_SPLITS = (
+    Operand("partial_out", "partial_out", ("slots",)),
+    Operand("partial_stats", "partial_stats", ("slots",)),
+    Operand("arrivals", "compact i32", ("query tiles",)),
+    *_scalars("i32", "num_splits", "num_ctas", "heads_at_once"),
+)
+_SPLIT_FEATURES = tuple(map(_if_feature, (ALIBI_SLOPES, SINKS, SOFTCAP)))
+_SPLIT_WINDOW = tuple(Operand(f"window_{side}", "i32", when=_if(f"has_{side}")) for side in ("left", "right"))
 
 # Decode. q, k_new and the output have a batch of 1 if the sequences are ragged.
 _CACHE = ("pages", "page rows", "Hkv")
@@ -109,25 +142,20 @@ _DECODE = (
     _rows("out", "Bq", "T", "H", "Dv", element="out"),
     Operand("lse", "statistics f32", ("Bq", "H", "T")),
     Operand("cache_seqlens", "compact i32", ("sequences",)),
-    Operand("cu_seqlens_q", "compact i32", ("sequences + 1",)),
-    Operand("cu_seqlens_k", "compact i32", ("sequences + 1",)),
-    Operand("page_table", "strided i32", ("sequences", "max pages")),
-    Operand("cache_batch_idx", "compact i32", ("sequences",)),
-    Operand("leftpad", "compact i32", ("sequences",)),
-    _rows("k_new", "Bq", "Tn", "Hkv", "D"),
-    _rows("v_new", "Bq", "Tn", "Hkv", "Dv"),
-    Operand("rotary_cos", "rotary", ("positions", "rotary pairs")),
-    Operand("rotary_sin", "rotary", ("positions", "rotary pairs")),
-    Operand("alibi_slopes", "strided f32", ("sequences", "H")),
-    Operand("sinks", "strided f32", ("H",)),
-    Operand("k_scale", "strided f32", ("Hkv",)),
-    Operand("v_scale", "strided f32", ("Hkv",)),
-    # Outputs and softmax statistics of splits (`DecodePlan.num_slots`), and an arrival counter for each query tile.
-    Operand("partial_out", "partial_out", ("slots",)),
-    Operand("partial_stats", "partial_stats", ("slots",)),
-    Operand("arrivals", "compact i32", ("query tiles",)),
-    *_scalars("f32", "scale", "softcap"),
-    *_scalars("i32", "window_left", "window_right", "num_splits", "num_ctas", "heads_at_once"),
+    Operand("cu_seqlens_q", "compact i32", ("sequences + 1",), when=_if("ragged")),
+    Operand("page_table", "strided i32", ("sequences", "max pages"), when=_if("page_lookup")),
+    Operand("cache_batch_idx", "compact i32", ("sequences",), when=_if("has_batch_idx")),
+    Operand("leftpad", "compact i32", ("sequences",), when=_if("has_leftpad")),
+    _rows("k_new", "Bq", "Tn", "Hkv", "D")._replace(when=_if("appends")),
+    _rows("v_new", "Bq", "Tn", "Hkv", "Dv")._replace(when=_if("appends")),
+    Operand("rotary_cos", "rotary", ("positions", "rotary pairs"), when=_if("rotary")),
+    Operand("rotary_sin", "rotary", ("positions", "rotary pairs"), when=_if("rotary")),
+    Operand("k_scale", "strided f32", ("Hkv",), when=_if("is_fp8")),
+    Operand("v_scale", "strided f32", ("Hkv",), when=_if("is_fp8")),
+    SCALE,
+    *_SPLIT_WINDOW,
+    *_SPLIT_FEATURES,
+    *_SPLITS,
 )
 
 # Merging partial outputs. The last three are lists, with an entry for each partial output.
@@ -154,7 +182,11 @@ KERNELS = {
     "bwd_sum_dbias": KernelSpec("common.sum_dbias:SumDbias", (DBIAS_TERMS, DBIAS_SUM, *WINDOW)),
     "split_fp32_fwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, *_PIECES, *_OFFSETS)),
     "split_fp32_bwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, DOUT_CAST, *_BWD_PIECES, *_OFFSETS)),
-    "decode": KernelSpec("common.decode:Decode", _DECODE),
+    # `attn` and `attn_varlen` with few queries, and `attn_decode`.
+    "fwd_split_kv": KernelSpec(
+        "decode.kernel:Decode", (Q, K, V, OUT, LSE, SCALE, *_SPLIT_WINDOW, *_SPLIT_FEATURES, *_OFFSETS, *_SPLITS)
+    ),
+    "decode": KernelSpec("decode.kernel:Decode", _DECODE),
     "merge_partials": KernelSpec("common.merge:MergePartials", _MERGE),
     "varlen_scheduler_fwd": KernelSpec("common.varlen_scheduler:VarlenScheduler", (*_OFFSETS, Q_TILES, *_SCHEDULER)),
     "varlen_scheduler_bwd": KernelSpec(

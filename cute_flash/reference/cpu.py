@@ -63,11 +63,11 @@ def backward(
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     if args.cu_seqlens_q is None:
         grads = FeatureGrads.zeros(args, q.shape[0], q)
-        tiled.backward(dout, dlse, q, k, v, out, lse, args, dq, dk, dv, grads)
+        tiled.backward(dout, dlse, tiled.Saved(q, k, v, out, lse), args, dq, dk, dv, grads)
         return dq, dk, dv, grads.result(args)
     grads = FeatureGrads.zeros(args, args.cu_seqlens_q.shape[0] - 1, q)
     for s in sequences(q, k, args):
         douts = s.of_queries(dout), None if dlse is None else s.of_rows(dlse)
-        inputs = s.of_queries(q), s.of_keys(k), s.of_keys(v), s.of_queries(out), s.of_rows(lse)
-        tiled.backward(*douts, *inputs, args, s.of_queries(dq), s.of_keys(dk), s.of_keys(dv), grads, s.index)
+        saved = tiled.Saved(s.of_queries(q), s.of_keys(k), s.of_keys(v), s.of_queries(out), s.of_rows(lse))
+        tiled.backward(*douts, saved, args, s.of_queries(dq), s.of_keys(dk), s.of_keys(dv), grads, s.index)
     return dq, dk, dv, grads.result(args)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_flash.reference.loops import default_scale, group_size
+from cute_flash.reference.formulas import default_scale, group_size
 from cute_flash.reference.score import ScoreBlock, ScoreFeatures
 from cute_flash.reference.varlen import sequences
 from cute_flash.spec.args import AttentionArgs

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_flash.reference.loops import default_scale, visible
+from cute_flash.reference.formulas import default_scale, visible
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import check_heads, check_window
 from cute_flash.spec.shapes import lse_dtype

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from cute_flash.reference.dropout import Dropout
+from cute_flash.reference.formulas import distances, visible
 from cute_flash.reference.grads import FeatureGrads
-from cute_flash.reference.loops import distances, visible
 from cute_flash.reference.user_mods import UserMods
 from cute_flash.spec.args import AttentionArgs
 

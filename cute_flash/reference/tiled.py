@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cute_flash.reference.formulas import divisor, group_size, softmax_step
 from cute_flash.reference.grads import FeatureGrads
-from cute_flash.reference.loops import divisor, group_size, softmax_step
 from cute_flash.reference.score import ScoreBlock, ScoreFeatures, num_temporaries
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import BlockRange, ceil_div
@@ -165,14 +166,20 @@ def forward(
             tile.store(LSE, m + l.log())
 
 
+class Saved(NamedTuple):
+    """The tensors of a forward pass that its backward pass reads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 def backward(
     dout: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    saved: Saved,
     args: AttentionArgs,
     dq: Tensor,
     dk: Tensor,
@@ -191,6 +198,7 @@ def backward(
 
     A row that sees no key has no influence on dq, dk and dv, even if its dO or dLSE is NaN.
     """
+    q, k, v, out, lse = saved
     dtype, group = lse_dtype(q.dtype), group_size(q, k)
     chunks = _Chunks.of(q, k, v, args, with_grad=True)
     # A separate sum, added to `grads` at the end, so that the contribution of a sequence does not depend on the others.

@@ -9,9 +9,9 @@ The function of a plain forward call on Hopper:
     def forward(q, k, v, args):
         if current_device() != device_index:
             return on_device(device_index, forward, q, k, v, args)
-        scale = args.scale
         out = empty_like(q)
         lse = empty_strided(lse_shape, lse_stride, dtype=lse_dtype, device=device)
+        scale = args.scale
         if not MIN_SCALE <= scale < inf:
             q, scale = positive_scale(q, scale)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
@@ -20,7 +20,9 @@ The function of a plain forward call on Hopper:
         fwd_sm90(q, k, v, out, lse, scale, 0, 0, heads_per_l2_group, num_ctas, seqlen_q, tile_counter, None, …)
         return out, lse, None
 
-The function holds no tensor, counter or address, so it can run on any stream and inside a CUDA graph.
+All launches are generated here: `attn`, its gradients, `attn_decode` and merges. The rules that hold for every launch
+are methods of `FunctionSource`: the current device, the sign of the scale, the window, alignment, and the value of an
+operand. The function holds no counter or address, so it can run on any stream and inside a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 from typing import Any
@@ -36,12 +38,16 @@ from typing import Any
 import torch
 
 from cute_flash.jit import nvtx
-from cute_flash.planning.plan import Buffer, CompileKey, Plan
+from cute_flash.planning.decode import DecodePlan
+from cute_flash.planning.launch import CompileKey
+from cute_flash.planning.plan import Plan
 from cute_flash.planning.registry import DROPOUT_ORIGIN, KERNELS
-from cute_flash.runtime import finalizers, operands
+from cute_flash.runtime import block_masks, finalizers, operands
 from cute_flash.runtime.gpu import current_gpu
+from cute_flash.spec.args import GRADIENT_FIELDS
+from cute_flash.spec.band import Band
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
-from cute_flash.spec.features import FEATURE, Operand
+from cute_flash.spec.features import Buffer, Operand
 from cute_flash.spec.shapes import out_like
 
 # The globals of generated functions.
@@ -56,17 +62,12 @@ _HELPERS: dict[str, Any] = {
     "inf": math.inf,
     "MIN_SCALE": operands.MIN_SCALE,
     "MAX_WINDOW": operands.MAX_WINDOW,
+    "rows_of_sequences": finalizers.rows_of_sequences,
     **{
         name: getattr(operands, name)
         for name in (
-            "aligned_like", "capture_operands", "clamp_window", "dropout_origin_operands", "ensure_aligned", "pack_gqa",
-            "positive_scale", "scalar_operands",
-        )
-    },
-    **{
-        name: getattr(finalizers, name)
-        for name in (
-            "alibi_gradient", "bias_gradient", "captures_gradient", "rows_of_sequences", "sinks_gradient",
+            "aligned_like", "cache_operand", "cache_scale", "check_caches", "clamp_window", "dropout_origin_operands",
+            "ensure_aligned", "pack_gqa", "positive_scale", "rotary_operand",
         )
     },
 }  # fmt: skip
@@ -75,29 +76,44 @@ _HELPERS: dict[str, Any] = {
 class FunctionSource:
     """The source of one generated function, line by line, and the values of its free names."""
 
-    def __init__(self, name: str, parameters: str, plan: Plan, device: torch.device) -> None:
-        self.name, self.plan, self.gpu = name, plan, current_gpu()
+    def __init__(self, name: str, parameters: str, device: torch.device, **values: Any) -> None:
+        self.name, self.gpu, self.device = name, current_gpu(), device
         self.lines = [f"def {name}({parameters}):"]
+        self.indent = "    "
         # Values of free names. They may differ between plans with the same source.
         self.values: dict[str, Any] = {
             "current_device": self.gpu.current_device,
             "on_device": self.gpu.on_device,
             "device": device,
             "device_index": device.index,
-            "problem": plan.problem,
-            "tile_m": plan.tile.tile_m,
-            "tile_n": plan.tile.tile_n,
-            **plan.sizes,
+            **values,
         }
         self.locals = {name.strip() for name in parameters.split(",")}
         self.add(f"if current_device() != device_index:\n    return on_device(device_index, {name}, {parameters})")
 
+    @staticmethod
+    def of_plan(name: str, parameters: str, plan: Plan | DecodePlan, device: torch.device) -> FunctionSource:
+        tile = plan.tile
+        sizes = {"tile_m": tile.tile_m, "tile_n": tile.tile_n, **plan.sizes}
+        return FunctionSource(name, parameters, device, problem=plan.problem, **sizes)
+
     def add(self, text: str) -> None:
-        self.lines += [f"    {line}" for line in text.split("\n")]
+        self.lines += [f"{self.indent}{line}" for line in text.split("\n")]
 
     def assign(self, name: str, expression: str) -> None:
         self.add(f"{name} = {expression}")
-        self.locals.add(name)
+        self.locals |= {one.strip() for one in name.split(",")}
+
+    def call(self, function: Callable[..., Any], renamed: Mapping[str, str] | None = None) -> str:
+        """The source of a call of `function` with local variables that have the names of its parameters.
+
+        `renamed` maps parameters to other expressions.
+        """
+        self.values.setdefault(function.__name__, function)
+        arguments = [(renamed or {}).get(name, name) for name in inspect.signature(function).parameters]
+        return f"{function.__name__}({', '.join(arguments)})"
+
+    # ---- workspace
 
     def allocate(self, buffer: Buffer) -> None:
         name, dtype, shape = buffer.name, f"{buffer.name}_dtype", buffer.shape
@@ -110,92 +126,109 @@ class FunctionSource:
             call = f"zeros({name}_shape" if buffer.init == "zeros" else f"full({name}_shape, {buffer.init}"
         self.assign(name, f"{call}, dtype={dtype}, device=device)")
 
-    def call(self, function: Callable[..., Any], **renamed: str) -> str:
-        """The source of a call of `function` with local variables that have the names of its parameters.
+    def workspace(self, buffers: Sequence[Buffer], num_launches: int) -> None:
+        """Add the workspace. After this call, only launches may follow that use it.
 
-        `renamed` maps parameters to other expressions.
+        Several launches of a call use the same shared memory. A lock keeps other threads from launching between them.
         """
-        names = inspect.signature(function).parameters
-        self.values.setdefault(function.__name__, function)
-        return f"{function.__name__}({', '.join(renamed.get(name, name) for name in names)})"
+        shared = [buffer for buffer in buffers if buffer.is_shared]
+        for buffer in buffers:
+            if not buffer.is_shared:
+                self.allocate(buffer)
+        if shared:
+            self.values["shared_workspace"] = self.gpu.workspace(tuple(shared), self.device.index, num_launches)
+            if num_launches > 1:
+                self.values["launch_lock"] = self.gpu.launch_lock
+                self.add("with launch_lock:")
+                self.indent = 8 * " "
+            self.assign(", ".join(buffer.name for buffer in shared), "shared_workspace()")
+        lists: dict[str, list[str]] = {}
+        for buffer in buffers:
+            if buffer.list_name:
+                lists.setdefault(buffer.list_name, []).append(buffer.name)
+        for name, elements in lists.items():
+            self.assign(name, f"[{', '.join(elements)}]")
 
-    def launch(self, key: CompileKey, **renamed: str) -> None:
-        """Add the launch of a kernel. `renamed` maps operands to expressions."""
-        self.values[key.kernel] = self.gpu.kernel(key)
-        direction = "fwd" if key.kernel.startswith("fwd") else "bwd"
-        feature_operands = {
-            operand.name: operand for name in key.static.features for operand in getattr(FEATURE[name], direction)
-        }
-        arguments = [self._operand(x, key, feature_operands, renamed) for x in KERNELS[key.kernel].operands]
-        self.add(f"{key.kernel}({', '.join(arguments)})")
+    # ---- rules of every launch
 
-    def _operand(
-        self, operand: Operand, key: CompileKey, feature_operands: dict[str, Operand], renamed: dict[str, str]
-    ) -> str:
-        """The expression of an operand: from `renamed`, a call of `Operand.value`, a variable of its name, or None."""
-        name = operand.name
-        if name in renamed:
-            return renamed[name]
-        if operand.value is not None:
-            return self.call(operand.value) if name in feature_operands else "None"
-        return name if name in self.locals or name in self.values else "None"
+    def scale(self) -> None:
+        """Add the scale. q takes its sign, because kernels need a positive scale."""
+        self.assign("scale", "args.scale")
+        self.add("if not MIN_SCALE <= scale < inf:\n    q, scale = positive_scale(q, scale)")
 
-    def window(self) -> dict[str, str]:
+    def align(self, names: tuple[str, ...], copies: bool) -> None:
+        """Add the copies of misaligned inputs. Unless `copies`, strides are aligned, and only addresses are checked."""
+        aligned = f"{', '.join(names)} = {', '.join(f'ensure_aligned({name})' for name in names)}"
+        if copies:
+            self.add(aligned)
+        else:
+            addresses = " | ".join(f"{name}.data_ptr()" for name in names)
+            addresses = f"({addresses})" if len(names) > 1 else addresses
+            self.add(f"if {addresses} % {ROW_ALIGN_BYTES}:\n    {aligned}")
+
+    def window(self, band: Band) -> dict[str, str]:
         """The expressions of the window operands. Kernels do not read an absent bound, which is passed as 0."""
-        band = self.plan.problem.band
         return {
             f"window_{side}": "0" if bound is None else f"clamp_window(args.window_{side})"
             for side, bound in (("left", band.left), ("right", band.right))
         }
 
+    def launch(self, key: CompileKey, renamed: Mapping[str, str]) -> None:
+        """Add the launch of a kernel. `renamed` maps operands to expressions."""
+        self.values[key.kernel] = self.gpu.kernel(key)
+        if getattr(key.static, "mods", None) is not None:
+            self.values["mods"] = key.static.mods
+        arguments = [self._operand(x, key, renamed) for x in KERNELS[key.kernel].operands]
+        self.add(f"{key.kernel}({', '.join(arguments)})")
+
+    def _operand(self, operand: Operand, key: CompileKey, renamed: Mapping[str, str]) -> str:
+        """The expression of an operand: from `renamed`, a call of `Operand.value`, or a variable of its name.
+
+        It is None if the kernel does not take the operand.
+        """
+        name = operand.name
+        if not key.takes(operand):
+            return "None"
+        if name in renamed:
+            return renamed[name]
+        if operand.value is not None:
+            return self.call(operand.value)
+        if name not in self.locals and name not in self.values:
+            raise LookupError(f"the operand {name} of {key.kernel} has no value")
+        return name
+
+    # ---- arguments of attention
+
     def dropout_origin(self) -> None:
         """Add the operands of dropout on a shard."""
-        if self.plan.problem.dropout_origin:
-            names = [operand.name for operand in DROPOUT_ORIGIN]
-            self.add(f"{', '.join(names)} = dropout_origin_operands(args.dropout_origin)")
-            self.locals |= set(names)
+        names = ", ".join(operand.name for operand in DROPOUT_ORIGIN)
+        self.assign(names, "dropout_origin_operands(args.dropout_origin)")
 
-    def tile_counter(self) -> None:
+    def tile_counter(self, plan: Plan) -> None:
         """Add the tile counter of a dynamic scheduler; for use before the first launch.
 
         Fetching a counter may enqueue a memset, which must not come between launches that overlap (programmatic
         dependent launch).
         """
-        if self.plan.is_dynamic:
+        if plan.is_dynamic:
             self.values["fetch_counter"] = self.gpu.tile_counter
-            self.add("counter, tile_counter = fetch_counter(device_index)")
-            self.locals |= {"counter", "tile_counter"}
-        elif self.plan.family == "sm90":
+            self.assign("counter, tile_counter", "fetch_counter(device_index)")
+        elif plan.family == "sm90":
             self.assign("tile_counter", "0")
 
-    def mods(self, backward: bool) -> None:
-        """Add the operands of user mods and block masks."""
-        spec = self.plan.problem.mods
-        if spec is None:
-            return
-        graphs = [spec.graphs.score, spec.graphs.mask, *([spec.graphs.bwd] if backward else [])]
-        num_captures = sum(len(graph.captures) for graph in graphs if graph is not None)
-        kinds = tuple(kind for graph in graphs if graph is not None for kind in graph.scalars)
-        if num_captures:
-            self.assign("captures", f"capture_operands(args.captures[:{num_captures}])")
-        if kinds:
-            self.values["scalar_kinds"] = kinds
-            self.assign("scalars", "scalar_operands(scalar_kinds, args.scalars)")
-        if self.plan.problem.block_sparse:
-            from cute_flash.runtime.block_masks import backward_block_indices, forward_block_indices
+    def block_indices(self, plan: Plan, lists: Callable[..., Any]) -> None:
+        """Add the index lists of a block mask."""
+        # With a semaphore, all K/V tiles visit the m_blocks in the same order.
+        begins_apart = plan.tile.begins_apart and not plan.deterministic
+        flags = {"deterministic": str(plan.deterministic), "begins_apart": str(begins_apart)}
+        self.assign("block_indices", self.call(lists, flags))
 
-            lists = backward_block_indices if backward else forward_block_indices
-            # With a semaphore, all K/V tiles visit the m_blocks in the same order.
-            begins_apart = self.plan.tile.begins_apart and not self.plan.deterministic
-            flags = {"deterministic": str(self.plan.deterministic), "begins_apart": str(begins_apart)}
-            self.assign("block_indices", self.call(lists, **flags))
-
-    def offsets(self) -> None:
-        """Add the operands of the varlen scheduler: offsets and window bounds."""
-        band = self.plan.problem.band
+    def offsets(self, plan: Plan) -> None:
+        """Add the operands of a varlen batch: offsets, and the window bounds of the scheduler kernel."""
+        band = plan.problem.band
         self.assign("cu_seqlens_q", "args.cu_seqlens_q.contiguous()")
         self.assign("cu_seqlens_k", "args.cu_seqlens_k.contiguous()")
-        if self.plan.problem.seqused_k:
+        if plan.problem.seqused_k:
             self.assign("seqused_k", "args.seqused_k.contiguous()")
         for side, bound in (("left", band.left), ("right", band.right)):
             text = "MAX_WINDOW" if bound is None else f"clamp_window(args.window_{side})"
@@ -245,8 +278,7 @@ def bind_forward(plan: Plan, device: torch.device, copies_inputs: bool, copies_o
         copies_output: Whether kernels cannot write out in place because of its strides.
     """
     problem = plan.problem
-    f = FunctionSource("forward", "q, k, v, args", plan, device)
-    f.assign("scale", "args.scale")
+    f = FunctionSource.of_plan("forward", "q, k, v, args", plan, device)
     out_dtype = "float32" if problem.out_fp32 else problem.dtype
     f.values["out_dtype"] = getattr(torch, out_dtype)
     if problem.varlen:
@@ -256,12 +288,9 @@ def bind_forward(plan: Plan, device: torch.device, copies_inputs: bool, copies_o
         is_like_q = problem.head_dim_v is None and not problem.out_fp32
         f.assign("out", "empty_like(q)" if is_like_q else "out_like(q, v, out_dtype)")
         f.allocate(Buffer("lse", (problem.batch, problem.heads, problem.seqlen_q)))
-    f.add("if not MIN_SCALE <= scale < inf:\n    q, scale = positive_scale(q, scale)")
-    _align(f, ("q", "k", "v"), copies_inputs)
-    for buffer in plan.workspace:
-        f.allocate(buffer)
-    f.mods(backward=False)
-    renamed = f.window()
+    f.scale()
+    f.align(("q", "k", "v"), copies_inputs)
+    renamed = f.window(problem.band)
     if copies_output:
         f.assign("target", "empty_like(out, memory_format=contiguous_format)")
         renamed["out"] = "target"
@@ -275,24 +304,27 @@ def bind_forward(plan: Plan, device: torch.device, copies_inputs: bool, copies_o
             "out": f"pack_gqa({renamed.get('out', 'out')}, group)",
             "lse": "lse.view(lse_packed)",
         }
+    if problem.block_sparse:
+        f.block_indices(plan, block_masks.forward_block_indices)
     if problem.varlen:
-        f.offsets()
-    f.dropout_origin()
-    f.tile_counter()
+        f.offsets(plan)
+    if problem.dropout_origin:
+        f.dropout_origin()
+    f.tile_counter(plan)
+    f.workspace(plan.workspace, len(plan.launches))
     for key in plan.launches:
-        f.launch(key, **renamed)
+        f.launch(key, renamed)
+    f.indent = "    "
     if copies_output:
         f.add("out.copy_(target)")
-    if problem.varlen and "sinks" in problem.features:
+    if problem.varlen and "sinks" in problem.features and plan.main.kernel != "fwd_split_kv":
         # The kernel treats padding as a sequence without keys, whose LSE is the sink; padding has an LSE of -inf.
         f.add("lse.masked_fill_(~rows_of_sequences(args, q), -inf)")
     f.add(f"return out, lse, {'max_logit' if 'return_max_logit' in problem.features else None}")
     return f.bind()
 
 
-def bind_backward(
-    plan: Plan, device: torch.device, copies_inputs: bool, copies_gradients: bool, captures: tuple[int, ...] = ()
-) -> Callable[..., Any]:
+def bind_backward(plan: Plan, device: torch.device, copies_inputs: bool, copies_gradients: bool) -> Callable[..., Any]:
     """Bind the plan of a backward pass to a function of (dout, dlse, q, k, v, out, lse, args).
 
     Args:
@@ -300,84 +332,119 @@ def bind_backward(
         device: The device of the tensors.
         copies_inputs: Whether kernels cannot read an input in place because of its strides.
         copies_gradients: Whether kernels cannot write dq, dk or dv in place because of their strides.
-        captures: Indices of the captured tensors that need a gradient.
     """
     problem = plan.problem
-    f = FunctionSource("backward", "dout, dlse, q, k, v, out, lse, args", plan, device)
-    f.assign("dq", "empty_like(q)")
-    f.assign("dk", "empty_like(k)")
-    f.assign("dv", "empty_like(v)")
-    f.assign("scale", "args.scale")
-    f.assign("dq_scale", "scale")
-    # As in the forward, q takes the sign of the scale, so that the scale is positive; `dq_scale` has the sign for dq.
-    f.add(
-        "if not MIN_SCALE <= scale < inf:\n"
-        "    q, scale = positive_scale(q, scale)\n"
-        "    dq_scale = -scale if dq_scale < 0 else scale"
-    )
-    _align(f, ("q", "k", "v", "out", "dout"), copies_inputs)
+    f = FunctionSource.of_plan("backward", "dout, dlse, q, k, v, out, lse, args", plan, device)
+    for name in ("q", "k", "v"):
+        f.assign(f"d{name}", f"empty_like({name})")
+    f.scale()
+    # As in the forward, q takes the sign of the scale; `dq_scale` has the sign for dq.
+    f.assign("dq_scale", "-scale if args.scale < 0 else scale")
+    f.align(("q", "k", "v", "out", "dout"), copies_inputs)
     f.assign("lse", "lse.contiguous()")
-    if plan.launch("bwd_preprocess").static.has_dlse:
+    has_dlse = plan.launch("bwd_preprocess").static.has_dlse
+    if has_dlse:
         f.assign("dlse", "dlse.contiguous()")
-    else:
-        f.locals.discard("dlse")
     f.assign("dout_cast", "dout.to(q.dtype, memory_format=contiguous_format)" if problem.out_fp32 else "dout")
-    for buffer in plan.workspace:
-        f.allocate(buffer)
-    renamed = f.window()
+    renamed = {**f.window(problem.band), "dbias_terms": "dbias"}
     if copies_gradients:
         for name in ("dq", "dk", "dv"):
             f.assign(f"{name}_target", f"aligned_like({name})")
             renamed[name] = f"{name}_target"
-    f.mods(backward=True)
-    if any(buffer.name == "dbias" for buffer in plan.workspace):
-        renamed |= {"dbias": "dbias.expand(problem.batch, problem.heads, -1, -1)", "dbias_terms": "dbias"}
-    if captures:
-        f.assign("dcaptures", f"[{', '.join(f'dcapture_{i}' for i in captures)}]")
-        if plan.deterministic:
-            f.assign("dcapture_terms", "[terms, elements]")
+    if problem.block_sparse:
+        f.block_indices(plan, block_masks.backward_block_indices)
     if "dropout" in plan.main.static.features and "dropout" not in problem.features:
         # The kernel is compiled with dropout, at probability 0; see `tiles.pads_with_dropout`.
         f.add("args = args._replace(rng=zeros(2, dtype=int64, device=device))")
     if problem.varlen:
-        f.offsets()
-    f.dropout_origin()
-    f.tile_counter()
+        f.offsets(plan)
+    if problem.dropout_origin:
+        f.dropout_origin()
+    f.tile_counter(plan)
+    f.workspace(plan.workspace, len(plan.launches))
     for key in plan.launches:
-        f.launch(key, **renamed)
+        f.launch(key, renamed)
+    if not plan.finalizers:
+        f.indent = "    "
     if copies_gradients:
         for name in ("dq", "dk", "dv"):
             f.add(f"if {name}_target is not {name}:\n    {name}.copy_({name}_target)")
-    f.add(f"return dq, dk, dv, ({_gradients(f, captures)})")
+    f.add(f"return dq, dk, dv, ({_gradients(f, plan, has_dlse)})")
     return f.bind()
 
 
-def _gradients(f: FunctionSource, captures: tuple[int, ...]) -> str:
-    """The source of the gradients of `AttentionArgs.differentiable`."""
-    features, names = f.plan.problem.features, {buffer.name for buffer in f.plan.workspace}
-    if not f.plan.finalizers and "dbias" not in names and not captures:
-        return "None, None, None, *(None,) * len(args.captures)" if f.plan.problem.mods else "None, None, None"
-    dlse = "dlse" if "dlse" in f.locals else "None"
-    f.values["capture_indices"] = captures
-    if captures and f.plan.deterministic:
-        f.add(f.call(finalizers.sum_capture_terms))
-    summed = {"dbias": "dbias_sum"} if "dbias_sum" in names else {}
-    capture_grads = "*captures_gradient(args, capture_indices, dcaptures)" if captures else ""
-    return ", ".join(
-        (
-            f.call(finalizers.alibi_gradient) if "alibi" in features else "None",
-            f.call(finalizers.sinks_gradient, dlse=dlse) if "sinks" in features else "None",
-            f.call(finalizers.bias_gradient, **summed) if "dbias" in names else "None",
-            capture_grads or "*(None,) * len(args.captures)",
-        )
-    )
+def _gradients(f: FunctionSource, plan: Plan, has_dlse: bool) -> str:
+    """The source of the gradients of `AttentionArgs.differentiable`: a call of a finalizer for each that is needed."""
+    names = {buffer.name for buffer in plan.workspace}
+    renamed = {} if has_dlse else {"dlse": "None"}
+    renamed |= {"dbias": "dbias_sum"} if "dbias_sum" in names else {}
+    renamed |= {} if "dcapture_terms" in f.locals else {"dcapture_terms": "None"}
+    finish = {gradient.field: getattr(finalizers, gradient.finish) for gradient in plan.finalizers}
+    parts = [f.call(finish[field], renamed) if field in finish else "None" for field in GRADIENT_FIELDS[:-1]]
+    captures = GRADIENT_FIELDS[-1]
+    if captures in finish:
+        parts.append(f"*{f.call(finish[captures], renamed)}")
+    elif plan.problem.mods is not None:
+        parts.append("*(None,) * len(args.captures)")
+    return ", ".join(parts)
 
 
-def _align(f: FunctionSource, names: tuple[str, ...], copies: bool) -> None:
-    """Add the copies of misaligned inputs. Unless `copies`, all strides are aligned, and only addresses are checked."""
-    aligned = f"{', '.join(names)} = {', '.join(f'ensure_aligned({name})' for name in names)}"
-    if copies:
-        f.add(aligned)
+def bind_decode(
+    plan: DecodePlan,
+    device: torch.device,
+    values: Mapping[str, str],
+    *,
+    copies_q: bool,
+    is_like_q: bool,
+    writes_to_args: bool,
+    scratch_lse: torch.Tensor | None,
+) -> Callable[..., Any]:
+    """Bind the plan of `attn_decode` to a function of (q, k_cache, v_cache, args).
+
+    Args:
+        plan: The plan.
+        device: The device of the tensors.
+        values: The expressions of the operands that come from k_cache, v_cache and `args`.
+        copies_q: Whether the kernel cannot read q in place because of its strides.
+        is_like_q: Whether the output has the shape and the strides of q.
+        writes_to_args: Whether the output is written to `args.out`.
+        scratch_lse: Receives the LSE if the caller does not read it.
+    """
+    problem = plan.problem
+    f = FunctionSource.of_plan("run_decode", "q, k_cache, v_cache, args", plan, device)
+    f.add(f"if (k_cache.data_ptr() | v_cache.data_ptr()) % {ROW_ALIGN_BYTES}:\n    check_caches(k_cache, v_cache)")
+    f.scale()
+    f.align(("q",), copies_q)
+    renamed = {**f.window(problem.band), **values}
+    if writes_to_args:
+        f.assign("out", "args.out")
+        f.assign("target", "aligned_like(out)")
+        renamed["out"] = "target"
+    elif is_like_q:
+        f.assign("out", "empty_like(q)")  # in half the time of other allocations
     else:
-        addresses = " | ".join(f"{name}.data_ptr()" for name in names)
-        f.add(f"if ({addresses}) % {ROW_ALIGN_BYTES}:\n    {aligned}")
+        f.allocate(Buffer("out", problem.out_shape, problem.dtype))
+    if scratch_lse is None:
+        f.allocate(Buffer("lse", problem.lse_shape))
+    else:
+        f.values["lse"] = scratch_lse
+    if problem.is_ragged:
+        renamed |= {name: f"{renamed.get(name, name)}[None]" for name in ("q", "out", "lse", "k_new", "v_new")}
+    f.workspace(plan.workspace, len(plan.launches))
+    for key in plan.launches:
+        f.launch(key, renamed)
+    if writes_to_args:
+        f.add("if target is not out:\n    out.copy_(target)")
+    f.add("return out, lse")
+    return f.bind()
+
+
+def bind_merge(key: CompileKey, device: torch.device) -> Callable[..., Any]:
+    """Bind a merge to a function of (out, lse, partials, partial_lses, first_rows)."""
+    f = FunctionSource("merge", "out, lse, partials, partial_lses, first_rows", device)
+    renamed = {
+        "partials": "[ensure_aligned(x) for x in partials]",
+        "partial_lses": "[x.contiguous() for x in partial_lses]",
+    }
+    f.launch(key, renamed)
+    return f.bind()

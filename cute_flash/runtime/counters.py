@@ -19,18 +19,23 @@ from typing import TypeVar
 import torch
 
 from cute_flash.jit.capture import capture_id
+from cute_flash.spec.features import Buffer
 
 T = TypeVar("T")
 
 PER_THREAD_STREAM = 2
-# The largest number of workspaces that are kept. Further ones are allocated for every call.
-MAX_SHARED = 64
+# The size in bytes of the smallest arena, the alignment of its views, and the largest number of views that are kept.
+MIN_ARENA, VIEW_ALIGN, MAX_VIEWS = 1 << 20, 256, 4096
 MIN_SCRATCH = 1 << 16
 # Each device has a reserve of zeroed counters for captured CUDA graphs: GRAPH_COUNTERS for each of MAX_GRAPHS graphs.
 GRAPH_COUNTERS, MAX_GRAPHS = 4096, 256
 
 _counters: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
-_shared: dict[tuple[int, int, Hashable], object] = {}
+_arenas: dict[tuple[int, int, bool], list[torch.Tensor]] = {}  # the last one is in use
+_views: dict[tuple[int, int, Hashable], tuple[torch.Tensor, ...]] = {}  # of arenas
+_zeroed: dict[tuple[int, int, tuple[int, ...]], torch.Tensor] = {}  # counters that launches reset to 0
+# Held while a call launches several kernels that use the same arena.
+launch_lock = threading.RLock()
 _reserve: dict[int, torch.Tensor] = {}  # by device: zeros, (graph, counter)
 _scratch: dict[int, list[torch.Tensor]] = {}  # by device: fp32 scratch memory, sorted by size
 _lock = threading.Lock()
@@ -54,17 +59,74 @@ def counter(device_index: int) -> tuple[torch.Tensor, int]:
     return _counters.setdefault((device_index, stream), (zero, zero.data_ptr()))
 
 
-def shared(key: Hashable, device_index: int, make: Callable[[], T]) -> T:
-    """Tensors that all launches with this key on the current stream share. The first call allocates them with `make`.
+def stream_workspace(
+    buffers: tuple[Buffer, ...], device_index: int, num_launches: int
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """A function that returns workspace for the next launches on the current stream of the current device.
 
-    Launches must reset counters among them to 0. Not for launches that are being captured.
+    Launches on one stream never run concurrently, so all calls on a stream use the same memory: an arena for calls of
+    one launch, and an arena for calls of several launches, which hold `launch_lock`. Buffers of zeros are zeroed once,
+    and launches reset them to 0. Launches that are being captured, and launches on streams whose handle does not
+    identify them, get new memory.
     """
-    stream = torch._C._cuda_getCurrentRawStream(device_index)
-    if (cached := _shared.get((device_index, stream, key))) is not None:
-        return cached  # type: ignore[return-value]
-    if len(_shared) >= MAX_SHARED or stream == PER_THREAD_STREAM or _is_external(device_index, stream):
-        return make()
-    return _shared.setdefault((device_index, stream, key), _in_new_thread(_lasting, device_index, make))  # type: ignore
+    key = num_launches > 1, tuple([(buffer.shape, buffer.dtype, buffer.init) for buffer in buffers])
+    if any(buffer.init == "zeros" for buffer in buffers):
+        reserve(device_index)
+
+    def fetch() -> tuple[torch.Tensor, ...]:
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return _new_workspace(buffers, device_index, is_captured=True)
+        stream = torch._C._cuda_getCurrentRawStream(device_index)
+        cached = _views.get((device_index, stream, key))
+        if cached is not None:
+            return cached
+        if stream == PER_THREAD_STREAM or _is_external(device_index, stream):
+            return _new_workspace(buffers, device_index)
+        if len(_views) >= MAX_VIEWS:
+            _views.clear()
+        return _views.setdefault((device_index, stream, key), _arena_views(buffers, (device_index, stream, key[0])))
+
+    return fetch
+
+
+def _new_workspace(
+    buffers: tuple[Buffer, ...], device_index: int, is_captured: bool = False
+) -> tuple[torch.Tensor, ...]:
+    made = []
+    for buffer in buffers:
+        if buffer.init == "zeros" and is_captured:
+            made.append(graph_counters(math.prod(buffer.shape), device_index))
+        else:
+            make = torch.zeros if buffer.init == "zeros" else torch.empty
+            made.append(make(buffer.shape, dtype=getattr(torch, buffer.dtype), device=f"cuda:{device_index}"))
+    return tuple(made)
+
+
+def _arena_views(buffers: tuple[Buffer, ...], place: tuple[int, int, bool]) -> tuple[torch.Tensor, ...]:
+    """The buffers as views of the arena at a place (device, stream, whether calls have several launches)."""
+    device_index, stream, _ = place
+    dtypes = [getattr(torch, buffer.dtype) for buffer in buffers]
+    sizes = [math.prod(buffer.shape) * dtype.itemsize for buffer, dtype in zip(buffers, dtypes)]
+    offsets, end = [], 0
+    for buffer, size in zip(buffers, sizes):
+        offsets.append(end)
+        end += 0 if buffer.init == "zeros" else -(-size // VIEW_ALIGN) * VIEW_ALIGN
+    arenas = _arenas.setdefault(place, [])
+    if not arenas or arenas[-1].numel() < end:
+        # Outgrown arenas are kept, because launches in progress and CUDA graphs may still use them.
+        num = max(MIN_ARENA, 1 << (end - 1).bit_length())
+        arenas.append(_in_new_thread(_lasting, device_index, partial(_bytes, num, device_index)))
+    views = []
+    for buffer, dtype, size, offset in zip(buffers, dtypes, sizes, offsets):
+        if buffer.init == "zeros":
+            zeros = _zeroed.get((device_index, stream, buffer.shape))
+            if zeros is None:
+                zeros = _in_new_thread(_lasting, device_index, partial(_zeros, buffer.shape, device_index))
+                zeros = _zeroed.setdefault((device_index, stream, buffer.shape), zeros)
+            views.append(zeros)
+        else:
+            views.append(arenas[-1][offset : offset + size].view(dtype).view(buffer.shape))
+    return tuple(views)
 
 
 def reserve(device_index: int) -> None:
@@ -118,6 +180,10 @@ def _zero(device_index: int) -> torch.Tensor:
 
 def _zeros(shape: tuple[int, ...], device_index: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32, device=f"cuda:{device_index}")
+
+
+def _bytes(num: int, device_index: int) -> torch.Tensor:
+    return torch.empty(num, dtype=torch.uint8, device=f"cuda:{device_index}")
 
 
 def _floats(num: int, device_index: int) -> torch.Tensor:

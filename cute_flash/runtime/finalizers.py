@@ -130,6 +130,18 @@ def bias_gradient(args: AttentionArgs, dbias: Tensor) -> Tensor:
     return like(args.bias, dbias.sum(dim=broadcast, keepdim=True) if broadcast else dbias)
 
 
+def captures_gradient(
+    args: AttentionArgs, problem: Problem, dcaptures: list[Tensor], dcapture_terms: list[Tensor] | None
+) -> list[Tensor | None]:
+    """The gradients of all captured tensors from the kernel's sums, or, if deterministic, from `dcapture_terms`."""
+    if dcapture_terms is not None:
+        sum_capture_terms(problem, dcaptures, dcapture_terms)
+    grads: list[Any] = [None] * len(args.captures)
+    for i, grad in zip(problem.mods.captures_needing_grad, dcaptures, strict=True):
+        grads[i] = like(args.captures[i], grad.view(args.captures[i].shape))
+    return grads
+
+
 def sum_capture_terms(problem: Problem, dcaptures: list[Tensor], dcapture_terms: list[Tensor]) -> None:
     """Add the terms of deterministic gradients of captured tensors to `dcaptures`.
 
@@ -149,13 +161,6 @@ def sum_capture_terms(problem: Problem, dcaptures: list[Tensor], dcapture_terms:
             terms, elements = terms.flatten(0, 1), elements.flatten(0, 1)
         for values, places in zip(terms, elements, strict=True):
             total.index_put_((places.flatten().long(),), values.flatten(), accumulate=True)
-
-
-def captures_gradient(args: AttentionArgs, indices: tuple[int, ...], dcaptures: list[Tensor]) -> list[Tensor | None]:
-    grads: list[Any] = [None] * len(args.captures)
-    for i, grad in zip(indices, dcaptures, strict=True):
-        grads[i] = like(args.captures[i], grad.view(args.captures[i].shape))
-    return grads
 
 
 def rows_of_sequences(args: AttentionArgs, q: Tensor) -> Tensor:

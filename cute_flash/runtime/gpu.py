@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from cute_flash.jit.compile import compiled_kernel
-from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.launch import CompileKey
 from cute_flash.runtime import counters
 from cute_flash.spec.arch import ArchSpec, detect
+from cute_flash.spec.features import Buffer
 
 
 class Gpu:
@@ -35,6 +36,17 @@ class Gpu:
     def tile_counter(self, index: int) -> tuple[Tensor, int]:
         """A zeroed counter for a dynamic tile scheduler on the current stream, and its address."""
         return counters.counter(index)
+
+    def workspace(self, buffers: tuple[Buffer, ...], index: int, num_launches: int) -> Callable[[], tuple[Tensor, ...]]:
+        """A function that returns workspace for the next launches on the current stream, which share its memory."""
+        return counters.stream_workspace(buffers, index, num_launches)
+
+    def scratch(self, shape: tuple[int, ...], index: int) -> Tensor | None:
+        """A tensor that launches write to and that nothing reads; None if a CUDA graph capture prevents it."""
+        return counters.scratch(shape, index)
+
+    # Held while a call launches several kernels that share workspace.
+    launch_lock = counters.launch_lock
 
     def on_device(self, index: int, launch: Callable[..., Any], *arguments: Any) -> Any:
         """Call a bound function with another current device."""

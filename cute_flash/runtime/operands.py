@@ -7,7 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import MAX_SEQLEN
+from cute_flash.spec.decode import DecodeProblem
 from cute_flash.spec.dropout import CALL_STRIDE, RECT_KEYS, RECT_ROWS
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.problem import check_window
@@ -48,7 +50,7 @@ def ensure_aligned(tensor: Tensor) -> Tensor:
 
 def aligned_like(tensor: Tensor) -> Tensor:
     """The tensor itself, or an empty contiguous tensor of its shape if kernels cannot write it."""
-    if has_aligned_strides(tensor):
+    if has_aligned_strides(tensor) and tensor.data_ptr() % ROW_ALIGN_BYTES == 0:
         return tensor
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
@@ -71,11 +73,6 @@ def clamp_window(bound: int) -> int:
     if bound < 0:
         check_window((bound, None))
     return min(bound, MAX_WINDOW)
-
-
-def scalar_operands(kinds: tuple[str, ...], scalars: tuple[float, ...]) -> list[int | float] | None:
-    """The numbers that user mods captured, as ints or floats; None if there are none."""
-    return [int(x) if kind == "int" else float(x) for kind, x in zip(kinds, scalars)] or None
 
 
 # ---- views
@@ -108,19 +105,39 @@ def pack_gqa(tensor: Tensor, group: int) -> Tensor:
     return tensor.as_strided(shape, (tensor.stride(0), group * tensor.stride(1), row_stride, 1))
 
 
-def capture_operands(captures: tuple[Tensor, ...]) -> list[Tensor] | None:
-    """Captured tensors as kernels read them: bools as bytes, fp64 as fp32, rank 0 as rank 1; None if there are none."""
-    return [_capture(x) for x in captures] or None
+# ---- K/V caches
+# ----------------------------------------------------------------------------------------------------------
 
 
-def _capture(x: Tensor) -> Tensor:
-    if 0 in x.shape:
-        raise ValueError(f"a captured tensor has shape {tuple(x.shape)}: give it at least one element")
-    if x.is_neg():
-        # The dispatcher resolves the negative bit of tensor arguments, but not of tensors in optional lists.
-        x = x.resolve_neg()
-    if x.dtype == torch.bool:
-        x = x.view(torch.uint8)
-    elif x.dtype == torch.float64:
-        x = x.float()
-    return x if x.dim() else x.view(1)
+def check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raise `UnsupportedError` for caches that the kernel cannot address. They are never copied."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        step = ROW_ALIGN_BYTES // cache.element_size()
+        if cache.shape[-1] % step:
+            raise UnsupportedError(f"{name} in FP8 with head dim {cache.shape[-1]} on cuda: use a multiple of {step}")
+        strides = [stride for stride, size in zip(cache.stride()[:-1], cache.shape[:-1]) if size > 1]
+        if cache.stride(-1) != 1 or any(x % step for x in strides) or cache.data_ptr() % ROW_ALIGN_BYTES:
+            raise UnsupportedError(
+                f"{name} with strides {tuple(cache.stride())} of {cache.element_size()}-byte elements on cuda: rows "
+                f"must be contiguous and start at multiples of {ROW_ALIGN_BYTES} bytes"
+            )
+
+
+def cache_operand(x: Tensor) -> Tensor:
+    """A cache, with FP8 as bytes. Strides of dimensions of size 1, which have no effect, become aligned ones."""
+    x = x.view(torch.uint8) if x.element_size() == 1 else x
+    step = ROW_ALIGN_BYTES // x.element_size()
+    strides = x.stride()
+    if any(s % step for s in strides[:-1]):
+        x = x.as_strided(x.shape, (*(s if s % step == 0 else step for s in strides[:-1]), 1))
+    return x
+
+
+def rotary_operand(x: Tensor, problem: DecodeProblem) -> Tensor:
+    """A table of cosines or sines, in the dtype that the kernel reads."""
+    return x.to(getattr(torch, problem.rotary_dtype)).contiguous()
+
+
+def cache_scale(x: Tensor | None, heads_kv: int, device: torch.device) -> Tensor:
+    """The scale of each K/V head of an FP8 cache."""
+    return torch.ones(heads_kv, dtype=torch.float32, device=device) if x is None else x.float().expand(heads_kv)

@@ -33,12 +33,17 @@ class Graphs:
             return ""
         return "[" + ",".join("null" if x is None else x.text for x in graphs) + "]"
 
+    @property
+    def present(self) -> list[Graph]:
+        """The graphs that the call has, in the order of their captures and scalars."""
+        return [graph for graph in (self.score, self.mask, self.bwd) if graph is not None]
+
     def split(self, captures: Sequence[Any], scalars: Sequence[Any]) -> GraphArguments:
         """Split the concatenated arguments of all graphs into those of each graph."""
-        arguments: list[tuple[tuple, tuple]] = []
+        arguments: list[GraphValues] = []
         for graph in (self.score, self.mask, self.bwd):
             num_captures, num_scalars = (0, 0) if graph is None else (len(graph.captures), len(graph.scalars))
-            arguments.append((tuple(captures[:num_captures]), tuple(scalars[:num_scalars])))
+            arguments.append(GraphValues(tuple(captures[:num_captures]), tuple(scalars[:num_scalars])))
             captures, scalars = captures[num_captures:], scalars[num_scalars:]
         return GraphArguments(*arguments)
 
@@ -48,18 +53,26 @@ class Graphs:
         return gradient(self.score, captures_needing_grad, self.bwd)
 
 
+class GraphValues(NamedTuple):
+    """The captured tensors and scalars of a graph. As kernel arguments, empty tuples are None."""
+
+    captures: tuple[Any, ...]
+    scalars: tuple[Any, ...]
+
+
 @dataclass(frozen=True)
 class GraphArguments:
-    """(captures, scalars) of each graph."""
+    """The values of each graph."""
 
-    score: tuple[tuple, tuple]
-    mask: tuple[tuple, tuple]
-    bwd: tuple[tuple, tuple]
+    score: GraphValues
+    mask: GraphValues
+    bwd: GraphValues
 
     @property
-    def gradient(self) -> tuple[tuple, tuple]:
-        """(captures, scalars) of the gradient of score_mod: those of score_mod, then those of score_mod_bwd."""
-        return (*self.score[0], *self.bwd[0]), (*self.score[1], *self.bwd[1])
+    def gradient(self) -> GraphValues:
+        """The values of the gradient of score_mod: those of score_mod, then those of score_mod_bwd."""
+        captures, scalars = ((*x, *y) for x, y in zip(self.score, self.bwd, strict=True))
+        return GraphValues(captures, scalars)
 
 
 @lru_cache(maxsize=1024)
@@ -91,8 +104,9 @@ class BoundMods(NamedTuple):
         if score_mod is None and mask_mod is None and score_mod_bwd is None:
             return NO_MODS
         check_mods(score_mod, score_mod_bwd)
-        mods = {"score_mod": score_mod, "mask_mod": mask_mod, "score_mod_bwd": score_mod_bwd}
-        score, mask, bwd = (_NO_MOD if mod is None else bind(mod, role) for role, mod in mods.items())
+        score = _NO_MOD if score_mod is None else bind(score_mod, "score_mod")
+        mask = _NO_MOD if mask_mod is None else bind(mask_mod, "mask_mod")
+        bwd = _NO_MOD if score_mod_bwd is None else bind(score_mod_bwd, "score_mod_bwd")
         graphs = _interned(score.graph, mask.graph, bwd.graph)
         captures = score.captures + mask.captures + bwd.captures
         return BoundMods(graphs, captures, score.scalars + mask.scalars + bwd.scalars)

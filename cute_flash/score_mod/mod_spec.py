@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from cute_flash.score_mod.bound import Graphs
 from cute_flash.score_mod.graph import COLUMN, ROW, Graph
@@ -15,8 +15,8 @@ from cute_flash.score_mod.lower import lowered
 class ModSpec:
     """The compiled-in part of user mods, bias and block mask. Everything else is a run-time argument.
 
-    `spec.describe` sets graphs, block_mask_tile, bias_needs_grad and captures_needing_grad. `runtime.launcher` adds
-    the fields about loading the bias, which depend on its strides and address, and about writing its gradient.
+    `spec.describe` sets the graphs, the block mask's tile, the loads of the bias and the gradients that are needed.
+    `planning.bias` adds the fields about writing the gradient of the bias.
     """
 
     graphs: Graphs = field(default_factory=Graphs)
@@ -35,6 +35,16 @@ class ModSpec:
     # that a band excludes.
     dbias_terms: bool = False
     dbias_accumulates: bool = False  # the kernel adds to dbias, because several scores share an element of the bias
+
+    @cached_property
+    def num_captures(self) -> int:
+        """The number of captured tensors that the kernel takes, graph by graph."""
+        return sum(len(graph.captures) for graph in self.graphs.present)
+
+    @cached_property
+    def scalar_kinds(self) -> tuple[str, ...]:
+        """Of each captured number: "int" or "float"."""
+        return tuple([kind for graph in self.graphs.present for kind in graph.scalars])
 
     @property
     def ops_per_score(self) -> int:

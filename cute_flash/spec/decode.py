@@ -6,7 +6,7 @@ The shapes, after `cute_flash.decode` has applied `kv_layout`:
     k_cache, v_cache  (B or more, S, Hkv, D) and (…, Dv), or pages (num_pages, page_size, Hkv, D) with page_table
 
 Caches may have any strides, except that the last dimension is contiguous and, on CUDA, rows start at multiples of 16
-bytes, which `runtime.decode` checks.
+bytes, which `runtime.launcher` checks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from cute_flash.spec.shapes import lse_dtype
 # Dtypes of q on CUDA. Caches have the dtype of q or are FP8.
 GPU_DTYPES = ("float16", "bfloat16")
 FP8 = torch.float8_e4m3fn
+# The score features of `attn_decode`, by the names of their fields in `DecodeArgs`.
+DECODE_FEATURES = ("softcap", "alibi", "sinks")
 # On CUDA, rotary_dim is a multiple of this.
 ROTARY_DIM_STEP = 16
 
@@ -97,11 +99,26 @@ class DecodeProblem(NamedTuple):
     has_new: bool
     new_tokens: int | None  # appended rows of each sequence; None if ragged; 0 without k_new
     rotary_dim: int  # 0: no rotary embedding
+    rotary: str  # "": none; "halves": NeoX; "pairs": interleaved
+    rotary_dtype: str  # in which kernels read the tables
+    has_leftpad: bool
+    has_batch_idx: bool
+    features: tuple[str, ...]  # of softcap, alibi and sinks
+    num_splits: int | None
     band: Band
 
     @property
     def is_ragged(self) -> bool:
         return self.tokens is None
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        leading = (self.total_tokens,) if self.tokens is None else (self.batch, self.tokens)
+        return *leading, self.heads, self.head_dim_v
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return (self.heads, self.total_tokens) if self.tokens is None else (self.batch, self.heads, self.tokens)
 
     @property
     def is_fp8(self) -> bool:
@@ -161,8 +178,19 @@ def describe_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArg
         has_new=args.k_new is not None,
         new_tokens=new_tokens,
         rotary_dim=rotary_dim,
+        rotary=("pairs" if args.rotary_interleaved else "halves") if rotary_dim else "",
+        rotary_dtype=_rotary_dtype(args.rotary_cos),
+        has_leftpad=args.leftpad is not None,
+        has_batch_idx=args.cache_batch_idx is not None,
+        features=tuple([name for name in DECODE_FEATURES if getattr(args, name) is not None]),
+        num_splits=args.num_splits,
         band=args.band,
     )
+
+
+def _rotary_dtype(cos: Tensor | None) -> str:
+    name = "float32" if cos is None else _name(cos.dtype)
+    return name if name in GPU_DTYPES else "float32"
 
 
 def decode_outputs(q: Tensor, v_cache: Tensor, args: DecodeArgs) -> tuple[Tensor, Tensor]:

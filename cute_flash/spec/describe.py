@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.bias import BiasLayout
 from cute_flash.spec.dropout import RECT_KEYS, RECT_ROWS
 from cute_flash.spec.features import features_of
 from cute_flash.spec.problem import CPU_DTYPES, Problem, check_dropout, check_heads, check_softcap
@@ -40,8 +41,11 @@ def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str =
     check_heads(heads, heads_kv)
     check_per_head("alibi", args.alibi, q, [(heads,), (batch, heads)])
     check_per_head("sinks", args.sinks, q, [(heads,)])
+    sizes = batch, heads, seqlen_q, seqlen_k
+    bias = None
     if args.has_mods:
-        _check_mods(q, args, (batch, heads, seqlen_q, seqlen_k))
+        _check_mods(q, args, sizes)
+        bias = None if args.bias is None else BiasLayout.of(args.bias, sizes)
     problem = Problem(
         batch=batch,
         heads=heads,
@@ -53,13 +57,15 @@ def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str =
         band=args.band,
         head_dim_v=None if v.shape[-1] == q.shape[-1] else v.shape[-1],
         features=features_of(args),
-        mods=_mod_spec(args) if args.has_mods else None,
+        mods=_mod_spec(args, bias) if args.has_mods else None,
         varlen=varlen,
         seqused_k=args.seqused_k is not None,
         block_sparse=bool(args.block_mask),
         out_fp32=args.out_fp32,
         batch_invariant=args.batch_invariant,
         dropout_origin=bool(args.dropout and args.dropout_origin),
+        bias=bias,
+        capture_shapes=tuple([tuple(x.shape) for x in args.captures]),
     )
     device = device or ("cpu" if q.device.type in ("cpu", "meta") else "cuda")
     problem.check(device)
@@ -70,12 +76,22 @@ def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str =
     return problem
 
 
-def _mod_spec(args: AttentionArgs) -> Any:
-    """The `ModSpec` of a call. The launcher adds the fields that depend on the strides and address of the bias."""
+def _mod_spec(args: AttentionArgs, bias: BiasLayout | None) -> Any:
+    """The `ModSpec` of a call. `planning.bias` adds the fields about the gradient of the bias."""
     from cute_flash.score_mod.mod_spec import ModSpec
 
+    loads: dict[str, Any] = {}
+    if bias is not None:
+        loads = {
+            "bias_dtype": bias.dtype,
+            "bias_paired_loads": bias.has_paired_loads,
+            # TMA changes the tile, and the strides of a bias may differ from batch to batch.
+            "bias_tma": bias.fits_tma and not args.batch_invariant,
+            "bias_varies_by_row": bias.varies_by_row,
+        }
     sizes = args.block_mask_sizes
     return ModSpec(
+        **loads,
         graphs=args.mods,
         block_mask_tile=(sizes[0], sizes[1]) if args.block_mask else None,
         bias_needs_grad=args.bias_needs_grad,
@@ -176,6 +192,8 @@ def check_int32(name: str, x: Tensor, q: Tensor, size: str) -> None:
 def check_per_head(name: str, x: Tensor | None, q: Tensor, shapes: list[tuple[int, ...]]) -> None:
     if x is None:
         return
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}: give a tensor with a value for each query head")
     if tuple(x.shape) not in shapes:
         choices = " or ".join(map(str, shapes))
         raise ValueError(f"{name} has shape {tuple(x.shape)}: expected {choices}, a value for each query head")

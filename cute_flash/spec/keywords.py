@@ -42,7 +42,6 @@ class AttnKeywords(SharedKeywords, total=False):
 
     layout: str
     block_mask: BlockMask | TorchBlockMask | None
-    block_map: BlockMask | TorchBlockMask | None
 
 
 class VarlenKeywords(SharedKeywords, total=False):

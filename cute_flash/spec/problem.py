@@ -10,6 +10,7 @@ from typing import Any
 from cute_flash.errors import UnsupportedError
 from cute_flash.score_mod.limits import BLOCK_MASK_MULTIPLE, LONG_MOD_OPS, MAX_INDEX
 from cute_flash.spec.band import NARROW, Band
+from cute_flash.spec.bias import BiasLayout
 from cute_flash.spec.features import MODS, feature_cost
 
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
@@ -115,6 +116,10 @@ class Static:
         mod_cost = 8 * is_long + (self.mods.bias_dtype == "float32") - self.mods.has_cheap_fusion
         return self.base_cost + mod_cost
 
+    def element_dtype(self, element: str) -> str:
+        """The dtype of an operand's element type: "dtype" is that of q, "out" that of the output and its gradient."""
+        return "float32" if element == "out" and self.out_fp32 else self.dtype
+
     @property
     def k_steps(self) -> tuple[range | None, range | None]:
         """The MMA k-steps, of 16 columns, over the head dims of K and of V in a tile of the larger width.
@@ -162,10 +167,16 @@ class Problem:
     out_fp32: bool = False
     batch_invariant: bool = False
     dropout_origin: bool = False
+    bias: BiasLayout | None = None
+    capture_shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors that user mods capture
 
     @property
     def width_v(self) -> int:
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def score_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads, self.seqlen_q, self.seqlen_k
 
     @property
     def batch_dim(self) -> int:

@@ -14,13 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cute_flash.tools import loop_order, tile_choice
+from cute_flash.tools import studies
 from cute_flash.version import __version__
 
 if TYPE_CHECKING:
     from cute_flash.spec.arch import ArchSpec
-    from cute_flash.spec.problem import Problem
-    from cute_flash.tools.explain_cp import ContextParallelExplanation
 
 DESCRIPTION = "Exact attention for NVIDIA Ampere and Hopper GPUs."
 EPILOG = """\
@@ -33,7 +31,7 @@ CACHE_DTYPES = {"fp8": "float8_e4m3fn", "same": ""}
 PASSES = ("forward", "backward")
 MASKS = ("full", "causal", "window", "left")
 BATCHES = ("dense", "varlen")
-# Links between GPUs, as in `tools.cp_cost.LINKS`.
+# Links between GPUs, as in `layouts.studies.cp_cost.LINKS`.
 LINKS = ("nvlink", "infiniband")
 FEATURES = ("softcap", "alibi", "sinks", "dropout", "return_max_logit")
 
@@ -64,10 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: success; 1: a wrong result, a spill, serialised wgmma, a broken installation or a file error; 2: a wrong
     argument; 130: interrupted.
     """
-    args = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        args = _parser(argv).parse_args(argv)
         return args.command(args)
-    except UsageError as error:
+    except (UsageError, studies.MissingStudyError) as error:
         print(f"cute-flash: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -158,7 +157,8 @@ def add_command(
     return sub
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of all commands. A study, which is imported for it, has its options only if `argv` begins with it."""
     parser = argparse.ArgumentParser(
         prog="cute-flash", description=DESCRIPTION, epilog=EPILOG, formatter_class=HELP_FORMATTER
     )
@@ -210,23 +210,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--json", action="store_true", help="print a JSON list with one entry per shape")
 
-    sub = add(
-        "tiles",
-        _tiles,
-        "list tiles that fit shared memory and registers, and compare them with the tile of the kernel",
-        "--gpu A100 --head-dim 128 --dtype bf16",
-        "--gpu X1 --smem-kb 64 --sms 40  # a GPU that the tables do not have",
-    )
-    tile_choice.add_arguments(sub)
-
-    sub = add(
-        "loops",
-        _loops,
-        "compare the loop orders of FlashAttention and FlashAttention-2: bytes, rescales, time",
-        "--gpu A100 --seqlen 4096 --head-dim 64",
-        "--gpu H100 --seqlen 512,8192 --head-dim 64,128 --markdown",
-    )
-    loop_order.add_arguments(sub)
+    for name, study in studies.STUDIES.items():
+        sub = add(name, _study, study.text, *study.examples)
+        if name in argv[:1]:
+            module = studies.load(study.module, name)
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
 
     sub = add(
         "inspect",
@@ -342,7 +331,8 @@ def _explain(args: argparse.Namespace) -> int:
                 if args.cp is None:
                     explanations.append(explain(problem, spec))
                 else:
-                    explanations.append(_explain_cp(problem, spec, args))
+                    cp = studies.load("explain_cp", "explain --cp").ContextParallelExplanation
+                    explanations.append(cp.of(problem, args.cp, args.link or LINKS[0], spec))
             else:
                 cache = CACHE_DTYPES[args.cache_dtype or "same"], args.page_size
                 shape = DecodeShape(*sizes, value_dim, DTYPES[args.dtype], *cache, band, args.num_splits)
@@ -352,13 +342,6 @@ def _explain(args: argparse.Namespace) -> int:
     else:
         print("\n\n".join("\n".join(explanation.lines()) for explanation in explanations))
     return 0
-
-
-def _explain_cp(problem: Problem, spec: ArchSpec, args: argparse.Namespace) -> ContextParallelExplanation:
-    # Imported here, because it imports torch.distributed.
-    from cute_flash.tools.explain_cp import ContextParallelExplanation
-
-    return ContextParallelExplanation.of(problem, args.cp, args.link or LINKS[0], spec)
 
 
 def _check_cp_options(args: argparse.Namespace) -> None:
@@ -377,14 +360,9 @@ def _check_cache_options(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} without --cache-len: for attn_decode only; add --cache-len N")
 
 
-def _tiles(args: argparse.Namespace) -> int:
+def _study(args: argparse.Namespace) -> int:
     with _usage_errors():
-        return tile_choice.run(args)
-
-
-def _loops(args: argparse.Namespace) -> int:
-    with _usage_errors():
-        return loop_order.run(args)
+        return args.run(args)
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.planning.decode import CHUNK, UNIT_KEYS, DecodePlan, DecodeStatic, plan_decode
+from cute_flash.planning.decode import CHUNK, UNIT_KEYS, DecodePlan, DecodeStatic, SplitSizes, plan_splits
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band, ceil_div
 from cute_flash.spec.decode import GPU_DTYPES
@@ -77,6 +77,7 @@ class DecodeShape:
             has_left=self.band.left is not None,
             has_right=self.band.right is not None,
             page_lookup="" if page is None else "row" if page % CHUNK else "chunk",
+            heads_first=self.is_attn,
             has_seqlens=not self.is_attn,
         )
 
@@ -90,8 +91,9 @@ class DecodeExplanation:
     @staticmethod
     def of(shape: DecodeShape, arch: ArchSpec) -> DecodeExplanation:
         shape.check()
-        sizes = (shape.batch, shape.tokens, shape.heads, shape.heads_kv, shape.keys)
-        return DecodeExplanation(shape, arch, plan_decode(shape.static, arch, *sizes, shape.num_splits))
+        sizes = SplitSizes(shape.batch, shape.tokens, shape.heads, shape.heads_kv, shape.keys)
+        kernel = "fwd_split_kv" if shape.is_attn else "decode"
+        return DecodeExplanation(shape, arch, plan_splits(kernel, shape.static, sizes, arch, shape.num_splits))
 
     # ---- division of the keys
 

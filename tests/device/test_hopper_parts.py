@@ -24,7 +24,10 @@ from cute_flash.device.mma.wgmma import make_mma
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline, WarpgroupOrder
 from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler
 from cute_flash.device.scores.mask import column_offset
-from cute_flash.device.softmax.softmax import LOG2_E, MAX_BLOCK_SUM, THREADS_PER_ROW, Softmax
+from cute_flash.device.softmax.exact import ExactMax
+from cute_flash.device.softmax.exp2 import PlainExp2, ProbBlock
+from cute_flash.device.softmax.softmax import LOG2_E, THREADS_PER_ROW, Softmax
+from cute_flash.device.softmax.speculative import MAX_BLOCK_SUM, SpeculativeMax
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 
 # Widths N of m64nN: powers of two, and one other.
@@ -161,38 +164,29 @@ def test_softmax_in_steps(monkeypatch: pytest.MonkeyPatch, slope: float, specula
 
     @cute.jit
     def program(scores, out, lse, sums, scale_log2):  # type: ignore[no-untyped-def]
-        acc_O, block_max, block_sum, row_lse = (cute.make_rmem_tensor(rows, Float32) for _ in range(4))
+        acc_O, row_lse = (cute.make_rmem_tensor(rows, Float32) for _ in range(2))
         acc_O_mn = cute.make_tensor(acc_O.iterator, cute.make_layout((rows, 1)))
-        acc_S, acc_P = (cute.make_rmem_tensor(((2, 2, 2 * steps), 1, 1), Float32) for _ in range(2))
+        acc_S = cute.make_rmem_tensor(((2, 2, 2 * steps), 1, 1), Float32)
         acc_O.fill(0.0)
-        softmax = Softmax.start(acc_O_mn, scale_log2)
-        views = as_operand_a(acc_S), as_operand_a(acc_P), block_sum
+        softmax, exp2 = Softmax.start(acc_O_mn, scale_log2), PlainExp2()
+        probs = ProbBlock.of(acc_S, softmax)
         for block in cutlass.range(scores.shape[0], unroll=1):
             for r, c in itertools.product(range(rows), range(cols)):
                 as_mn(acc_S)[r, c] = scores[block, r, c]
-            block_sum.fill(0.0)
-            grew = cutlass.Boolean(False)
-            if cutlass.const_expr(not speculative_max):
-                grew = softmax.is_outgrown(as_mn(acc_S), block_max, block * cols)
-                if grew:
-                    softmax.raise_max(block_max)
+            probs.block_sum.fill(0.0)
+            row_max = SpeculativeMax(softmax) if speculative_max else ExactMax(softmax, block * cols)
+            grew = row_max.raise_before_exp2(probs, exp2)
             for k in cutlass.range_constexpr(steps):
-                softmax.exponentiate_steps(views, range(k, k + 1), False)
-            if cutlass.const_expr(speculative_max):
-                if softmax.may_have_outgrown(block_sum):
-                    softmax.block_max(as_mn(acc_S), block_max)
-                    if softmax.must_redo(block_max, block_sum):
-                        softmax.raise_max(block_max, acc_O_mn)
-                        block_sum.fill(0.0)
-                        softmax.exponentiate_steps(views, range(steps), True)
-            softmax.add_sums(block_sum)
+                exp2.exponentiate(softmax, probs, range(k, k + 1), row_max.maybe_empty)
+            row_max.correct_after_exp2(probs, exp2, acc_O_mn, lambda: None)
+            softmax.add_sums(probs.block_sum)
             if grew:
                 softmax.scale_rows(acc_O_mn, softmax.alpha)
             for r in cutlass.range_constexpr(rows):
                 # The values of V are 1 in even rows (keys) and 2 in odd ones.
                 for c in cutlass.range_constexpr(cols):
-                    acc_O[r] = acc_O[r] + as_mn(acc_P)[r, c] * (1 + c % 2)
-                sums[block, r] = block_sum[r]
+                    acc_O[r] = acc_O[r] + as_mn(probs.acc_P)[r, c] * (1 + c % 2)
+                sums[block, r] = probs.block_sum[r]
         softmax.finish(acc_O_mn, row_lse)
         for r in cutlass.range_constexpr(rows):
             out[r], lse[r] = acc_O[r], row_lse[r]

@@ -16,15 +16,16 @@ from cutlass.cute.runtime import from_dlpack
 from cute_flash import BlockMask
 from cute_flash.device.memory.views import as_mn, as_operand_a
 from cute_flash.device.scheduling.block_sparse import BlockIndices, BlockSparseIterator
+from cute_flash.device.scheduling.seqlen import HeadBlock
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.mask import Mask
-from cute_flash.device.scores.mods import ModParams
+from cute_flash.device.scores.mods import ModParams, ScoreFactors
+from cute_flash.device.softmax.exp2 import ProbBlock
 from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.reference.user_mods import UserMods
 from cute_flash.runtime import launcher
-from cute_flash.runtime.operands import capture_operands, scalar_operands
 from cute_flash.spec.describe import describe
-from cute_flash.spec.features import BIAS
+from cute_flash.spec.features import BIAS, capture_operand
 from tests.device.test_score import FOR_HOPPER, SHAPES, shapes
 from tests.mod_cases import Case, Kind, Sizes
 
@@ -50,20 +51,18 @@ def exponentiate(head: Any, mask: Any, first: Any, bias: Any, acc: Any) -> None:
 
     If mods change scores, products are multiplied by SCALE first; otherwise SCALE is folded into exp2.
     """
-    factors = (Float32(SCALE), Float32(LOG2_E))
-    factors = factors if head.params.changes_scores else (None, Float32(SCALE * LOG2_E))
-    acc_P = cute.make_fragment_like(acc)
-    block_max, block_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+    factors = ScoreFactors(Float32(SCALE), Float32(LOG2_E))
+    factors = factors if head.params.changes_scores else ScoreFactors(None, Float32(SCALE * LOG2_E))
+    block = ProbBlock(acc, cute.make_fragment_like(acc), *(cute.make_rmem_tensor(2, Float32) for _ in range(2)))
     fused = head.fused_exp2(mask, first, factors, bias, True)
-    fused.block_max(as_operand_a(acc), block_max)
-    largest = [cutlass.select_(block_max[r] > -Float32.inf, block_max[r], Float32(0.0)) for r in range(2)]
-    block_sum.fill(0.0)
+    fused.find_max(None, block)
+    largest = [cutlass.select_(block.block_max[r] > -Float32.inf, block.block_max[r], Float32(0.0)) for r in range(2)]
+    block.block_sum.fill(0.0)
     steps = cute.size(as_operand_a(acc), mode=[2])
     for part in (range(1), range(1, steps)):
-        row_max = tuple(x * factors[1] for x in largest)
-        fused.exponentiate((as_operand_a(acc), as_operand_a(acc_P), block_sum), part, row_max)
+        fused.exponentiate_steps(block, part, tuple(x * factors.log2 for x in largest))
     for i in cutlass.range_constexpr(cute.size(acc)):
-        acc[i] = acc_P[i]
+        acc[i] = block.acc_P[i]
 
 
 def of_threads(
@@ -104,7 +103,8 @@ def of_threads(
     out = torch.full((rows, columns), torch.nan)
     bias = None if args.bias is None else BIAS.value(args, problem)
     kinds = [kind for graph in (args.mods.score, args.mods.mask) if graph is not None for kind in graph.scalars]
-    operands = bias, capture_operands(args.captures), scalar_operands(tuple(kinds), args.scalars)
+    scalars = [int(x) if kind == "int" else x for kind, x in zip(kinds, args.scalars)]
+    operands = bias, list(map(capture_operand, args.captures)) or None, scalars or None
     arguments = (from_dlpack(out), from_dlpack(S), *map(passed, operands))
     cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
     return out
@@ -152,7 +152,7 @@ FUSED = [
 @pytest.mark.compiles
 @pytest.mark.parametrize("kind", FUSED, ids=lambda kind: kind.id)
 def test_fused_pass_of_a_tile(kind: Kind) -> None:
-    """P from products by `device/fused_exp2`."""
+    """P from products by `device/softmax/fused_exp2.py`."""
     shape = SHAPES["wgmma"]
     rows, columns, *_ = shape
     case = Case(kind, SIZES, seed=3, device="cpu")
@@ -174,8 +174,8 @@ def test_iterator_of_a_block_mask(parts: int) -> None:
 
     @cute.jit
     def program(out, indices, head, block):  # type: ignore[no-untyped-def]
-        indices, coord = BlockIndices(*indices), (Int32(0), head, block)
-        block_iter = BlockSparseIterator(indices, coord, indices.counts(*coord), parts)
+        indices, coord = BlockIndices(*indices), HeadBlock(Int32(0), head, block)
+        block_iter = BlockSparseIterator(indices, coord, indices.counts(coord), parts)
         out[0], out[1] = block_iter.num, block_iter.full_end
         for i in cutlass.range(block_iter.num, unroll=1):
             out[2 + i] = block_iter.block(i)

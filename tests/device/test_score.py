@@ -17,13 +17,15 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.memory.views import as_mn
 from cute_flash.device.mma.wgmma import make_mma
 from cute_flash.device.scores import philox as device_philox
 from cute_flash.device.scores.alibi_step import SIGNS, fits
 from cute_flash.device.scores.band import Band
+from cute_flash.device.scores.formula import ScoreTile
 from cute_flash.device.scores.mask import Mask
 from cute_flash.device.scores.score import Score
+from cute_flash.device.softmax.exp2 import ProbBlock
 from cute_flash.device.softmax.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.kernels.sm80.fwd import FwdSm80
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
@@ -92,7 +94,7 @@ def scoring(shape: Any, has_softcap: bool, has_slope: bool, reference: float | N
                 coords = as_mn(tScS)
                 of_rows = (Float32(coords[r, 0][0]) for r in range(cute.size(acc_mn, mode=[0])))
                 references = tuple((row + Float32(reference)) * LOG2_E for row in of_rows)
-                score.apply_relative(acc_mn, mask, (sizes[3], rows, columns), references)
+                score.apply_relative(acc_mn, ScoreTile(mask, sizes[3], rows, columns), references)
             for i in cutlass.range_constexpr(cute.size(acc)):
                 out[tScS[i]] = acc[i] * LN_2
 
@@ -211,29 +213,28 @@ def test_fused_exp2_of_products(softcap: float | None, slope: float | None, plac
                 acc[i] = products[tScS[i]]
             band = Band(None, Int32(0)) if cutlass.const_expr(step == "causal k-step") else Band()
             mask, acc_P = Mask(band, sizes[0], sizes[1], sizes[2], tScS), cute.make_fragment_like(acc)
-            block = sizes[3], rows, columns
+            tile = ScoreTile(mask, sizes[3], rows, columns, has_alibi_step=step != "")
             if cutlass.const_expr(step != ""):
                 word = cutlass.select_(fits(score.slope_log2, score.scale_log2), Int32(1), Int32(0))
-                signs[0] = score.alibi_word(word, mask, block)
-            fused = score.fused_exp2(as_mn(acc), mask, block, step != "")
+                signs[0] = score.alibi.step_word(word, tile)
+            fused = score.fused_exp2(as_mn(acc), tile)
             for i in cutlass.range_constexpr(cute.size(acc)):
                 row, column = tScS[i]
                 acc[i] = -Float32.inf if row + column == 9 else acc[i]
             if cutlass.const_expr(step == "causal k-step"):
                 mask.apply(as_mn(acc), sizes[3])
-            block_max, block_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-            fused.block_max(as_operand_a(acc), block_max)
-            block_sum.fill(0.0)
+            block = ProbBlock(acc, acc_P, *(cute.make_rmem_tensor(2, Float32) for _ in range(2)))
+            fused.find_max(None, block)
+            block.block_sum.fill(0.0)
             row_max, steps = (Float32(1.5), Float32(-0.5)), columns // 16
             for part in (range(3), range(3, steps)):
-                views = as_operand_a(acc), as_operand_a(acc_P), block_sum
-                fused.exponentiate(views, part, row_max)
+                fused.exponentiate_steps(block, part, row_max)
             for i in cutlass.range_constexpr(cute.size(acc)):
                 out[tScS[i]] = acc_P[i]
             for r in cutlass.range_constexpr(2):
                 row, column = as_mn(tScS)[r, 0]
-                largest[row, column // 2] = block_max[r] * LN_2
-                sums[row, column // 2] = block_sum[r]
+                largest[row, column // 2] = block.block_max[r] * LN_2
+                sums[row, column // 2] = block.block_sum[r]
 
     out = torch.full((rows, columns), torch.nan)
     largest, sums = torch.full((rows, 4), torch.nan), torch.full((rows, 4), torch.nan)

@@ -21,8 +21,8 @@ from cute_flash.jit import disk
 from cute_flash.tools import cli
 from cute_flash.version import __version__
 from profiling import __main__ as profiling_cli
-from profiling import doc_tables
-from profiling.record import load
+from profiling.documents import doc_tables
+from profiling.measure.record import load
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from cute_flash.tools import cli
+from cute_flash.tools.studies import STUDIES
 from layouts import __main__ as layouts
 from profiling import __main__ as profiling
 from tests.docs.pages import DOCUMENTS, PAGES, ROOT, commands, name
@@ -16,6 +17,14 @@ from tests.docs.pages import DOCUMENTS, PAGES, ROOT, commands, name
 PARSERS = {"profiling": profiling._parser, "layouts": layouts._parser, "cute_flash": cli._parser}
 # Commands of the system, which are not checked.
 SYSTEM = {"cd", "export", "git", "source", "nvidia-smi", "docker-compose", "open", "pre-commit", "jupyter"}
+
+
+def parse(module: str, argv: list[str]) -> None:
+    """Parse the arguments of `python -m module`."""
+    if module == "layouts" and argv[:1] and argv[0] in STUDIES:
+        module = "cute_flash"
+    parser = cli._parser(argv) if module == "cute_flash" else PARSERS[module]()
+    parser.parse_args(argv)
 
 
 def _check_pip(words: list[str]) -> None:
@@ -27,7 +36,7 @@ def _check_pip(words: list[str]) -> None:
 
 def _check_python(words: list[str]) -> None:
     if words[0] == "-m" and words[1] in PARSERS:
-        PARSERS[words[1]]().parse_args(words[2:])
+        parse(words[1], words[2:])
     elif words[0] == "-m":
         assert words[1] in ("pip", "pytest", "venv", "http.server"), f"module {words[1]!r} is not known to this test"
     elif words[0] != "-c":
@@ -37,7 +46,7 @@ def _check_python(words: list[str]) -> None:
 def check(words: list[str]) -> None:
     program, *arguments = words
     if program == "cute-flash":
-        cli._parser().parse_args(arguments)
+        parse("cute_flash", arguments)
     elif program in ("python", "python3"):
         _check_python(arguments)
     elif program == "pip":
@@ -71,11 +80,11 @@ def test_a_wrong_command_is_noticed(wrong: str) -> None:
 
 
 def test_commands_without_a_gpu_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Commands that compile nothing: explain and layouts."""
+    """Commands that compile nothing: explain, the studies and layouts."""
     ran = 0
     for page in PAGES:
         for words in commands(page):
-            if words[:2] == ["cute-flash", "explain"]:
+            if words[0] == "cute-flash" and words[1] in ("explain", *STUDIES):
                 assert cli.main(words[1:]) == 0, " ".join(words)
             elif words[:3] == ["python", "-m", "layouts"] and "--svg" not in words and "--figures" not in words:
                 assert layouts.main(words[3:]) == 0, " ".join(words)
@@ -83,4 +92,4 @@ def test_commands_without_a_gpu_run(capsys: pytest.CaptureFixture[str]) -> None:
                 continue
             ran += 1
             assert capsys.readouterr().out
-    assert ran >= 4
+    assert ran >= 6

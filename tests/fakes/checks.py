@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash.planning.plan import DALIBI_WARPS_SM90, MAX_SEQLEN, CompileKey
+from cute_flash.planning.plan import MAX_SEQLEN, CompileKey
 from cute_flash.planning.registry import KERNELS
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
@@ -87,7 +87,7 @@ def graphs_of(static: Static) -> list:
 
 
 def out_dtype(static: Static) -> str:
-    return "float32" if static.out_fp32 else static.dtype
+    return "float32" if getattr(static, "out_fp32", False) else static.dtype
 
 
 class Checker:
@@ -284,4 +284,4 @@ def is_dynamic(key: CompileKey) -> bool:
 
 def dalibi_warps(key: CompileKey) -> int:
     """The number of warps of a backward CTA; each stores a part of dalibi."""
-    return key.tile.num_warps if isinstance(key.tile, BwdTileSm80) else DALIBI_WARPS_SM90
+    return key.tile.num_warps if isinstance(key.tile, BwdTileSm80) else 8

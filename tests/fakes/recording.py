@@ -13,6 +13,7 @@ from cute_flash.runtime import launcher
 from cute_flash.runtime.gpu import Gpu, use_gpu
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.features import Buffer
 from cute_flash.spec.shapes import outputs
 
 # The address of a tile counter, which only a GPU would read.
@@ -25,6 +26,7 @@ class RecordingGpu(Gpu):
     def __init__(self, spec: ArchSpec) -> None:
         self.spec = spec
         self.keys: list[CompileKey] = []  # in the order in which launches were bound
+        self.workspaces: list[tuple[tuple[int, ...], ...]] = []  # shapes of the shared workspace of each call
 
     def arch(self, index: int | None) -> ArchSpec:
         return self.spec
@@ -35,6 +37,19 @@ class RecordingGpu(Gpu):
 
     def tile_counter(self, index: int) -> tuple[Tensor, int]:
         return torch.zeros(1, dtype=torch.int32), COUNTER
+
+    def workspace(self, buffers: tuple[Buffer, ...], index: int, num_launches: int) -> Callable[[], tuple[Tensor, ...]]:
+        """New tensors for every call, so that uninitialised memory is detected."""
+
+        def fetch() -> tuple[Tensor, ...]:
+            self.workspaces.append(tuple([buffer.shape for buffer in buffers]))
+            make = {"zeros": torch.zeros, "empty": torch.empty}
+            return tuple([make[x.init](x.shape, dtype=getattr(torch, x.dtype)) for x in buffers])
+
+        return fetch
+
+    def scratch(self, shape: tuple[int, ...], index: int) -> Tensor:
+        return torch.empty(shape)
 
     def on_device(self, index: int, launch: Callable[..., Any], *arguments: Any) -> Any:
         raise AssertionError("tensors on another device")
@@ -61,4 +76,4 @@ def backward_keys(
 
 def main_key(keys: list[CompileKey]) -> CompileKey:
     """The kernel that computes attention, or its gradients."""
-    return next(key for key in keys if key.kernel.startswith(("fwd_sm", "bwd_sm")))
+    return next(key for key in keys if key.kernel.startswith(("fwd_s", "bwd_sm")))

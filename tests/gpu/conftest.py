@@ -40,4 +40,4 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture
 def known_rng(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every call with dropout the same seed."""
-    monkeypatch.setattr(api, "draw_seed", lambda device: torch.tensor(RNG, device=device))
+    monkeypatch.setattr(api, "_seed", lambda q: torch.tensor(RNG, device=q.device))

@@ -88,7 +88,7 @@ def varlen_keys() -> Iterator[CompileKey]:
 
 def study_keys() -> Iterator[CompileKey]:
     """Kernels with other shared-memory layouts."""
-    from profiling.ncu_case import LAYOUTS
+    from profiling.counters.ncu_case import LAYOUTS
     from tests.gpu import test_banks
 
     for case in test_banks.PROFILED:

@@ -9,7 +9,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.memory.smem import allocate_stages
-from cute_flash.device.memory.tma import VarlenTmaTiles
+from cute_flash.device.memory.tma import VarlenRows, VarlenTmaTiles
 from cute_flash.device.scheduling.seqlen import with_batch_mode
 from cute_flash.kernels.common.fakes import CUTE_DTYPES, Fakes
 from cute_flash.smem.tile import SmemTile
@@ -64,14 +64,14 @@ class RaggedCopy:
         dtype = CUTE_DTYPES[self.static.dtype]
         sX = allocate_stages(smem, dtype, tile, 1)[None, None, 0]
         barrier = smem.allocate_array(cutlass.Int64, 1, byte_alignment=8)
-        head, where = cute.arch.block_idx()[0], (begin, length)
+        head, rows = cute.arch.block_idx()[0], VarlenRows(begin, length)
         with cute.arch.elect_one():
             cute.arch.mbarrier_init(barrier, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, tile.bytes)
-        load.load(sX, block, head, where, barrier)
+        load.load(sX, block, head, rows, barrier)
         cute.arch.mbarrier_wait(barrier, 0)
         for row in cutlass.range(tile.rows, unroll=1):
             for column in cutlass.range(cute.arch.lane_idx(), tile.cols, 32, unroll=1):
@@ -79,6 +79,6 @@ class RaggedCopy:
         cute.arch.sync_warp()
         cute.arch.fence_proxy("async.shared", space="cta")
         with cute.arch.elect_one():
-            store.store(sX, block, head, where)
+            store.store(sX, block, head, rows)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0)

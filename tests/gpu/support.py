@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from profiling import machine
+from profiling.measure import machine
 from tests.combinations import VarlenCombination
 from tests.feature_gradients import AnyCombination
 from tests.gpu.feature_combinations import Kind

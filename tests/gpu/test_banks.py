@@ -17,11 +17,11 @@ from cute_flash.planning.plan import plan_forward
 from cute_flash.runtime import binder
 from cute_flash.spec.arch import detect
 from cute_flash.spec.band import Band
-from profiling.expect import expected
-from profiling.ncu import NotPermittedError, Tool
-from profiling.ncu_case import LAYOUTS, Case
-from profiling.ncu_metrics import Profile
-from profiling.suites import Shape
+from profiling.counters.expect import expected
+from profiling.counters.ncu import NotPermittedError, Tool
+from profiling.counters.ncu_case import LAYOUTS, Case
+from profiling.counters.ncu_metrics import Profile
+from profiling.measure.shapes import Shape
 from tests import cases
 from tests.counter_checks import disagreements
 from tests.gpu import families

@@ -151,7 +151,7 @@ def test_same_input_same_bits() -> None:
 def test_functions_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same dropout mask, forward and gradients equal those of the CPU path, with and without a block mask."""
     rng = torch.tensor([123456789123, 42])
-    monkeypatch.setattr(api, "draw_seed", lambda device: rng.to(device))
+    monkeypatch.setattr(api, "_seed", lambda q: rng.to(q.device))
     generator = torch.Generator().manual_seed(5)
     inputs = [torch.randn(2, heads, 300, 128, generator=generator).bfloat16() for heads in (4, 2, 2)]
     mask = masks.sliding_window(70)

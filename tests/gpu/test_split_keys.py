@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import cute_flash
-from profiling.host import recorded_launches
+from profiling.measure.launches import recorded_launches
 from tests.gpu.decode_cases import SPLIT_CASES, SplitCase
 
 # Without the fixture `family`: a family that the caller chooses does not split keys.
@@ -36,7 +36,7 @@ def test_as_on_the_cpu(case: SplitCase) -> None:
     dout = torch.randn(tensors["q"].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, case.dtype)
     with recorded_launches() as launches:
         found = results(case, tensors, dout)
-    assert launches[0].key.kernel == "decode"
+    assert launches[0].key.kernel == "fwd_split_kv"
     expected = results(case, {name: x.double().cpu() for name, x in tensors.items()}, dout.double().cpu())
     for name, exact in expected.items():
         mine = found[name].double().cpu()
@@ -52,7 +52,7 @@ def test_batch_invariant_does_not_split() -> None:
     tensors = case.inputs(DEVICE)
     with recorded_launches() as launches:
         out = cute_flash.attn(*tensors.values(), batch_invariant=True)
-    assert [one.key.kernel for one in launches if one.key.kernel == "decode"] == []
+    assert [one.key.kernel for one in launches if one.key.kernel == "fwd_split_kv"] == []
     alone = cute_flash.attn(*(x[1:2] for x in tensors.values()), batch_invariant=True)
     assert torch.equal(out[1:2], alone)
     torch.testing.assert_close(out, cute_flash.attn(*tensors.values()), rtol=2e-2, atol=2e-3)

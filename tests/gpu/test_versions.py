@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from profiling.accuracy import relative_difference
-from profiling.timing import GraphTimer
-from profiling.version_worker import Cell, VersionWorker
+from profiling.measure.accuracy import relative_difference
+from profiling.measure.timing import GraphTimer
+from profiling.tune.version_worker import Cell, VersionWorker
 
 pytestmark = pytest.mark.gpu
 CELLS = [

@@ -239,8 +239,10 @@ def test_refused_keywords(name: str) -> None:
 
 def test_wrong_arguments() -> None:
     q, k, v = qkv()
-    with pytest.raises(TypeError, match=r"flash_attn_func.* 'scale'"):
+    with pytest.raises(UnsupportedError, match=r"scale=1\.0 in flash_attn_func: write softmax_scale"):
         fa.flash_attn_func(q, k, v, scale=1.0)
+    with pytest.raises(TypeError, match=r"flash_attn_func.* 'scales'"):
+        fa.flash_attn_func(q, k, v, scales=1.0)
     with pytest.raises(UnsupportedError, match=r"return_attn_probs=True with dropout_p=0.1.*return_softmax_lse"):
         fa.flash_attn_func(q, k, v, 0.1, return_attn_probs=True)
     with pytest.raises(ValueError, match="return_attn_probs=True with return_softmax_lse=True"):

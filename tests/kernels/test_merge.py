@@ -43,9 +43,9 @@ def merged(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.
     @cute.jit
     def program(out, lse, partials, partial_lses):  # type: ignore[no-untyped-def]
         p = Params(out, lse, tuple(partials), tuple(partial_lses), (Int32(0),) * num)
-        where = (Int32(0), Int32(0))
+        head = Int32(0), Int32(0)
         for row in cutlass.range(rows, unroll=1):
-            kernel.store(p, where, row, Int32(0), *kernel.load(p, where, row, Int32(0)))
+            kernel.store(p, *head, row, Int32(0), kernel.load(p, *head, row, Int32(0)))
 
     def passed(x: torch.Tensor) -> Any:
         return from_dlpack(x, assumed_align=16)

@@ -1,8 +1,9 @@
-"""Layouts of `layouts.layout` as CuTe layouts."""
+"""Layouts of `layouts.layout` as CuTe layouts, and a jit function that evaluates a CuTe layout."""
 
 from typing import Any
 
-from cutlass import cute
+import cutlass
+from cutlass import Int32, cute
 
 from layouts import AnyLayout, ComposedLayout
 
@@ -14,3 +15,10 @@ def to_cute(layout: AnyLayout) -> Any:
         outer = cute.make_swizzle(swizzle.bits, swizzle.base, swizzle.shift)
         return cute.make_composed_layout(outer, layout.offset, to_cute(layout.layout))
     return cute.make_layout(layout.shape, stride=layout.stride)
+
+
+@cute.jit
+def write_indices(out: cute.Tensor, build: cutlass.Constexpr):
+    layout = build()
+    for i in range(out.shape[0]):
+        out[i] = Int32(cute.crd2idx(i, layout))

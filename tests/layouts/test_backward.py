@@ -17,10 +17,10 @@ from cute_flash.spec.band import ceil_div
 from cute_flash.spec.problem import Problem
 from layouts import Use, Work, predict
 from layouts.backward import bwd_sm80_uses, bwd_sm90_uses, bwd_sm90_wide_uses
-from profiling.expect import expected
-from profiling.figures import BY_INSTRUCTION, COUNTERS, DATA
-from profiling.ncu_case import case_of
-from profiling.ncu_source import read_tables
+from profiling.counters.expect import expected
+from profiling.counters.ncu_case import case_of
+from profiling.counters.ncu_source import read_tables
+from profiling.documents.figures import BY_INSTRUCTION, COUNTERS, DATA
 from tests.jit.gates import kernel_resources
 
 ONE = Work(row_tiles=1, key_blocks=1)

@@ -25,7 +25,6 @@ from cute_flash.jit.resources import Resources
 from cute_flash.planning.merge import merge_key
 from cute_flash.planning.plan import CompileKey, Plan, plan_backward, plan_forward
 from cute_flash.planning.registry import KERNELS
-from cute_flash.runtime import launcher
 from cute_flash.score_mod.block_mask import BlockMask
 from cute_flash.score_mod.bound import BoundMods
 from cute_flash.spec.arch import ARCHS
@@ -600,10 +599,9 @@ def _bias(bias: Bias, sizes: Sizes) -> Tensor:
 def plan_of(case: Case, sizes: Sizes | None = None) -> Plan:
     """The plan of a case's call, as a launch makes it; raises `UnsupportedError` if the family has none."""
     q, k, v, args = call_of(case, sizes)
-    problem, arch = launcher._with_bias(describe(q, k, v, args, "cuda"), args), ARCHS[case.arch]
+    problem, arch = describe(q, k, v, args, "cuda"), ARCHS[case.arch]
     if case.direction == "fwd":
         return plan_forward(problem, arch, case.family, can_pack_gqa="pack_gqa" in case.features)
-    problem, _ = launcher._with_dbias(problem, args, case.deterministic)
     return plan_backward(problem, arch, case.deterministic, case.has_dlse, case.family)
 
 

@@ -77,9 +77,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # Scores in kernels.
     *_mutants(
-        "cute_flash/device/scores/score.py",
+        "cute_flash/device/scores",
         _DEVICE_SCORES,
-        ("score = score - self.slope_log2 * from_key", "score = score + self.slope_log2 * from_key"),
+        ("score = score - slope * cute.math.absf", "score = score + slope * cute.math.absf"),
         ("(x * cap - cap) * y", "(x * cap + cap) * y"),
         ("inverse_ab, inverse_cd = inverse * cd, inverse * ab", "inverse_ab, inverse_cd = inverse * ab, inverse * cd"),
         ("acc[i] * (c0 + squared * (c1 + squared * c2))", "acc[i] * (c0 + squared * (c1 - squared * c2))"),
@@ -106,8 +106,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("return m, torch.ones_like(m)", "return m, torch.zeros_like(m)"),
     ),
     *_mutants(
-        "cute_flash/reference/loops.py",
-        _of("reference/test_dense.py", "reference/test_cpu.py", "reference/test_loops.py"),
+        "cute_flash/reference/formulas.py",
+        _of("reference/test_dense.py", "reference/test_cpu.py", "layouts/test_loops.py"),
         ("mask &= distance >= -band.left", "mask &= distance > -band.left"),
         ("mask &= distance <= band.right", "mask &= distance < band.right"),
         ("alpha * l + P.sum(dim=-1, keepdim=True)", "l + P.sum(dim=-1, keepdim=True)"),

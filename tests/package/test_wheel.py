@@ -58,13 +58,28 @@ def test_the_wheel_installs_cute_flash_only(wheel: Path) -> None:
 IMPORT = """
 import os, sys, torch
 sys.path[:0] = FOREIGN[:1] if os.fork() == 0 else FOREIGN[1:]
-import cute_flash, layouts
+import cute_flash, cute_flash.reference, layouts
+from cute_flash.tools import cli
 q = torch.ones(1, 1, 4, 8)
 assert cute_flash.attn(q, q, q).shape == q.shape
 assert cute_flash.__file__.startswith(FOLDER), cute_flash.__file__
 assert layouts.__file__ == f"{sys.path[0]}/{layouts.NAME}"
+for command in ("tiles", "loops --help", "explain 1,2,64,64 --cp 2"):
+    assert cli.main(command.split()) == 2
+try:
+    cute_flash.reference.tiled_q_outer
+except AttributeError as error:
+    assert "tiled_q_outer is in layouts/studies/loops.py of the repository" in str(error)
+else:
+    raise AssertionError("the wheel has the loop orders")
 os.write(1, f"imported beside {layouts.NAME}\\n".encode())
 """
+MISSING = [
+    "cute-flash: tiles is a study that the wheel does not hold: run it in a checkout of the repository, as python -m "
+    "layouts tiles ...",
+    "cute-flash: loops",
+    "cute-flash: explain --cp",
+]
 
 
 @pytest.mark.processes
@@ -80,3 +95,4 @@ def test_a_foreign_module_called_layouts_does_not_matter(wheel: Path, tmp_path: 
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert sorted(done.stdout.splitlines()) == [f"imported beside {name}" for name in names], done.stderr
+    assert all(done.stderr.count(message) == len(names) for message in MISSING)

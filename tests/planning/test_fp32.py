@@ -35,7 +35,7 @@ def test_launches(arch: str) -> None:
 def test_workspace_has_pieces_as_wide_as_the_tile_and_norms() -> None:
     forward = {buffer.name: buffer for buffer in plan_forward(PROBLEM, SM_80).workspace}
     assert forward["q_pieces"].shape == (2, 4, 300, 256) and forward["k_pieces"].shape == (2, 2, 500, 256)
-    assert forward["v_pieces"] == replace(forward["k_pieces"], name="v_pieces")
+    assert forward["v_pieces"] == forward["k_pieces"]._replace(name="v_pieces")
     assert {forward[f"{name}_pieces"].dtype for name in "qkv"} == {"float16"}
     # Atomic operations raise the norms, so they start at 0.
     assert forward["norms"].shape == (4, 2, 4) and forward["norms"].init == "zeros"

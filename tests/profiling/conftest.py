@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from profiling import timing
+from profiling.measure import timing
 
 
 @pytest.fixture

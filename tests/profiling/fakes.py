@@ -1,4 +1,4 @@
-"""A fake clock, providers with given speeds and errors, and a GPU that runs launches on CPU tensors."""
+"""A fake clock, peers with given speeds and errors, and a GPU that runs launches on CPU tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from cute_flash import reference
 from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band
-from profiling.accuracy import Accuracy, Errors
-from profiling.bench import Settings, Tools
-from profiling.record import Ceiling, Cell, Result, Run
-from profiling.suites import Shape
-from profiling.timing import Batch, repeat
+from profiling.bench.bench import Settings
+from profiling.measure.accuracy import Accuracy, Errors
+from profiling.measure.record import Ceiling, Cell, Result, Run
+from profiling.measure.shapes import Shape
+from profiling.measure.study import Tools
+from profiling.measure.timing import Batch, repeat
 from tests.fakes.recording import RecordingGpu
 
 
@@ -53,7 +54,7 @@ class FakeTimer:
 
 
 @dataclass(frozen=True)
-class FakeProvider:
+class FakePeer:
     """Attention in the input's dtype that takes `call_ms`; `spoil` and `spoil_gradients` change its results."""
 
     name: str
@@ -115,8 +116,9 @@ SETTINGS = Settings(rounds=3, ms=5.0, ceiling_size=16)
 
 
 def tools(timer: FakeTimer, **overrides: Any) -> Tools:
-    defaults: dict[str, Any] = {"facts": lambda: {"gpu": "fake", "l2_bytes": 1 << 40}, "card_state": dict}
-    return Tools(timer=timer, device=torch.device("cpu"), **{**defaults, **overrides})
+    facts = {"gpu": "fake", "l2_bytes": 1 << 40, "git_commit": "c"}
+    defaults: dict[str, Any] = {"facts": lambda: facts, "card_state": dict, "clock": lambda: timer.now_ms / 1e3}
+    return Tools(timer, timer, torch.device("cpu"), **{**defaults, **overrides})
 
 
 def result(tflops: float | None, error: float = 2e-3, is_wrong: bool = False, **fields: Any) -> Result:
@@ -143,7 +145,7 @@ def run(*cells: Cell, **fields: Any) -> Run:
         "machine": {"gpu": "fake"},
         "method": {},
         "ours": tuple(name for name in names if name.startswith("cute_flash")),
-        "providers": names,
+        "names": names,
         "unavailable": {},
         "ceiling": Ceiling("matmul bf16 8192^3", 800.0, (1.4,)),
         "is_complete": True,

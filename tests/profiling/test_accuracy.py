@@ -6,9 +6,9 @@ from torch import Tensor
 
 from cute_flash import reference
 from cute_flash.spec.band import Band
-from profiling.accuracy import OUTLIER_RATE, random_dout, random_inputs, relative_distance
-from profiling.oracles import forward_oracle
-from profiling.suites import Shape
+from profiling.measure.accuracy import OUTLIER_RATE, random_dout, random_inputs, relative_distance
+from profiling.measure.oracles import forward_oracle
+from profiling.measure.shapes import Shape
 
 CPU = torch.device("cpu")
 SHAPES = [

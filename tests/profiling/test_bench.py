@@ -5,22 +5,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from profiling import report
-from profiling.bench import run_bench
-from profiling.record import Run
-from tests.profiling.fakes import SETTINGS, SMALL, FakeProvider, FakeTimer, tools
+from profiling.bench import report
+from profiling.bench.bench import run_bench
+from profiling.measure.record import Run
+from tests.profiling.fakes import SETTINGS, SMALL, FakePeer, FakeTimer, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
 
-def bench(timer, providers, shapes=(SMALL,), settings=SETTINGS, unavailable=None, **overrides) -> Run:
-    return run_bench(shapes, providers, unavailable or {}, settings, tools(timer, **overrides))
+def bench(timer, peers, shapes=(SMALL,), settings=SETTINGS, unavailable=None, **overrides) -> Run:
+    return run_bench(shapes, peers, unavailable or {}, settings, tools(timer, **overrides))
 
 
 def test_speeds_ratios_and_errors_of_a_good_run():
     timer = FakeTimer()
-    ours = FakeProvider("cute_flash", timer, call_ms=0.5, is_ours=True)
-    peers = [FakeProvider("sdpa-flash", timer, 1.0), FakeProvider("fa3", timer, 0.4, is_bshd=True)]
+    ours = FakePeer("cute_flash", timer, call_ms=0.5, is_ours=True)
+    peers = [FakePeer("sdpa-flash", timer, 1.0), FakePeer("fa3", timer, 0.4, is_bshd=True)]
     run = bench(timer, [ours, *peers], settings=replace(SETTINGS, outliers=True))
     (cell,) = run.cells
     assert cell.results["cute_flash"].tflops == pytest.approx(SMALL.flops() / 0.5e-3 / 1e12)
@@ -44,8 +44,8 @@ def test_a_provider_that_fails_in_one_cell_is_recorded_there_and_runs_in_the_nex
             raise NotImplementedError("causal is not here yet")
 
     shapes = [SMALL, replace(SMALL, heads=2, heads_kv=2)]
-    ours = FakeProvider("cute_flash", timer, is_ours=True, spoil=refuse_causal)
-    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer)], shapes)
+    ours = FakePeer("cute_flash", timer, is_ours=True, spoil=refuse_causal)
+    run = bench(timer, [ours, FakePeer("sdpa-flash", timer)], shapes)
     first, second = run.cells
     assert first.results["cute_flash"].error == "NotImplementedError: causal is not here yet"
     assert first.results["cute_flash"].tflops is None and first.tflops("sdpa-flash")
@@ -60,9 +60,9 @@ def test_a_wrong_provider_is_flagged_and_never_the_best_peer():
     def double(out):
         out *= 2
 
-    fast_and_wrong = FakeProvider("fa3", timer, 0.1, spoil=double)
-    ours = FakeProvider("cute_flash", timer, is_ours=True)
-    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer, 2.0), fast_and_wrong])
+    fast_and_wrong = FakePeer("fa3", timer, 0.1, spoil=double)
+    ours = FakePeer("cute_flash", timer, is_ours=True)
+    run = bench(timer, [ours, FakePeer("sdpa-flash", timer, 2.0), fast_and_wrong])
     (cell,) = run.cells
     assert cell.results["fa3"].is_wrong and not cell.results["cute_flash"].is_wrong
     assert run.best_peer(cell) == "sdpa-flash"
@@ -76,8 +76,8 @@ def test_ours_wrong_makes_the_run_fail():
     def forget_the_last_rows(out):
         out[:, :, -5:] = 0
 
-    ours = FakeProvider("cute_flash", timer, is_ours=True, spoil=forget_the_last_rows)
-    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer)])
+    ours = FakePeer("cute_flash", timer, is_ours=True, spoil=forget_the_last_rows)
+    run = bench(timer, [ours, FakePeer("sdpa-flash", timer)])
     assert "cute_flash wrong on normal inputs" in report.failures(run)[0]
 
 
@@ -89,23 +89,23 @@ def test_a_race_is_seen():
         # Far below every tolerance.
         out[0, 0, 0, 0] += 0.01 * (len(calls) > 2)
 
-    ours = FakeProvider("cute_flash", timer, is_ours=True, spoil=differ)
-    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer)])
+    ours = FakePeer("cute_flash", timer, is_ours=True, spoil=differ)
+    run = bench(timer, [ours, FakePeer("sdpa-flash", timer)])
     assert not run.cells[0].results["cute_flash"].is_wrong
     assert "other bits on the same inputs" in report.failures(run)[0]
 
 
 def test_an_output_of_another_shape_is_an_error():
     timer = FakeTimer()
-    # The provider claims that its output is (B, H, S, D), but it is not.
-    liar = FakeProvider("cute_flash", timer, is_ours=True, is_bshd=True)
+    # The peer claims that its output is (B, H, S, D), but it is not.
+    liar = FakePeer("cute_flash", timer, is_ours=True, is_bshd=True)
     run = bench(timer, [type("Liar", (), {**_members(liar), "is_bshd": False})()])
     assert "out of shape (2, 300, 3, 16), expected (2, 3, 300, 16)" in report.failures(run)[0]
 
 
-def _members(provider: FakeProvider):
+def _members(peer: FakePeer):
     names = ("name", "is_ours", "available", "context", "prepare")
-    return {n: staticmethod(v) if callable(v := getattr(provider, n)) else v for n in names}
+    return {n: staticmethod(v) if callable(v := getattr(peer, n)) else v for n in names}
 
 
 def test_inputs_that_do_not_fit_are_the_result_of_all(monkeypatch):
@@ -117,7 +117,7 @@ def test_inputs_that_do_not_fit_are_the_result_of_all(monkeypatch):
         return real(size, **options)
 
     monkeypatch.setattr(torch, "randn", randn)
-    run = bench(timer, [FakeProvider("sdpa-flash", timer)], [replace(SMALL, seqlen=1000), SMALL])
+    run = bench(timer, [FakePeer("sdpa-flash", timer)], [replace(SMALL, seqlen=1000), SMALL])
     assert run.cells[0].results["sdpa-flash"].error == "OutOfMemoryError: CUDA out of memory"
     assert run.cells[1].tflops("sdpa-flash")
 
@@ -130,9 +130,9 @@ def test_a_lost_device_stops_the_run_and_keeps_what_was_measured():
             timer.is_lost = True
             raise RuntimeError("illegal memory access")
 
-    bad = FakeProvider("cute_flash", timer, is_ours=True, spoil=break_the_card)
+    bad = FakePeer("cute_flash", timer, is_ours=True, spoil=break_the_card)
     shapes = [SMALL, replace(SMALL, heads=2, heads_kv=2), SMALL]
-    run = bench(timer, [bad, FakeProvider("sdpa-flash", timer)], shapes, save=saved.append)
+    run = bench(timer, [bad, FakePeer("sdpa-flash", timer)], shapes, save=saved.append)
     assert len(run.cells) == 1 and run.cells[0].tflops("cute_flash")
     assert not run.is_complete and shapes[1].id in (run.stopped or "") and run.stopped in report.failures(run)
     assert saved[-1] == run
@@ -142,7 +142,7 @@ def test_every_cell_is_saved_with_the_card_before_and_after():
     timer, saved, lines, states = FakeTimer(), list[Run](), list[str](), iter(range(10))
     run = bench(
         timer,
-        [FakeProvider("sdpa-flash", timer)],
+        [FakePeer("sdpa-flash", timer)],
         [SMALL, SMALL],
         save=saved.append,
         progress=lines.append,
@@ -156,13 +156,13 @@ def test_every_cell_is_saved_with_the_card_before_and_after():
 
 def test_the_l2_state_is_recorded_and_the_ceiling_is_timed_at_both_ends():
     timer = FakeTimer()
-    run = bench(timer, [FakeProvider("a", timer)], facts=lambda: {"l2_bytes": 1000})
+    run = bench(timer, [FakePeer("a", timer)], facts=lambda: {"l2_bytes": 1000})
     # Q, K, V and O in bf16, and the LSE in fp32.
     rows = SMALL.batch * SMALL.heads * SMALL.seqlen
     assert run.cells[0].working_set_bytes == rows * (4 * SMALL.head_dim * 2 + 4)
     assert run.cells[0].exceeds_l2 is True
     assert run.ceiling is not None and len(run.ceiling.round_ms) == 2 * SETTINGS.rounds
-    assert bench(timer, [FakeProvider("a", timer)], facts=dict).cells[0].exceeds_l2 is None
+    assert bench(timer, [FakePeer("a", timer)], facts=dict).cells[0].exceeds_l2 is None
 
 
 @pytest.mark.parametrize("layout", ("bhsd", "bshd"))
@@ -170,7 +170,7 @@ def test_inputs_have_the_memory_layout_of_the_settings(layout):
     timer = FakeTimer()
     seen = []
 
-    class Recorder(FakeProvider):
+    class Recorder(FakePeer):
         def prepare(self, q, k, v, causal):
             seen.extend((q, k, v))
             return super().prepare(q, k, v, causal)

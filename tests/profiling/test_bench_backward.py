@@ -1,4 +1,4 @@
-"""The backward direction of the benchmark, with fake providers on the CPU."""
+"""The backward direction of the benchmark, with fake peers on the CPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from torch.nn.attention import SDPBackend
 
 from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
-from profiling import report
-from profiling.bench import needed_kernels, run_bench
-from profiling.providers import CuteFlash, Sdpa
-from profiling.record import Run
-from profiling.suites import Shape
+from profiling.bench import report
+from profiling.bench.bench import run_bench
+from profiling.measure.launches import needed_kernels
+from profiling.measure.record import Run
+from profiling.measure.shapes import Shape
+from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.directions import calls_of
+from profiling.peers.sdpa import Sdpa
 from tests.fakes.cuda import claiming_cuda, own_workspaces
-from tests.profiling.fakes import SETTINGS, SMALL, CpuGpu, FakeProvider, FakeTimer, tools
+from tests.profiling.fakes import SETTINGS, SMALL, CpuGpu, FakePeer, FakeTimer, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
@@ -26,15 +29,15 @@ GROUPED = Shape(batch=2, heads=6, heads_kv=2, seqlen=70, head_dim=16, causal=Fal
 LABELS = {f"normal {name}" for name in ("dq", "dk", "dv")}
 
 
-def bench(timer, providers, shapes=(SMALL,), settings=BACKWARD, **overrides) -> Run:
-    return run_bench(shapes, providers, {}, settings, tools(timer, **overrides))
+def bench(timer, peers, shapes=(SMALL,), settings=BACKWARD, **overrides) -> Run:
+    return run_bench(shapes, peers, {}, settings, tools(timer, **overrides))
 
 
 @pytest.mark.parametrize("shape", [SMALL, GROUPED, replace(GROUPED, causal=True)], ids=lambda shape: shape.id)
 def test_speeds_and_errors_of_a_good_run(shape):
     timer = FakeTimer()
-    ours = FakeProvider("cute_flash", timer, call_ms=0.5, is_ours=True)
-    peers = [FakeProvider("sdpa-flash", timer, 1.0), FakeProvider("fa3", timer, 0.4, is_bshd=True)]
+    ours = FakePeer("cute_flash", timer, call_ms=0.5, is_ours=True)
+    peers = [FakePeer("sdpa-flash", timer, 1.0), FakePeer("fa3", timer, 0.4, is_bshd=True)]
     run = bench(timer, [ours, *peers], [shape], replace(BACKWARD, outliers=True))
     (cell,) = run.cells
     assert cell.key == f"bwd-bf16-{shape.id}"
@@ -57,7 +60,7 @@ def test_speeds_and_errors_of_a_good_run(shape):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_real_providers_through_autograd(causal):
+def test_real_peers_through_autograd(causal):
     peer = Sdpa("sdpa-flash", SDPBackend.MATH)
     run = bench(FakeTimer(), [CuteFlash(), peer], [replace(GROUPED, causal=causal)])
     (cell,) = run.cells
@@ -72,13 +75,13 @@ def test_real_providers_through_autograd(causal):
 
 def test_bytes_are_those_of_the_gradients_too():
     timer = FakeTimer()
-    run = bench(timer, [FakeProvider("a", timer)], [GROUPED], facts=lambda: {"l2_bytes": 100_000})
+    run = bench(timer, [FakePeer("a", timer)], [GROUPED], facts=lambda: {"l2_bytes": 100_000})
     # Q, O, dO, dQ of six heads, K, V, dK, dV of two in bf16, and the LSE in fp32.
     expected = 2 * 70 * (4 * (6 + 2) * 16 * 2 + 6 * 4)
     assert run.cells[0].working_set_bytes == expected and expected > 100_000
     # The forward pass would fit.
     assert run.cells[0].exceeds_l2 is True
-    assert bench(timer, [FakeProvider("a", timer)], [GROUPED], SETTINGS).cells[0].working_set_bytes < 100_000
+    assert bench(timer, [FakePeer("a", timer)], [GROUPED], SETTINGS).cells[0].working_set_bytes < 100_000
 
 
 def test_other_bits_are_allowed_and_wrong_values_are_not():
@@ -89,8 +92,8 @@ def test_other_bits_are_allowed_and_wrong_values_are_not():
         # One unit in the last place of one entry.
         dq[0, 0, -1, 0] *= 1 + 2**-7 * (len(calls) % 2)
 
-    ours = FakeProvider("cute_flash", timer, is_ours=True, spoil_gradients=differ)
-    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer)])
+    ours = FakePeer("cute_flash", timer, is_ours=True, spoil_gradients=differ)
+    run = bench(timer, [ours, FakePeer("sdpa-flash", timer)])
     assert len(calls) > 2 and not run.cells[0].results["cute_flash"].is_wrong
     assert report.failures(run) == []
 
@@ -102,8 +105,8 @@ def test_sums_that_are_not_zeroed_again_are_detected():
         calls.append(1)
         dq *= len(calls)
 
-    ours = FakeProvider("cute_flash", timer, is_ours=True, spoil_gradients=add_up)
-    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer)])
+    ours = FakePeer("cute_flash", timer, is_ours=True, spoil_gradients=add_up)
+    run = bench(timer, [ours, FakePeer("sdpa-flash", timer)])
     accuracy = run.cells[0].results["cute_flash"].accuracy
     assert {label for label, found in accuracy.items() if found.is_wrong} == {"normal dq"}
     # The error is that of the last call; the first was correct.
@@ -128,9 +131,9 @@ def transpose_heads(dq, dk, dv):
 )
 def test_a_wrong_peer_is_never_the_best(spoil, label):
     timer = FakeTimer()
-    fast_and_wrong = FakeProvider("fa3", timer, 0.1, spoil_gradients=spoil)
-    ours = FakeProvider("cute_flash", timer, is_ours=True)
-    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer, 2.0), fast_and_wrong], [GROUPED])
+    fast_and_wrong = FakePeer("fa3", timer, 0.1, spoil_gradients=spoil)
+    ours = FakePeer("cute_flash", timer, is_ours=True)
+    run = bench(timer, [ours, FakePeer("sdpa-flash", timer, 2.0), fast_and_wrong], [GROUPED])
     (cell,) = run.cells
     wrong = {name for name, found in cell.results["fa3"].accuracy.items() if found.is_wrong}
     assert wrong == {label} and not cell.results["cute_flash"].is_wrong
@@ -141,14 +144,14 @@ def test_a_wrong_peer_is_never_the_best(spoil, label):
 def test_a_gradient_of_another_shape_is_an_error():
     timer = FakeTimer()
 
-    class Expanded(FakeProvider):
-        """A provider that returns dk and dv for every query head, as if K/V heads were not shared."""
+    class Expanded(FakePeer):
+        """A peer that returns dk and dv for every query head, as if K/V heads were not shared."""
 
         def prepare_backward(self, *inputs):
             call = super().prepare_backward(*inputs)
             return lambda: tuple(x.repeat_interleave(6 // x.shape[1], dim=1) for x in call())
 
-    class Missing(FakeProvider):
+    class Missing(FakePeer):
         def prepare_backward(self, *inputs):
             call = super().prepare_backward(*inputs)
             return lambda: call()[:2]
@@ -162,7 +165,7 @@ def test_a_gradient_of_another_shape_is_an_error():
 def test_the_forward_runs_once_in_its_context_on_the_timers_stream_and_is_not_timed():
     timer, forwards, entered = FakeTimer(), [], []
 
-    class Slow(FakeProvider):
+    class Slow(FakePeer):
         @contextmanager
         def context(self):
             entered.append(self.name)
@@ -186,8 +189,8 @@ def test_no_backward_kernel_is_the_error_of_the_cell():
     def refuse(dq, dk, dv):
         raise NotImplementedError("there is no backward kernel yet")
 
-    ours = FakeProvider("cute_flash", timer, is_ours=True, spoil_gradients=refuse)
-    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer)])
+    ours = FakePeer("cute_flash", timer, is_ours=True, spoil_gradients=refuse)
+    run = bench(timer, [ours, FakePeer("sdpa-flash", timer)])
     assert run.cells[0].tflops("sdpa-flash") and run.cells[0].tflops("cute_flash") is None
     assert "there is no backward kernel yet" in report.failures(run)[0]
 
@@ -207,7 +210,8 @@ def test_kernels_of_a_run_are_all_compiled_before_it(direction, kernels):
     shapes = [SMALL, GROUPED, replace(GROUPED, causal=True)]
     settings, ours = replace(SETTINGS, direction=direction, kernels=kernels), [CuteFlash(kernels=kernels)]
     with use_gpu(CpuGpu(ARCHS["sm_90"], launch)), claiming_cuda(), own_workspaces():
-        keys = needed_kernels(shapes, [*ours, FakeProvider("fa3", FakeTimer(), 1.0)], settings, torch.device("cpu"))
+        peers = [*ours, FakePeer("fa3", FakeTimer(), 1.0)]
+        keys = needed_kernels(calls_of(peers, shapes, (direction,), torch.bfloat16, torch.device("cpu")))
         assert not launched
         run_bench(shapes, ours, {}, settings, tools(FakeTimer()))
     assert set(launched) == set(keys) and len(keys) == len(set(keys))
@@ -219,4 +223,4 @@ def test_kernels_of_a_run_are_all_compiled_before_it(direction, kernels):
 def test_a_refused_call_does_not_stop_the_run():
     wide = replace(GROUPED, head_dim=512)
     with use_gpu(CpuGpu(ARCHS["sm_90"], lambda key, operands: None)), claiming_cuda():
-        assert needed_kernels([wide], [CuteFlash()], SETTINGS, torch.device("cpu")) == []
+        assert needed_kernels(calls_of([CuteFlash()], [wide], ("fwd",), torch.bfloat16, torch.device("cpu"))) == []

@@ -9,8 +9,8 @@ import pytest
 
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.arch import SM_90
-from profiling import concept_tables, plot_concepts
-from profiling.timeline import COPY, TENSOR, Clocks, schedules
+from profiling.documents import concept_tables, plot_concepts
+from profiling.documents.timeline import COPY, TENSOR, Clocks, schedules
 
 
 def test_a_row_ends_with_the_sum_of_its_exponentials() -> None:

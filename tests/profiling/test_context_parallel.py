@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from profiling import __main__ as cli
-from profiling import context_parallel, plot_cp
-from profiling.context_parallel import DRY_SETTINGS
-from tests.profiling.fakes import FakeTimer
+from profiling.documents import plot_cp
+from profiling.studies import context_parallel
+from profiling.studies.context_parallel import DRY_SETTINGS
+from tests.profiling.fakes import FakeTimer, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
@@ -32,9 +31,7 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_ratio_sums_over_ranks() -> None:
-    records: list[Any] = []
-    record = context_parallel.run(DRY_SETTINGS, torch.device("cpu"), FakeTimer(), records.append)
-    assert len(records) == 2
+    record = context_parallel.STUDY.measure(DRY_SETTINGS, tools(FakeTimer()))
     for found in record["directions"].values():
         ranks = [found["ms"][f"rank {i}"] for i in range(DRY_SETTINGS.ranks)]
         assert found["ratio"] == pytest.approx(sum(ranks) / found["ms"]["unsharded"])
@@ -47,7 +44,7 @@ def test_the_ratio_sums_over_ranks() -> None:
 
 def test_groups_are_those_of_the_ring() -> None:
     settings = replace(DRY_SETTINGS, ranks=8, heads=4, heads_kv=1)
-    record = context_parallel.run(settings, torch.device("cpu"), FakeTimer(), lambda record: None)
+    record = context_parallel.STUDY.measure(settings, tools(FakeTimer()))
     # Rank 0 sees only later shards: one call for its own shard, and one for each group.
     assert {name: found["calls_of_a_rank"] for name, found in record["directions"].items()} == {
         "forward": 3,

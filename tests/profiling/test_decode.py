@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
 from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec import arch
-from profiling import __main__ as cli
-from profiling import decode, decode_cases, doc_results, machine
-from profiling.decode_cases import CUDNN, FA3, FLASH, OURS, VARIANTS, Inputs, Shape, Side, Sizes
+from profiling.documents import doc_results
+from profiling.studies import decode, decode_cases
+from profiling.studies.decode_cases import CUDNN, FA3, FLASH, OURS, VARIANTS, Call, Inputs, Shape, Sizes
 from tests.fakes.cuda import claiming_cuda, own_workspaces
-from tests.profiling.fakes import CpuGpu, FakeTimer
+from tests.profiling.fakes import CpuGpu, FakeTimer, tools
 
 CPU, SIZES = torch.device("cpu"), Sizes(heads=4, heads_kv=2, head_dim=32)
 SMALL = decode.Settings(
@@ -31,37 +30,38 @@ SMALL = decode.Settings(
 pytestmark = pytest.mark.usefixtures("few_calls")
 
 
-def fake_sides(timer: FakeTimer, inputs: Inputs, **spoils) -> dict[str, Side]:
-    """cute_flash on the CPU for all sides; a call of cute_flash takes 1 ms, of its peers 3, 2 and 4 ms."""
-    plain = decode_cases.sides(inputs)[OURS]
-    times = {OURS: 1.0, CUDNN: 3.0, FLASH: 2.0, FA3: 4.0}
-    return {name: _timed(timer, plain, ms, spoils.get(name)) for name, ms in times.items()}
-
-
-def _timed(timer: FakeTimer, side: Side, ms: float, spoil=None) -> Side:
-    def call() -> torch.Tensor:
+def _timed(timer: FakeTimer, call: Call, ms: float, spoil=None) -> Call:
+    def timed() -> torch.Tensor:
         timer.now_ms += ms
-        return spoil(side.call()) if spoil else side.call()
+        return spoil(call.call()) if spoil else call.call()
 
-    return replace(side, call=call)
-
-
-def fake_variants(timer: FakeTimer, inputs: Inputs, seed: int, **spoils) -> dict[str, Side]:
-    made = decode_cases.variants(inputs, seed)
-    times = dict.fromkeys(made, 1.0) | {"fp8": 0.5, "page 1": 1.25}
-    return {name: _timed(timer, side, times[name], spoils.get(name)) for name, side in made.items()}
+    return replace(call, call=timed)
 
 
-def tools(timer: FakeTimer, of_sides=None, of_variants=None, **others) -> decode.Tools:
-    defaults = {"facts": lambda: {"gpu": "fake", "git_commit": "c"}, "card_state": dict, "unavailable": dict}
-    return decode.Tools(
-        timer,
-        CPU,
-        sides=partial(fake_sides, timer, **(of_sides or {})),
-        variants=partial(fake_variants, timer, **(of_variants or {})),
-        clock=lambda: timer.now_ms / 1e3,
-        **defaults | others,
-    )
+@pytest.fixture
+def run(monkeypatch):
+    """`run(cute_flash=..., fp8=...)`: a record in which calls of cute_flash take 1 ms; the functions spoil results."""
+    real_calls, real_variants = decode_cases.library_calls, decode_cases.variants
+
+    def measure(unavailable=None, **spoils):
+        timer = FakeTimer()
+
+        def calls(inputs: Inputs) -> dict[str, Call]:
+            times = {OURS: 1.0, CUDNN: 3.0, FLASH: 2.0, FA3: 4.0}
+            plain = real_calls(inputs)[OURS]
+            return {name: _timed(timer, plain, ms, spoils.get(name)) for name, ms in times.items()}
+
+        def variants(inputs: Inputs, seed: int) -> dict[str, Call]:
+            made = real_variants(inputs, seed)
+            times = dict.fromkeys(made, 1.0) | {"fp8": 0.5, "page 1": 1.25}
+            return {name: _timed(timer, call, times[name], spoils.get(name)) for name, call in made.items()}
+
+        monkeypatch.setattr(decode_cases, "library_calls", calls)
+        monkeypatch.setattr(decode_cases, "variants", variants)
+        monkeypatch.setattr(decode_cases, "unavailable", lambda: unavailable or {})
+        return decode.STUDY.measure(SMALL, tools(timer))
+
+    return measure
 
 
 @pytest.fixture(autouse=True)
@@ -70,14 +70,10 @@ def few_host_calls(monkeypatch):
     monkeypatch.setattr(decode, "HOST_LOOPS", 2)
 
 
-def test_cells_variants_and_host_time():
-    timer, saved, lines = FakeTimer(), [], []
-    run = tools(timer, save=lambda record: saved.append(json.dumps(record)), progress=lines.append)
-    record = decode.run_decode(SMALL, run)
-    assert record["is_complete"] and json.loads(saved[-1])["is_complete"]
-    assert not json.loads(saved[-2])["is_complete"]
-    assert lines == ["B=1 length 64", "B=5 length 128", "variants B=2 length 64", "host"]
-    assert len(lines) == SMALL.num_steps
+def test_cells_variants_and_host_time(run):
+    record = run()
+    titles = [step.title for step in decode.steps(SMALL, tools(FakeTimer()))]
+    assert titles == ["B=1 length 64", "B=5 length 128", "variants B=2 length 64", "host"]
     for cell in record["cells"]:
         assert decode.best_peer(cell) == FLASH and decode.over_best(cell) == pytest.approx(2.0)
         assert cell["bytes"] == 2 * 2 * cell["batch"] * cell["length"] * 2 * 32
@@ -95,9 +91,8 @@ def test_cells_variants_and_host_time():
     json.dumps(record, allow_nan=False)
 
 
-def test_tables():
-    timer = FakeTimer()
-    cells, means, variants, layers, host = decode.tables(decode.run_decode(SMALL, tools(timer)))
+def test_tables(run):
+    cells, means, variants, layers, host = decode.tables(run())
     assert cells.rows[0] == ("1", "64", "1000.0, 0.00", "3000.0, 0.00", "2000.0, 0.00", "4000.0, 0.00", "2.00")
     assert means.rows == (("B ≤ 4", "1", "2.00", "2.00"), ("all", "2", "2.00", "2.00"))
     assert dict(variants.rows)["FP8 cache"] == "500.0 (2.00)"
@@ -108,7 +103,7 @@ def test_tables():
 def test_every_variant_is_right_on_the_cpu():
     inputs = Inputs.random(Shape(3, 128), SIZES, CPU, 0)
     made = decode_cases.variants(inputs, 0)
-    errors = {name: decode.error_of(side, SIZES) for name, side in made.items()}
+    errors = {name: decode.error_of(call, SIZES) for name, call in made.items()}
     assert set(errors) == set(VARIANTS)
     assert all(error is not None and error < 0.005 for error in errors.values()), errors
     # A second call appends the same row again.
@@ -117,49 +112,45 @@ def test_every_variant_is_right_on_the_cpu():
 
 
 @pytest.mark.parametrize("name", ["plain", "page 16", "append"])
-def test_a_wrong_result_fails(name):
-    timer = FakeTimer()
-    record = decode.run_decode(SMALL, tools(timer, of_variants={name: lambda out: out * 1.05}))
+def test_a_wrong_result_fails(run, name):
+    record = run(**{name: lambda out: out * 1.05})
     assert decode.has_failed(record) and record["variants"][0]["wrong"] == [name]
     assert f"B=2 length 64, {name}: error 5.0e-02" in decode.failures(record)[0]
     assert " wrong" in decode.variant_table(record).rows[list(VARIANTS).index(name)][1]
 
 
-def test_elements_that_are_not_written_are_seen():
-    timer = FakeTimer()
-    record = decode.run_decode(SMALL, tools(timer, of_sides={OURS: torch.empty_like}))
+def test_elements_that_are_not_written_are_seen(run):
+    record = run(**{OURS: torch.empty_like})
     assert decode.has_failed(record) and decode.failures(record)[0].endswith("cute_flash: not finite")
     json.dumps(record, allow_nan=False)
 
 
-def test_a_wrong_or_failing_peer_is_not_the_best():
-    timer = FakeTimer()
-
+def test_a_wrong_or_failing_peer_is_not_the_best(run):
     def fail(out):
         raise RuntimeError("no kernel")
 
-    record = decode.run_decode(SMALL, tools(timer, of_sides={FLASH: lambda out: 2 * out, FA3: fail}))
+    record = run(**{FLASH: lambda out: 2 * out, FA3: fail})
     assert not decode.has_failed(record)
     assert {decode.best_peer(cell) for cell in record["cells"]} == {CUDNN}
     text = "\n".join(decode.failures(record))
     assert "fa3: RuntimeError: no kernel" in text and "sdpa-flash: error" in text
-    record = decode.run_decode(SMALL, tools(timer, unavailable=lambda: {FA3: "not installed"}))
+    record = run(unavailable={FA3: "not installed"})
     assert all(FA3 not in cell["sides"] for cell in record["cells"])
 
 
-def test_kernels_of_a_run_are_all_compiled_before_it():
-    """A run launches no kernel that `needed_kernels` did not name."""
+def test_kernels_of_a_run_are_all_compiled_before_it(monkeypatch):
+    """A run launches no kernel that `kernels` did not name."""
     launched = []
 
     def launch(key, operands):
         launched.append(key)
         operands["out"].zero_()
 
-    real = replace(tools(FakeTimer()), sides=decode_cases.sides, variants=decode_cases.variants)
+    monkeypatch.setattr(decode_cases, "unavailable", lambda: dict.fromkeys(decode.PEERS, "none"))
     with use_gpu(CpuGpu(arch.ARCHS["sm_90"], launch)), claiming_cuda(), own_workspaces():
-        keys = decode.needed_kernels(SMALL, real)
+        keys = decode.kernels(SMALL, tools(FakeTimer()))
         assert not launched
-        decode.run_decode(SMALL, replace(real, unavailable=lambda: dict.fromkeys(decode.PEERS, "none")))
+        decode.STUDY.measure(SMALL, tools(FakeTimer()))
     assert set(launched) == set(keys) and len(keys) == len(set(keys))
     statics = [key.static for key in keys if key.kernel == "decode"]
     assert {static.page_lookup for static in statics} == {"", "chunk", "row"}
@@ -174,32 +165,8 @@ def test_cells_and_sizes():
     assert Shape(64, 16384).kv_bytes(sizes) == 4 << 30
 
 
-def test_command(monkeypatch, tmp_path, capsys):
-    timer, compiled, out = FakeTimer(), [], tmp_path / "decode.json"
-    argv = f"decode --rounds 2 --ms 2 --out {out}".split()
-    assert cli.main(argv) == cli.NOT_MEASURED
-    assert "no CUDA device" in capsys.readouterr().err
-    monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake"})
-    monkeypatch.setattr(machine, "card_state", dict)
-    monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
-    monkeypatch.setattr(cli, "GraphTimer", lambda: timer)
-    monkeypatch.setattr(cli, "precompile_keys", lambda keys, jobs: compiled.extend(keys))
-    monkeypatch.setattr(decode, "needed_kernels", lambda settings, tools: ["a kernel"])
-    monkeypatch.setattr(decode, "Settings", lambda **fields: replace(SMALL, **fields))
-    real_tools = tools(timer)
-    monkeypatch.setattr(
-        decode, "Tools", lambda **given: replace(real_tools, **{n: given[n] for n in ("progress", "save", "facts")})
-    )
-    assert cli.main(argv) == cli.OK
-    assert compiled == ["a kernel"] and json.loads(out.read_text())["is_complete"]
-    printed = capsys.readouterr().out
-    assert "over the best peer" in printed and "Host time of a warm call" in printed
-    monkeypatch.setattr(decode, "has_failed", lambda record: True)
-    assert cli.main(argv) == cli.FAILED
-
-
-def test_tables_of_the_documents(tmp_path):
-    record = decode.run_decode(SMALL, tools(FakeTimer()))
+def test_tables_of_the_documents(run, tmp_path):
+    record = run()
     path = tmp_path / doc_results.DECODE
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(record))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from profiling import __main__ as command
-from profiling import doc_tables, every_run, figures, kernel_changes
-from profiling.every_run import DONE, SKIPPED, Step, run_all
+from profiling.documents import doc_tables, every_run, figures, kernel_changes
+from profiling.documents.every_run import DONE, SKIPPED, Step, run_all
 
 FACTS = {"date": "2026-01-31", "git_commit": "abc", "source_digest": "def"}
 STEPS = (Step("a", "bench --graph", 10), Step("b", "decode", 20), Step("c", "fp32", 30))
@@ -178,9 +178,8 @@ def test_newest_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_commands_need_no_results() -> None:
     """Only `plots` reads the results of the repository."""
-    code = (
-        "import sys, profiling.__main__; print(*sorted({'profiling.figures', 'profiling.doc_tables'} & {*sys.modules}))"
-    )
+    readers = {"profiling.documents.figures", "profiling.documents.doc_tables"}
+    code = f"import sys, profiling.__main__; print(*sorted({readers} & {{*sys.modules}}))"
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True, cwd=figures.ROOT)
     assert done.stdout.strip() == ""
 

@@ -10,9 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from profiling import fa4_cache, providers
-from profiling.suites import SUITES, Shape
-from profiling.workers import Outcome
+from profiling.bench import fa4_cache
+from profiling.bench.suites import SUITES
+from profiling.measure.shapes import Shape
+from profiling.measure.workers import Outcome
+from profiling.peers.flash_attention import FA4_CACHE, fa4_forward
 
 SHAPE = Shape(batch=3, heads=4, heads_kv=2, seqlen=64, head_dim=16, causal=True)
 
@@ -21,7 +23,7 @@ class FakePool:
     """Runs tasks in this process; `fails` are the indices of tasks that fail."""
 
     def __init__(self, size, environment, limit_s, fails=()):
-        assert (size, environment) == (7, {fa4_cache.ENABLED: "1"})
+        assert (size, environment) == (7, {FA4_CACHE: "1"})
         self.fails = fails
 
     def __enter__(self):
@@ -58,7 +60,7 @@ def test_calls_of_all_kernels_and_a_failure(direction, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
     monkeypatch.setattr(torch, "device", lambda name, real=torch.device: real("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.delenv(fa4_cache.ENABLED, raising=False)
+    monkeypatch.delenv(FA4_CACHE, raising=False)
     shapes, lines = [replace(SHAPE, head_dim=d) for d in (16, 32, 8)], []
     groups = fa4_cache.representatives(shapes)
     fa4_cache.fill(groups, direction, "bf16", 7, lines.append, lambda *args: FakePool(*args, fails=(1,)))
@@ -66,12 +68,12 @@ def test_calls_of_all_kernels_and_a_failure(direction, monkeypatch):
     assert all(q[0] == 1 and k[2] == 2 and causal for q, k, causal in called)
     assert lines == ["D=8 causal: compiled", "D=16 causal: RuntimeError: no kernel", "D=32 causal: compiled"]
     # The run itself finds the kernels too.
-    assert os.environ[fa4_cache.ENABLED] == "1"
+    assert os.environ[FA4_CACHE] == "1"
 
 
 def test_a_setting_of_the_user_is_kept(monkeypatch):
-    monkeypatch.setenv(fa4_cache.ENABLED, "0")
+    monkeypatch.setenv(FA4_CACHE, "0")
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", types.SimpleNamespace(flash_attn_func=lambda *x, causal: x))
-    providers._fa4_forward()
-    assert os.environ[fa4_cache.ENABLED] == "0"
+    fa4_forward()
+    assert os.environ[FA4_CACHE] == "0"

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from profiling import features
-from profiling.features import Cell, CellResult, Settings, Side, measure_cell, run_features
-from profiling.record import write_json
-from profiling.timing import Samples
+from profiling.measure.record import write_json
+from profiling.measure.timing import Samples
+from profiling.studies import features
+from profiling.studies.features import AutogradCall, Cell, CellResult, Settings, measure_cell, run_features
 from tests.fakes.cuda import claiming_cuda, launching_operators, own_workspaces
 from tests.fakes.gpu import fake_gpu
 from tests.profiling.fakes import FakeTimer
@@ -40,9 +40,9 @@ def test_all_cells_run_and_what_fails_is_reported(short_sequences, tmp_path, cap
         "head-dim"
     ] * 2
     for one in found:
-        # FlashAttention-3 has no CPU path: its sides fail, and the others are measured all the same.
+        # FlashAttention-3 has no CPU path: its calls fail, and the others are measured all the same.
         assert all(name.startswith("fa3") for name in one.errors) and bool(one.errors) == (one.kind == "ragged")
-        rest = {side for samples in one.samples.values() for side in samples}
+        rest = {call for samples in one.samples.values() for call in samples}
         assert rest and len(one.samples["fwd"]) == len(one.samples["bwd"]) == len(rest)
     write_json(features.to_dict(found, SMALL, {"gpu": "none"}), tmp_path / "features.json")
     data = json.loads((tmp_path / "features.json").read_text())
@@ -55,21 +55,21 @@ def test_all_cells_run_and_what_fails_is_reported(short_sequences, tmp_path, cap
 def test_sides_of_a_cell_compute_the_same(short_sequences):
     device = torch.device("cpu")
     for cell in features.equal_cells(SMALL, device):
-        dense, varlen = (side.prepare("fwd").call() for side in cell.sides.values())
+        dense, varlen = (call.prepare("fwd").call() for call in cell.calls.values())
         torch.testing.assert_close(dense.reshape(varlen.shape), varlen)
     for cell in features.head_dim_cells(SMALL, device):
-        out = {name: side.prepare("fwd").call() for name, side in cell.sides.items()}
+        out = {name: call.prepare("fwd").call() for name, call in cell.calls.items()}
         for name in ("deterministic", "varlen"):
             torch.testing.assert_close(out[name].reshape(out["plain"].shape), out["plain"])
         for name in ("softcap", "dropout", "alibi", "sinks", "score_mod", "bias"):
             assert not torch.equal(out[name], out["plain"]), name
         torch.testing.assert_close(out["bias_gradient"], out["bias"])
-        gradients = {name: cell.sides[name].prepare("bwd").call() for name in ("bias", "bias_gradient")}
+        gradients = {name: cell.calls[name].prepare("bwd").call() for name in ("bias", "bias_gradient")}
         for x, y in zip(gradients["bias"], gradients["bias_gradient"]):
             torch.testing.assert_close(x, y)
         assert len(gradients["bias"]) == 3 and gradients["bias_gradient"][3].abs().max() > 0
     cell = next(features.window_cells(SMALL, device))
-    causal, window = (side.prepare("fwd").call() for side in cell.sides.values())
+    causal, window = (call.prepare("fwd").call() for call in cell.calls.values())
     torch.testing.assert_close(causal[:, :, :6], window[:, :, :6])
     assert not torch.equal(causal, window)
 
@@ -91,7 +91,7 @@ def test_gradients_are_timed_without_the_forward_pass():
         calls.append(x.requires_grad)
         return x * 2
 
-    cell = Cell("feature", "x", {"one": Side(forward, (torch.ones(2),))}, "one")
+    cell = Cell("feature", "x", {"one": AutogradCall(forward, (torch.ones(2),))}, "one")
     found = measure_cell(cell, FakeTimer(event_ms=1.0), SMALL)
     assert calls.count(True) == 1 and calls.count(False) > 1
     assert not found.errors
@@ -117,7 +117,7 @@ def test_needed_kernels():
         cells = list(features.head_dim_cells(settings, torch.device("cpu")))
         keys = features.needed_kernels(cells)
         assert not gpu.launches
-        peer = Cell("feature", "x", {"peer": Side(other, (torch.ones(2),) * 3)}, "peer")
+        peer = Cell("feature", "x", {"peer": AutogradCall(other, (torch.ones(2),) * 3)}, "peer")
         assert features.needed_kernels([peer]) == []
     tags = [set(key.static.tags) for key in keys if key.kernel == "fwd_sm90"]
     assert len(set(keys)) == len(keys)

@@ -13,14 +13,15 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from profiling import __main__ as cli
-from profiling import doc_results, doc_tables, figures, plot_counters, plot_speed
-from profiling.figures import FIGURES
-from profiling.machine import PLOTS, ROOT
-from profiling.ncu_case import Case
-from profiling.ncu_metrics import METRICS
-from profiling.plot_style import BLUE, LOOKS, PURPLE, RED, style, svg
-from profiling.record import load
-from profiling.suites import Shape
+from profiling.counters.ncu_case import Case
+from profiling.counters.ncu_metrics import METRICS
+from profiling.documents import doc_results, doc_tables, figures, plot_counters, plot_speed
+from profiling.documents.figures import FIGURES
+from profiling.documents.plot_style import BLUE, LOOKS, PURPLE, RED, style, svg
+from profiling.measure.machine import PLOTS, ROOT
+from profiling.measure.record import load
+from profiling.measure.shapes import Shape
+from profiling.measure.study import NOT_MEASURED, OK
 
 PERFORMANCE = ROOT / "docs" / "performance.md"
 # Another version of matplotlib places the same data and texts a little differently.
@@ -129,7 +130,7 @@ def test_tables_of_counters(monkeypatch, tmp_path) -> None:
 @pytest.mark.slow
 def test_plots_command(tmp_path, capsys) -> None:
     lacking = [name for name in FIGURES if figures.missing(name)]
-    assert cli.main(("plots", "--out", str(tmp_path))) == (cli.NOT_MEASURED if lacking else cli.OK)
+    assert cli.main(("plots", "--out", str(tmp_path))) == (NOT_MEASURED if lacking else OK)
     assert {path.name for path in tmp_path.iterdir()} == set(FIGURES) - set(lacking)
     said = capsys.readouterr().out
     assert all(f"- {name}: no {', '.join(figures.missing(name))}" in said for name in lacking)
@@ -211,5 +212,5 @@ def test_the_summary_shows_the_speed_over_the_best_peer() -> None:
 
 def test_every_provider_of_a_run_has_a_look() -> None:
     for path in (figures.FORWARD, figures.BACKWARD):
-        assert set(figures._run(path).providers) <= set(LOOKS)
+        assert set(figures._run(path).names) <= set(LOOKS)
     assert len({look[1:] for look in LOOKS.values()}) == len(LOOKS)

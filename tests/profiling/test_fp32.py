@@ -1,4 +1,4 @@
-"""`profiling fp32` with fake providers and a fake clock on the CPU, and with cute_flash on a fake GPU."""
+"""`profiling fp32` with fake peers and a fake clock on the CPU, and with cute_flash on a fake GPU."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-import cute_flash
-from cute_flash.spec import arch
-from profiling import __main__ as cli
-from profiling import doc_results, fp32, machine
-from profiling.providers import CuteFlash
-from profiling.suites import Shape, Suite
+from profiling.bench.suites import Suite
+from profiling.documents import doc_results
+from profiling.measure.shapes import Shape
+from profiling.peers.cute_flash import CuteFlash
+from profiling.studies import fp32
 from tests.fakes.cuda import claiming_cuda
 from tests.fakes.gpu import fake_gpu
-from tests.profiling.fakes import FakeProvider, FakeTimer
+from tests.profiling.fakes import FakePeer, FakeTimer, tools
 
 SMALL = fp32.Settings(head_dims=(8,), lengths=(16, 32), rounds=2, ms=2.0)
 CPU = torch.device("cpu")
@@ -30,25 +29,29 @@ def small_suite(monkeypatch):
     monkeypatch.setattr(fp32, "MATH_LENGTH", 16)
 
 
-def providers(timer, ours_ms=1.0, **spoils):
+def peers(timer, ours_ms=1.0, **spoils):
     times = {fp32.EFFICIENT: 3.0, fp32.MATH: 6.0}
-    ours = FakeProvider(fp32.OURS, timer, ours_ms, is_ours=True, **spoils)
-    return [ours, *(FakeProvider(name, timer, ms) for name, ms in times.items())]
+    ours = FakePeer(fp32.OURS, timer, ours_ms, is_ours=True, **spoils)
+    return [ours, *(FakePeer(name, timer, ms) for name, ms in times.items())]
 
 
-def tools(timer, **others):
-    return fp32.Tools(timer, CPU, facts=lambda: {"gpu": "fake", "git_commit": "c"}, card_state=dict, **others)
+@pytest.fixture
+def run(monkeypatch):
+    """`run(ours_ms=..., spoil=...)`: the record of a study with fake peers."""
+
+    def measure(chosen=None, **spoils):
+        timer = FakeTimer()
+        monkeypatch.setattr(fp32, "peers", lambda: (chosen or peers)(timer, **spoils))
+        return fp32.STUDY.measure(SMALL, tools(timer))
+
+    return measure
 
 
-def test_speed_and_errors_of_all_sides():
-    timer, saved, lines = FakeTimer(), [], []
-    run = tools(timer, save=lambda record: saved.append(json.dumps(record)), progress=lines.append)
-    record = fp32.run_fp32(SMALL, providers(timer), run)
-    assert record["is_complete"] and json.loads(saved[-1])["is_complete"]
-    assert not json.loads(saved[-2])["is_complete"]
+def test_speed_and_errors_of_all_peers(run):
+    record = run()
     # Two masks, of one length; then two masks, lengths and directions.
     assert len(record["accuracy"]) == 2 * len(fp32.DISTRIBUTIONS) and len(record["cells"]) == 8
-    assert len(lines) == 2 + 8 and lines[0].startswith("accuracy d8-full-s16")
+    assert len(fp32.steps(SMALL, tools(FakeTimer()))) == 2 + 8
     for cell in record["cells"]:
         has_math = cell["shape"]["seqlen"] == 16
         assert set(cell["sides"]) == {fp32.OURS, fp32.EFFICIENT, *((fp32.MATH,) if has_math else ())}
@@ -68,37 +71,37 @@ def test_speed_and_errors_of_all_sides():
     ]  # fmt: skip
 
 
-def test_gradients_are_prepared_on_the_stream_of_the_graph():
+def test_gradients_are_prepared_on_the_stream_of_the_graph(monkeypatch):
     timer = FakeTimer()
     seen = []
 
-    class Watched(FakeProvider):
+    class Watched(FakePeer):
         def prepare_backward(self, *args):
             seen.append(timer.is_on_stream)
             return super().prepare_backward(*args)
 
-    shape = SMALL.shapes()[0]
-    found = fp32.measure_speed(shape, "bwd", [Watched(fp32.OURS, timer)], SMALL, tools(timer))
+    monkeypatch.setattr(fp32, "peers", lambda: [Watched(fp32.OURS, timer)])
+    found = fp32.measure_speed(SMALL.shapes()[0], "bwd", SMALL, tools(timer))
     assert seen == [True] and not found["failures"]
 
 
 @pytest.mark.parametrize("spoil", [lambda out: out.mul_(1.01), lambda out: out.fill_(torch.nan)], ids=["1 %", "NaN"])
-def test_an_error_beyond_that_of_math_fails(spoil):
-    timer = FakeTimer()
-    record = fp32.run_fp32(SMALL, providers(timer, spoil=spoil), tools(timer))
+def test_an_error_beyond_that_of_math_fails(run, spoil):
+    record = run(spoil=spoil)
     assert fp32.has_failed(record)
     assert "out of cute_flash has more than 2 times the error of sdpa-math" in "\n".join(fp32.failures(record))
     json.dumps(record, allow_nan=False)
 
 
-def test_a_side_that_fails_is_left_out():
-    timer = FakeTimer()
-
+def test_a_peer_that_fails_is_left_out(run):
     def fail(out):
         raise RuntimeError("no kernel")
 
-    sides = providers(timer)
-    record = fp32.run_fp32(SMALL, [sides[0], replace(sides[1], spoil=fail), sides[2]], tools(timer))
+    def chosen(timer):
+        ours, efficient, math = peers(timer)
+        return [ours, replace(efficient, spoil=fail), math]
+
+    record = run(chosen)
     assert not fp32.has_failed(record)
     assert "sdpa-efficient: RuntimeError: no kernel" in fp32.failures(record)[0]
     assert fp32.summary_table(record).rows[0][1:4] == ("0", "-", "-")
@@ -125,42 +128,20 @@ def test_torch_computes_without_tf32_and_is_left_as_it_was():
         torch.set_float32_matmul_precision("highest")
 
 
-def test_kernels_of_a_run_are_all_compiled_before_it():
-    """A run launches no kernel that `kernel_keys` did not name."""
-    timer = FakeTimer()
+def test_kernels_of_a_run_are_all_compiled_before_it(monkeypatch):
+    """A run launches no kernel that `kernels` did not name."""
+    monkeypatch.setattr(fp32, "peers", lambda: [CuteFlash(fp32.OURS)])
     with fake_gpu("sm_90") as gpu, claiming_cuda():
-        record = fp32.run_fp32(SMALL, [CuteFlash(fp32.OURS)], tools(timer))
-        assert cute_flash.attn(*(torch.randn(1, 1, 8, 8) for _ in range(3))).dtype == torch.float32
+        keys = fp32.kernels(SMALL, tools(FakeTimer()))
+        assert not gpu.keys
+        record = fp32.STUDY.measure(SMALL, tools(FakeTimer()))
     assert not fp32.failures(record)
-    keys = fp32.kernel_keys(SMALL, arch.ARCHS["sm_90"])
-    assert set(gpu.keys) <= set(keys) and len(keys) == len(set(keys))
+    assert set(gpu.keys) == set(keys) and len(keys) == len(set(keys))
     assert {key.kernel for key in keys} >= {"split_fp32_fwd", "fwd_sm80_fp32", "split_fp32_bwd", "bwd_sm80_fp32"}
 
 
-def test_command(monkeypatch, tmp_path, capsys):
-    timer, compiled, out = FakeTimer(), [], tmp_path / "fp32.json"
-    monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake"})
-    monkeypatch.setattr(machine, "card_state", dict)
-    monkeypatch.setattr(torch, "device", lambda name, real=torch.device: real("cpu"))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cli, "GraphTimer", lambda: timer)
-    monkeypatch.setattr(fp32, "providers", lambda: providers(timer))
-    monkeypatch.setattr(cli, "precompile_keys", lambda keys, jobs: compiled.extend(keys))
-    argv = f"fp32 --head-dims 8 --lengths 16 --masks causal --rounds 2 --ms 2 --out {out}".split()
-    assert cli.main(argv) == cli.NOT_MEASURED
-    assert "no CUDA device" in capsys.readouterr().err
-    monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
-    monkeypatch.setattr(cli.arch, "detect", lambda index: arch.ARCHS["sm_90"])
-    assert cli.main([*argv, "--masks", "diagonal"]) == cli.NOT_MEASURED and not compiled
-    assert cli.main(argv) == cli.OK
-    assert compiled and json.loads(out.read_text())["is_complete"]
-    printed = capsys.readouterr().out
-    assert "fwd fp32" in printed and "Geometric means" in printed and "3.00" in printed
-
-
-def test_tables_of_the_documents(tmp_path):
-    timer = FakeTimer()
-    record = fp32.run_fp32(SMALL, providers(timer), tools(timer))
+def test_tables_of_the_documents(run, tmp_path):
+    record = run()
     path = tmp_path / doc_results.FP32
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(record))

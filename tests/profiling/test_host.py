@@ -10,24 +10,31 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 import cute_flash
 from cute_flash.planning.plan import CompileKey
 from cute_flash.runtime import gpu
+from cute_flash.spec import arch
 from cute_flash.spec.arch import ARCHS
 from profiling import __main__ as cli
-from profiling import host, machine
-from profiling.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Settings, contender
-from profiling.host_report import FLOOR, OURS, Figures, Times, figures_of, has_failed, host_tables
-from profiling.suites import Shape
-from profiling.timing import Contender
+from profiling.measure import host_time, launches, machine
+from profiling.measure.shapes import Shape
+from profiling.measure.study import FAILED, NOT_MEASURED, OK
+from profiling.measure.timing import TimedCall
+from profiling.studies import host
+from profiling.studies.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Settings, timed_call
+from profiling.studies.host_report import FLOOR, OURS, Figures, Times, figures_of, has_failed, host_tables
 from tests.profiling.fakes import CpuGpu, FakeTimer
 
+TINY_TOKEN = Shape(batch=1, heads=4, heads_kv=2, seqlen=64, head_dim=16, causal=False)
 TINY = Shape(batch=2, heads=2, heads_kv=2, seqlen=16, head_dim=16, causal=False)
 
 
 def settings(*cases: str, **fields: Any) -> Settings:
-    return Settings(cases=cases, processes=2, calls=2, repeats=1, shape=TINY, device="cpu", **fields)
+    return Settings(
+        cases=cases, processes=2, calls=2, repeats=1, shape=TINY, one_token_shape=TINY_TOKEN, device="cpu", **fields
+    )
 
 
 def in_this_process(function: Callable[..., Any], *args: Any) -> Any:
@@ -53,21 +60,21 @@ def test_host_time_is_the_median_of_warm_loops_without_the_synchronisation():
             # The GPU lags behind; this time must not be counted.
             timer.now_ms += 1000.0
 
-    def counting(name: str, call_ms: tuple[float, ...]) -> Contender:
+    def counting(name: str, call_ms: tuple[float, ...]) -> TimedCall:
         def call() -> None:
             calls.append(name)
             loop = calls.count(name) // 5 - 1
             # The first loop compiles.
             timer.now_ms += call_ms[loop] if loop >= 0 else 5000.0
 
-        return Contender(call)
+        return TimedCall(call)
 
-    contenders = {("x", "a"): counting("a", (0.010,) * 9), ("x", "b"): counting("b", (0.030,) * 9)}
+    timed_calls = {("x", "a"): counting("a", (0.010,) * 9), ("x", "b"): counting("b", (0.030,) * 9)}
     seconds = lambda: timer.now_ms / 1e3  # noqa: E731
-    times = host.host_times(contenders, WaitingTimer(), seconds, 4, 5, random.Random(0))
+    times = host_time.host_times(timed_calls, WaitingTimer(), seconds, 4, 5, random.Random(0))
     assert times.errors == {}
     assert {side: round(us, 3) for (_, side), us in times.us.items()} == {"a": 10.0, "b": 30.0}
-    # One call before each loop of four; each contender once a round, in changing order.
+    # One call before each loop of four; each timed_call once a round, in changing order.
     rounds = [calls[i : i + 10 : 5] for i in range(0, len(calls), 10)]
     assert len(rounds) == 6 and all(sorted(names) == ["a", "b"] for names in rounds)
     assert ["a", "b"] in rounds and ["b", "a"] in rounds
@@ -78,8 +85,8 @@ def test_a_contender_that_fails_is_left_out():
     def fail() -> None:
         raise RuntimeError("no kernel")
 
-    contenders = {("x", "bad"): Contender(fail), ("x", "good"): Contender(lambda: None)}
-    times = host.host_times(contenders, FakeTimer(), lambda: 0.0, 2, 2, random.Random(0))
+    timed_calls = {("x", "bad"): TimedCall(fail), ("x", "good"): TimedCall(lambda: None)}
+    times = host_time.host_times(timed_calls, FakeTimer(), lambda: 0.0, 2, 2, random.Random(0))
     assert list(times.us) == [("x", "good")] and times.errors == {("x", "bad"): "RuntimeError: no kernel"}
 
 
@@ -88,7 +95,7 @@ def test_a_case_is_compared_by_the_medians_of_its_processes():
     of_processes = [(20, 10, 30, 26), (11, 9, 28, 22), (12, 8, 27, 25), (13, 9, 29, 21), (14, 9, 25, 24)]
     processes = [Times({(case.name, s): us for s, us in zip(sides, one)}) for one in of_processes]
     figures = figures_of(case, processes)
-    assert [figures.us(side) for side in sides] == [13, 9, 28, 24]
+    assert [figures.median_us(side) for side in sides] == [13, 9, 28, 24]
     assert figures.fastest_sdpa == "sdpa-cudnn"
     assert figures.over_floor_us == 4 and figures.ratio == 13 / 24
 
@@ -100,6 +107,10 @@ def test_goals():
     assert figures.meets(Goal(over_floor_us=6.0, of_sdpa=0.7).bounds(None)) is False
     assert figures.meets(Goal(is_as_base=True).bounds(0.72)) is True
     assert figures.meets(Goal(is_as_base=True).bounds(0.71)) is False
+    over_plain = Figures({OURS: (15.0,)}, plain_us=10.0)
+    assert over_plain.meets(Goal(us=15.0, of_plain=1.5).bounds(None)) is True
+    assert over_plain.meets(Goal(us=14.9).bounds(None)) is False
+    assert over_plain.meets(Goal(of_plain=1.49).bounds(None)) is False
     # A case without goals does not fail; a missing measurement does.
     assert figures.meets(Goal(is_as_base=True).bounds(None)) is None
     assert Figures({OURS: (15.0,)}).meets(Goal(over_floor_us=6.0).bounds(None)) is False
@@ -110,9 +121,13 @@ def test_every_goal_has_its_cases():
     assert len(goals) == len(CASES)
     assert goals["plain-fwd"] == Goal(over_floor_us=6.0, of_sdpa=1.0)
     assert goals["plain-train"] == Goal(of_sdpa=0.9) and goals["plain-bwd"] == Goal(of_sdpa=0.75)
-    one_feature = {name for name, goal in goals.items() if goal == Goal(over_floor_us=10.0)}
+    assert goals["few_queries-fwd"] == Goal(of_sdpa=1.1) and goals["decode-fwd"] == Goal(us=20.0)
+    one_feature = {name: goal.of_plain for name, goal in goals.items() if goal.over_floor_us == 10.0}
     features = "softcap alibi sinks dropout max_logit bias mask_mod window score_mod"
-    assert one_feature == {f"{feature}-fwd" for feature in features.split()}
+    assert set(one_feature) == {f"{feature}-fwd" for feature in features.split()}
+    assert {name: bound for name, bound in one_feature.items() if bound} == {
+        "softcap-fwd": 1.1, "alibi-fwd": 1.3, "dropout-fwd": 1.6, "score_mod-fwd": 1.3,
+    }  # fmt: skip
     watched = {name for name, goal in goals.items() if goal.is_as_base}
     assert watched == {f"plain-train-{name}" for name in ("profiler", "dispatch_mode", "function_mode")}
     unjudged = {name for name, goal in goals.items() if goal == Goal()}
@@ -150,10 +165,10 @@ def allocated(monkeypatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-def floor_of(case: Case) -> Contender:
-    ours = contender(case, settings())
+def floor_of(case: Case) -> TimedCall:
+    ours = timed_call(case, settings())
     made = MADE_BY_TORCH.get(case.feature)
-    floor = host.floor_of(ours, made(TINY, torch.device("cpu")) if made else None)
+    floor = launches.floor_of(ours, made(TINY, torch.device("cpu")) if made else None)
     assert floor is not None
     return floor
 
@@ -215,7 +230,7 @@ def test_torch_work_counts_in_the_floor_only_if_the_call_does_it(launched, alloc
         return torch.zeros(2, dtype=torch.int64)
 
     for feature, count in (("dropout", 1), ("softcap", 0)):
-        floor = host.floor_of(contender(Case(feature), settings()), seed)
+        floor = launches.floor_of(timed_call(Case(feature), settings()), seed)
         assert floor is not None
         made.clear()
         floor.call()
@@ -223,13 +238,13 @@ def test_torch_work_counts_in_the_floor_only_if_the_call_does_it(launched, alloc
 
 
 def test_timed_calls_do_not_run_through_the_recorder(launched):
-    ours = contender(Case(), settings())
+    ours = timed_call(Case(), settings())
     ours.call()
     before, functions = gpu.current_gpu(), dict(gpu.bound)
     assert functions
-    host.floor_of(ours)
+    launches.floor_of(ours)
     assert gpu.current_gpu() is before and gpu.bound == functions
-    with host.recorded_launches() as recorded:
+    with launches.recorded_launches() as recorded:
         assert not gpu.bound
     ours.call()
     assert recorded == [] and gpu.bound == functions
@@ -255,7 +270,7 @@ def test_calls_that_differ_have_no_floor(launched):
         cute_flash.attn(q, q, q, softcap=2.0 if len(q[0, 0]) == 8 else None)
 
     with pytest.raises(RuntimeError, match="different kernels"):
-        host.floor_of(Contender(call))
+        launches.floor_of(TimedCall(call))
 
 
 # ---- the whole run
@@ -263,7 +278,7 @@ def test_calls_that_differ_have_no_floor(launched):
 
 
 def test_all_cases_run_on_the_cpu():
-    times = host.measure(Settings(shape=TINY, device="cpu", calls=1, repeats=1), 0)
+    times = host.measure(Settings(shape=TINY, one_token_shape=TINY_TOKEN, device="cpu", calls=1, repeats=1), 0)
     ours = {case for case, side in times.us if side == OURS}
     assert ours == {case.name for case in CASES}
     # Nothing is launched, so there is no floor; cuDNN does not run there.
@@ -284,12 +299,23 @@ def test_a_whole_run_is_json_and_tables(monkeypatch):
     assert has_failed(data)
     table, backends = host_tables(data)
     assert table.columns == (
-        "case", "cute_flash", "floor", "over floor", "SDPA (fastest)", "ratio", "goal, at most", "ok"
+        "case", "cute_flash", "floor", "over floor", "SDPA (fastest)", "/ SDPA", "/ plain", "goal, at most", "ok"
     )  # fmt: skip
     assert [row[0] for row in table.rows] == list(data["cases"])
     assert [row[-1] for row in table.rows] == ["NO", "yes", "-"]
-    assert table.rows[0][6] == "floor + 6, 1 x SDPA" and table.rows[0][4].endswith("(flash)")
+    assert table.rows[0][7] == "floor + 6, 1 x SDPA" and table.rows[0][4].endswith("(flash)")
+    assert table.rows[0][6] == "1.00" and table.rows[1][6] == "-", "plain-train was not measured"
     assert {row[1] for row in backends.rows} == {"sdpa-flash"}
+
+
+@pytest.mark.parametrize("feature", ["few_queries", "decode"])
+def test_one_token_over_a_cache(feature):
+    """All three calls compute attention of the same tensors."""
+    case = Case(feature)
+    ours = timed_call(case, settings()).call()
+    sdpa = timed_call(case, settings(), SDPBackend.MATH).call()
+    assert case.sdpa and sdpa.shape == (1, 4, 1, 16)
+    torch.testing.assert_close(ours.transpose(1, 2) if feature == "decode" else ours, sdpa, atol=2e-2, rtol=2e-2)
 
 
 def test_a_process_that_fails_is_reported_and_the_others_count():
@@ -330,8 +356,8 @@ def command(monkeypatch) -> Callable[..., int]:
             return Times({(case, side): us for case in chosen.cases for side, us in sides.items()})
 
         monkeypatch.setattr(host, "fresh_process", lambda environment: one)
-        monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
-        monkeypatch.setattr(cli, "precompile_all", lambda keys, jobs: iter([True]))
+        monkeypatch.setattr(arch, "has_gpu", lambda: True)
+        monkeypatch.setattr(host, "precompile_all", lambda keys, jobs: iter([True]))
         monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake", "git_commit": "abc"})
         return cli.main(("host", *args))
 
@@ -340,7 +366,7 @@ def command(monkeypatch) -> Callable[..., int]:
 
 def test_the_command_prints_the_table_and_writes_the_file(command, tmp_path, capsys):
     out = tmp_path / "host.json"
-    assert command("--cases", "plain-fwd,softcap-fwd", "--processes", "3", "--out", str(out)) == cli.OK
+    assert command("--cases", "plain-fwd,softcap-fwd", "--processes", "3", "--out", str(out)) == OK
     printed = capsys.readouterr()
     assert "| plain-fwd   | 14.0 (14.0 to 14.0) |" in printed.out and "18.0 (cudnn)" in printed.out
     assert "[4/4] process 3 of 3" in printed.err
@@ -350,16 +376,16 @@ def test_the_command_prints_the_table_and_writes_the_file(command, tmp_path, cap
 
 
 def test_the_command_fails_for_a_goal_that_is_missed_and_compares_with_a_base(command, tmp_path):
-    assert command("--cases", "plain-fwd", ours=15.5) == cli.FAILED
+    assert command("--cases", "plain-fwd", ours=15.5) == FAILED
     base, case = tmp_path / "base.json", "plain-train-profiler"
-    assert command("--cases", case, "--out", str(base)) == cli.OK
-    assert command("--cases", case, "--base", str(base), ours=14.5) == cli.OK
-    assert command("--cases", case, "--base", str(base), ours=15.0) == cli.FAILED
+    assert command("--cases", case, "--out", str(base)) == OK
+    assert command("--cases", case, "--base", str(base), ours=14.5) == OK
+    assert command("--cases", case, "--base", str(base), ours=15.0) == FAILED
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
 def test_without_a_gpu_or_with_a_wrong_case_nothing_is_measured(capsys):
-    assert cli.main(("host",)) == cli.NOT_MEASURED
+    assert cli.main(("host",)) == NOT_MEASURED
     assert "no CUDA device" in capsys.readouterr().err
-    assert cli.main(("host", "--cases", "plain")) == cli.NOT_MEASURED
+    assert cli.main(("host", "--cases", "plain")) == NOT_MEASURED
     assert "choose from plain-fwd, plain-train" in capsys.readouterr().err

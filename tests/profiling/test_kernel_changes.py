@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from profiling.kernel_changes import changed, sentence, snapshot
+from profiling.documents.kernel_changes import changed, sentence, snapshot
 
 BEFORE = {"4.8": {"fwd/a": "1", "fwd/b": "2", "bwd/a": "3"}}
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 
-from profiling.machine import card_state, decode_reasons, facts, flash_attn_3, run_command, source_digest
+from profiling.measure.machine import card_state, decode_reasons, facts, flash_attn_3, run_command, source_digest
 
 ANSWER = "1980, 3201, 694.31, 61, 0x0000000000000024"
 STATE = {

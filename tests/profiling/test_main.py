@@ -1,4 +1,4 @@
-"""The command line as a whole, with fake providers on the CPU in place of the registry."""
+"""The command line as a whole, with fake peers on the CPU in place of the registry."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from profiling import __main__ as cli
-from profiling import machine, record
-from profiling.suites import Suite
-from tests.profiling.fakes import FakeProvider, FakeTimer
+from profiling.bench import command
+from profiling.bench.suites import Suite
+from profiling.measure import machine, record
+from profiling.measure.study import FAILED, NOT_MEASURED, OK
+from tests.profiling.fakes import FakePeer, FakeTimer
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
@@ -26,23 +28,24 @@ def bench(monkeypatch):
 
     def run(*args: str, ours_ms: float = 0.5, peer_reason: str | None = None, **spoils) -> int:
         timer = FakeTimer()
-        providers = [
-            FakeProvider("cute_flash", timer, ours_ms, is_ours=True, **spoils),
-            FakeProvider("sdpa-flash", timer, backward_reason=peer_reason),
-            FakeProvider("fa3", timer, reason="no folder"),
+        peers = [
+            FakePeer("cute_flash", timer, ours_ms, is_ours=True, **spoils),
+            FakePeer("sdpa-flash", timer, backward_reason=peer_reason),
+            FakePeer("fa3", timer, reason="no folder"),
         ]
-        monkeypatch.setattr(cli, "select", lambda names, kernels="auto": providers)
-        monkeypatch.setattr(cli, "EventTimer", lambda: timer)
+        monkeypatch.setattr(command, "select", lambda names, kernels="auto": peers)
+        monkeypatch.setattr(command, "EventTimer", lambda: timer)
         return cli.main(("bench", "--lengths", "16", "--ms", "2", "--rounds", "2", *args))
 
-    monkeypatch.setitem(cli.SUITES, "quick", Suite(64, 32, (16, 32), (8,), ("causal",)))
-    monkeypatch.setattr(cli, "_settings", lambda a, real=cli._settings: replace(real(a), ceiling_size=16))
+    monkeypatch.setitem(command.SUITES, "quick", Suite(64, 32, (16, 32), (8,), ("causal",)))
+    real = command.settings_of
+    monkeypatch.setattr(command, "settings_of", lambda *a: replace(real(*a), ceiling_size=16))
     return run
 
 
 def test_bench_prints_the_tables_and_writes_the_file(bench, tmp_path, capsys):
     out = tmp_path / "run.json"
-    assert bench("--out", str(out)) == cli.OK
+    assert bench("--out", str(out)) == OK
     printed = capsys.readouterr()
     assert "fwd bf16, D=8, causal" in printed.out and "| 16 " in printed.out and "2.00" in printed.out
     assert "fa3 is not available: no folder" in printed.out and "[1/1]" in printed.err
@@ -53,7 +56,7 @@ def test_bench_prints_the_tables_and_writes_the_file(bench, tmp_path, capsys):
 
 def test_the_backward_is_measured_by_those_who_can(bench, tmp_path, capsys):
     out = tmp_path / "run.json"
-    assert bench("--direction", "bwd", "--out", str(out)) == cli.OK
+    assert bench("--direction", "bwd", "--out", str(out)) == OK
     printed = capsys.readouterr().out
     assert "bwd bf16, D=8, causal" in printed and "2.00" in printed and "normal dq: Frobenius" in printed
     assert "All cells, bwd" in printed
@@ -66,9 +69,9 @@ def test_the_backward_is_measured_by_those_who_can(bench, tmp_path, capsys):
 
 
 def test_a_peer_without_a_backward_is_listed_and_only_there(bench, capsys):
-    assert bench("--direction", "bwd", peer_reason="no gradients") == cli.OK
+    assert bench("--direction", "bwd", peer_reason="no gradients") == OK
     assert "sdpa-flash is not available: no gradients" in capsys.readouterr().out
-    assert bench("--direction", "fwd", peer_reason="no gradients") == cli.OK
+    assert bench("--direction", "fwd", peer_reason="no gradients") == OK
     assert "no gradients" not in capsys.readouterr().out
 
 
@@ -76,40 +79,40 @@ def test_wrong_gradients_of_ours_decide_the_exit_status(bench, capsys):
     def spoil(dq, dk, dv):
         dv.zero_()
 
-    assert bench("--direction", "bwd", spoil_gradients=spoil) == cli.FAILED
+    assert bench("--direction", "bwd", spoil_gradients=spoil) == FAILED
     assert "cute_flash wrong in dv on normal inputs" in capsys.readouterr().out
-    assert bench("--direction", "fwd", spoil_gradients=spoil) == cli.OK
+    assert bench("--direction", "fwd", spoil_gradients=spoil) == OK
 
 
 def test_base_decides_the_exit_status(bench, tmp_path, capsys):
     base = tmp_path / "base.json"
-    assert bench("--out", str(base)) == cli.OK
-    assert bench("--base", str(base), ours_ms=0.4) == cli.OK
-    assert bench("--base", str(base), ours_ms=0.51) == cli.OK
+    assert bench("--out", str(base)) == OK
+    assert bench("--base", str(base), ours_ms=0.4) == OK
+    assert bench("--base", str(base), ours_ms=0.51) == OK
     capsys.readouterr()
-    assert bench("--base", str(base), ours_ms=0.6) == cli.FAILED
+    assert bench("--base", str(base), ours_ms=0.6) == FAILED
     assert "regression" in capsys.readouterr().out
-    assert bench("--base", str(base), "--threshold", "0.5", ours_ms=0.6) == cli.OK
+    assert bench("--base", str(base), "--threshold", "0.5", ours_ms=0.6) == OK
 
 
 def test_a_base_that_shares_no_cell_does_not_pass(bench, tmp_path):
     base = tmp_path / "base.json"
     bench("--out", str(base))
     record.save(replace(record.load(base), cells=()), base)
-    assert bench("--base", str(base)) == cli.FAILED
+    assert bench("--base", str(base)) == FAILED
 
 
 def test_a_wrong_output_of_ours_decides_the_exit_status(bench, capsys):
     def spoil(out):
         out.zero_()
 
-    assert bench(spoil=spoil) == cli.FAILED
+    assert bench(spoil=spoil) == FAILED
     assert "cute_flash wrong" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
 def test_without_a_gpu_it_says_so(capsys):
-    assert cli.main(("bench",)) == cli.NOT_MEASURED
+    assert cli.main(("bench",)) == NOT_MEASURED
     assert "flash_attn are not available: no CUDA device\nNothing was measured." in capsys.readouterr().err
 
 
@@ -117,17 +120,23 @@ def test_without_a_gpu_it_says_so(capsys):
     "args", [("--providers", "fa5"), ("--masks", "diagonal"), ("--base", "no-such-file.json"), ("--reference", "fa5")]
 )
 def test_wrong_arguments_are_named(args, capsys):
-    assert cli.main(("bench", *args)) == cli.NOT_MEASURED
+    assert cli.main(("bench", *args)) == NOT_MEASURED
     assert args[1] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["bench", "host", "features", "mods", "tune", "ncu", "plots"])
-def test_examples_of_the_help_can_be_typed(command, capsys):
+@pytest.mark.parametrize("name", [one.name for one in cli.COMMANDS])
+def test_examples_of_the_help_can_be_typed(name, capsys):
     with pytest.raises(SystemExit):
-        cli.main((command, "--help"))
+        cli.main((name, "--help"))
     _, found, examples = capsys.readouterr().out.partition("\nexamples:\n")
     assert found
     for line in examples.splitlines():
         words = shlex.split(line, comments=True)
-        assert words[:4] == ["python", "-m", "profiling", command]
+        assert words[:4] == ["python", "-m", "profiling", name]
         cli._parser().parse_args(words[3:])
+
+
+def test_the_list_of_commands_fits_on_a_screen(capsys):
+    assert cli.main(()) == NOT_MEASURED
+    printed = capsys.readouterr().out
+    assert all(f"    {one.name}" in printed for one in cli.COMMANDS) and len(printed.splitlines()) <= 40

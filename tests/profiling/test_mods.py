@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from cute_flash import masks
+from cute_flash.spec import arch
 from profiling import __main__ as cli
-from profiling import features, mods, mods_fa4, mods_summary
-from profiling.features import Cell, CellResult, Settings, Side, measure_cell, run_features
-from profiling.gpu_lock import GpuLock
-from profiling.record import write_json
-from profiling.timing import Samples
+from profiling.measure.gpu_lock import GpuLock
+from profiling.measure.record import write_json
+from profiling.measure.study import NOT_MEASURED, OK
+from profiling.measure.timing import Samples
+from profiling.peers import fa4_mods
+from profiling.studies import features, mods, mods_command, mods_summary
+from profiling.studies.features import AutogradCall, Cell, CellResult, Settings, measure_cell, run_features
 from tests.profiling.fakes import FakeTimer
 
 SMALL = Settings(head_dims=(8,), hidden=16, batch=2, seqlen=24, long=40, rounds=2, ms=1.0)
@@ -24,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def without_fa4(monkeypatch, eager_flex):
-    monkeypatch.setattr(mods_fa4, "missing", lambda: "ImportError: none here")
+    monkeypatch.setattr(fa4_mods, "missing", lambda: "ImportError: none here")
 
 
 def test_all_cells_run():
@@ -44,7 +47,7 @@ def test_all_cells_run():
 def test_sides_compute_the_same():
     for make in (mods.function_cells, mods.document_cells):
         for cell in make(SMALL, CPU):
-            first, *others = (side.prepare("fwd").call() for side in cell.sides.values())
+            first, *others = (call.prepare("fwd").call() for call in cell.calls.values())
             for other in others:
                 torch.testing.assert_close(other, first, rtol=2e-2, atol=2e-2)
 
@@ -53,7 +56,7 @@ def test_what_is_measured_can_be_chosen():
     chosen = replace(SMALL, functions=("window", "alibi"), peers=("fa4",))
     cells = list(mods.function_cells(chosen, CPU))
     assert [cell.name.split()[-1] for cell in cells] == ["window", "alibi"] * 2
-    assert all(list(cell.sides) == ["fa4", "cute_flash"] and cell.base == "fa4" for cell in cells)
+    assert all(list(cell.calls) == ["fa4", "cute_flash"] and cell.base == "fa4" for cell in cells)
     with pytest.raises(ValueError, match="choose from alibi, capped"):
         next(mods.function_cells(replace(SMALL, functions=("sigmoid",)), CPU))
     with pytest.raises(ValueError, match="choose from flex, fa4"):
@@ -74,27 +77,27 @@ def test_a_missing_fa4_is_left_out_unless_it_is_named(monkeypatch):
 def test_fa4_is_looked_for_but_not_imported(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert mods_fa4.missing()
+    assert fa4_mods.missing()
     monkeypatch.delitem(sys.modules, "flash_attn")
     package = tmp_path / "flash_attn" / "cute"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError")
     monkeypatch.syspath_prepend(tmp_path)
-    assert mods_fa4.missing() is None
+    assert fa4_mods.missing() is None
 
 
 def _times(factor):
-    return Side(lambda x: x * factor, (torch.arange(8.0).view(1, 1, 2, 4),))
+    return AutogradCall(lambda x: x * factor, (torch.arange(8.0).view(1, 1, 2, 4),))
 
 
 def test_a_side_that_computes_something_else_is_not_timed():
-    sides = {"wrong": _times(1.1), "right": _times(1.001), "ours": _times(1.0), "none": _times(float("nan"))}
-    found = measure_cell(Cell("function", "x", sides, "right", "ours"), FakeTimer(event_ms=1.0), SMALL)
+    calls = {"wrong": _times(1.1), "right": _times(1.001), "ours": _times(1.0), "none": _times(float("nan"))}
+    found = measure_cell(Cell("function", "x", calls, "right", "ours"), FakeTimer(event_ms=1.0), SMALL)
     assert list(found.samples["fwd"]) == list(found.samples["bwd"]) == ["right", "ours"]
     assert found.errors["wrong fwd"] == "not timed: 0.1 away from ours"
     assert found.errors["none bwd"] == "not timed: inf away from ours"
-    # Without `Cell.alike`, results are not compared, and all sides are timed.
-    found = measure_cell(Cell("bias", "x", sides, "right"), FakeTimer(event_ms=1.0), SMALL)
+    # Without `Cell.alike`, results are not compared, and all calls are timed.
+    found = measure_cell(Cell("bias", "x", calls, "right"), FakeTimer(event_ms=1.0), SMALL)
     assert len(found.samples["fwd"]) == 4 and not found.errors
 
 
@@ -108,13 +111,13 @@ def test_a_wrong_gradient_alone_leaves_the_forward():
         def backward(ctx, grad):
             return grad * 2
 
-    sides = {"bent": Side(Bent.apply, _times(1.0).inputs), "ours": _times(1.0)}
-    found = measure_cell(Cell("function", "x", sides, "bent", "ours"), FakeTimer(event_ms=1.0), SMALL)
+    calls = {"bent": AutogradCall(Bent.apply, _times(1.0).inputs), "ours": _times(1.0)}
+    found = measure_cell(Cell("function", "x", calls, "bent", "ours"), FakeTimer(event_ms=1.0), SMALL)
     assert "bent" in found.samples["fwd"] and "bent" not in found.samples["bwd"]
     assert found.ratio("ours", "fwd") is not None and found.ratio("ours", "both") is None
 
 
-# ---- FlashAttention-4's side
+# ---- FlashAttention-4's call
 # -------------------------------------------------------------------------------------------------------
 
 
@@ -123,7 +126,7 @@ def test_a_wrong_gradient_alone_leaves_the_forward():
 @pytest.mark.parametrize("mask", [masks.causal(), masks.prefix_lm(100), masks.sliding_window(300)])
 def test_block_indices_are_exact(mask, head_dim, direction):
     seqlen = 700
-    (count, index, full_count, full_index), (rows, keys) = mods_fa4.block_indices(
+    (count, index, full_count, full_index), (rows, keys) = fa4_mods.block_indices(
         mask, torch.empty(1, 1, seqlen, head_dim), direction
     )
     assert {x.dtype for x in (count, index, full_count, full_index)} == {torch.int32}
@@ -162,8 +165,8 @@ def _fake_fa4(monkeypatch, spoil=1.0):
     lists = SimpleNamespace(BlockSparseTensorsTorch=lambda *tensors, block_size: (*tensors, block_size))
     monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", lists)
     function = SimpleNamespace(options=lambda: {"mask_mod": "fa4 mask_mod"})
-    monkeypatch.setattr(mods_fa4, "function", lambda name, *args: function)
-    monkeypatch.setattr(mods_fa4, "missing", lambda: None)
+    monkeypatch.setattr(fa4_mods, "function", lambda name, *args: function)
+    monkeypatch.setattr(fa4_mods, "missing", lambda: None)
     return seen
 
 
@@ -171,7 +174,7 @@ def test_fa4_gets_its_layout_and_its_block_indices(monkeypatch):
     seen = _fake_fa4(monkeypatch)
     settings = replace(SMALL, head_dims=(64,), hidden=128, functions=("causal",), seqlen=200, long=200)
     cell = next(mods.function_cells(settings, CPU))
-    assert list(cell.sides) == ["flex", "fa4", "cute_flash"]
+    assert list(cell.calls) == ["flex", "fa4", "cute_flash"]
     found = measure_cell(cell, FakeTimer(event_ms=1.0), settings)
     assert {*found.errors} == {"flex bwd"} and {*found.samples["bwd"]} == {"fa4", "cute_flash"}
     assert seen[0]["mask_mod"] == "fa4 mask_mod" and seen[0]["block_sparse_tensors"][-1] == (192, 128)
@@ -194,11 +197,11 @@ def test_the_functions_can_be_made():
     args |= {"causal": (), "prefix": (1024,), "window": (1024,)}
     assert {*args} == {*mods.FUNCTIONS, "document"}
     for name, given in args.items():
-        options = mods_fa4.function(name, *given).options()
+        options = fa4_mods.function(name, *given).options()
         assert (options["mask_mod"] is None) == (options["score_mod"] is not None)
         assert (options["score_mod"] is None) == (options["score_mod_bwd"] is None)
         assert (options["aux_tensors"] is None) == (name not in ("relative", "document"))
-    assert len(mods_fa4.function("document", ids).tensors[0]) >= 40 + 192
+    assert len(fa4_mods.function("document", ids).tensors[0]) >= 40 + 192
 
 
 # ---- summary, parts, lock
@@ -207,7 +210,7 @@ def test_the_functions_can_be_made():
 
 def _result(kind, name, base, fwd, bwd):
     samples = {
-        direction: {side: Samples(1, (ms,)) for side, ms in times.items()}
+        direction: {call: Samples(1, (ms,)) for call, ms in times.items()}
         for direction, times in (("fwd", fwd), ("bwd", bwd))
     }
     return CellResult(kind, name, base, samples)
@@ -243,22 +246,22 @@ def test_parts_make_a_whole(tmp_path, capsys):
         settings = replace(SMALL, head_dims=(64,) if i else (128,), functions=("causal",) if i else ())
         write_json(features.to_dict([one], settings, {"gpu": "none"}), tmp_path / f"{i}.json")
         parts.append(str(tmp_path / f"{i}.json"))
-    assert cli.main(("mods", "--parts", *parts, "--out", str(tmp_path / "whole.json"))) == cli.OK
+    assert cli.main(("mods", "--parts", *parts, "--out", str(tmp_path / "whole.json"))) == OK
     assert "functions: cute_flash over flex" in capsys.readouterr().out
     whole = json.loads((tmp_path / "whole.json").read_text())
     assert [cell["kind"] for cell in whole["cells"]] == ["function", "function", "documents", "bias"]
     assert [cell["name"] for cell in whole["cells"]][:2] == ["D=64 a", "D=128 b"]
     assert whole["settings"]["head_dims"] == [64, 128] and whole["machine"] == {"gpu": "none"}
     assert mods_summary.summary(features.from_dict(whole)) == mods_summary.summary(RUN)
-    assert cli.main(("mods", "--parts", parts[0], parts[0])) == cli.NOT_MEASURED
+    assert cli.main(("mods", "--parts", parts[0], parts[0])) == NOT_MEASURED
     assert "in common" in capsys.readouterr().err
     write_json(features.to_dict(RUN[1:2], replace(SMALL, seqlen=1), {}), tmp_path / "other.json")
-    assert cli.main(("mods", "--parts", parts[0], str(tmp_path / "other.json"))) == cli.NOT_MEASURED
+    assert cli.main(("mods", "--parts", parts[0], str(tmp_path / "other.json"))) == NOT_MEASURED
 
 
 def test_processes_measure_different_cells_and_are_merged(tmp_path, monkeypatch, capsys):
     """Every process has its own function and head dim; a lost process is an error."""
-    monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
+    monkeypatch.setattr(arch, "has_gpu", lambda: True)
     commands, lost = [], []
 
     def run_command(command, limit_s):
@@ -270,16 +273,16 @@ def test_processes_measure_different_cells_and_are_merged(tmp_path, monkeypatch,
         write_json(features.to_dict([one], settings, {"gpu": "none"}), args.out)
         return (137 if lost and lost[0] in args.functions else 0), "killed"
 
-    monkeypatch.setattr(cli.ncu, "run_command", run_command)
+    monkeypatch.setattr(mods_command, "run_command", run_command)
     out = tmp_path / "whole.json"
-    assert cli.main(("mods", "--parallel", "--ms", "3", "--peers", "flex", "--out", str(out))) == cli.OK
+    assert cli.main(("mods", "--parallel", "--ms", "3", "--peers", "flex", "--out", str(out))) == OK
     cells = [(cell["kind"], cell["name"]) for cell in json.loads(out.read_text())["cells"]]
     functions = [("function", f"D={d} {name}") for d in (64, 128) for name in mods.FUNCTIONS]
     assert sorted(cells) == sorted([*functions, *((k, f"D={d}") for k in ("documents", "bias") for d in (64, 128))])
     assert len({args.lock for args in commands}) == 1 and len({args.out for args in commands}) == len(cells)
     assert all((args.ms, args.jobs, args.peers) == (3.0, 1, ("flex",)) for args in commands)
     lost.append("prefix")
-    assert cli.main(("mods", "--parallel", "--head-dims", "64", "--kinds", "function")) == cli.NOT_MEASURED
+    assert cli.main(("mods", "--parallel", "--head-dims", "64", "--kinds", "function")) == NOT_MEASURED
     error = capsys.readouterr().err
     assert "--functions prefix: exit status 137: killed" in error and "1 of 6 processes did not end" in error
 

@@ -13,16 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from cute_flash.smem.tile import HOPPER_VARIANTS, VARIANTS
 from cute_flash.spec import arch
 from layouts import Work
 from profiling import __main__ as cli
-from profiling import l2_model, machine, ncu, ncu_case, ncu_report, ncu_run, ncu_source
-from profiling.expect import expected, work_of
-from profiling.ncu_case import Case
-from profiling.ncu_metrics import COLLECTED, METRICS, SECTIONS, parse_raw, trim_raw
-from profiling.suites import Shape
+from profiling.counters import l2_model, ncu, ncu_case, ncu_report, ncu_run, ncu_source
+from profiling.counters.expect import expected, work_of
+from profiling.counters.ncu_case import Case
+from profiling.counters.ncu_metrics import COLLECTED, METRICS, SECTIONS, parse_raw, trim_raw
+from profiling.measure import machine
+from profiling.measure.shapes import Shape
+from profiling.measure.study import FAILED, NOT_MEASURED, OK
 
 RAW = Path(__file__).with_name("data") / "ncu_raw.csv"
 SHAPE = Shape(2, 8, 8, 2048, 128, False)
@@ -83,7 +86,7 @@ def test_raw_csv_without_a_table() -> None:
 def test_command() -> None:
     command = ncu.Tool(Path("reports"), run=FakeNcu()).command(PLAIN)
     options, worker = command[: command.index("-m")], command[command.index("-m") :]
-    assert worker[:2] == ["-m", "profiling.ncu_case"]
+    assert worker[:2] == ["-m", "profiling.counters.ncu_case"]
     assert options[options.index("--kernel-name") + 1] == "regex:^cute_flash_fwd_sm80_"
     assert options[options.index("--clock-control") + 1] == "none"
     assert options.count("--section") == len(SECTIONS)
@@ -221,7 +224,7 @@ def test_wavefronts_by_instruction(on_a_gpu, tmp_path, capsys) -> None:
             return super().__call__(command)
 
     fake = Sources()
-    assert on_a_gpu(fake, "--kernels", "bwd-sm80", "--by-instruction") == cli.OK
+    assert on_a_gpu(fake, "--kernels", "bwd-sm80", "--by-instruction") == OK
     (profiled,) = [command for command in fake.commands if "--export" in command]
     assert profiled.count("--section") == 1 and "SourceCounters" in profiled and "--metrics" not in profiled
     said = capsys.readouterr().out
@@ -239,7 +242,7 @@ def test_a_source_page_without_wavefronts_is_explained() -> None:
 
 
 def test_beyond_l2(on_a_gpu, tmp_path) -> None:
-    assert on_a_gpu(FakeNcu(), "--beyond-l2", "--kernels", "fwd-sm80") == cli.OK
+    assert on_a_gpu(FakeNcu(), "--beyond-l2", "--kernels", "fwd-sm80") == OK
     (case,) = json.loads((tmp_path / ncu_run.RECORD).read_text())["cases"].values()
     assert case["layout"] == "swizzled" and ncu_case.is_beyond_l2(case)
 
@@ -285,24 +288,24 @@ def test_no_ncu(tmp_path) -> None:
 @pytest.fixture
 def on_a_gpu(monkeypatch, tmp_path):
     """`on_a_gpu(ncu, *arguments)`: exit status of `profiling ncu` if all kernels are compiled."""
-    monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
-    monkeypatch.setattr(cli.arch, "detect", lambda index: arch.by_name("sm_90"))
-    monkeypatch.setattr(cli.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cli, "precompile_keys", lambda keys, jobs: len(keys))
+    monkeypatch.setattr(arch, "has_gpu", lambda: True)
+    monkeypatch.setattr(arch, "detect", lambda index: arch.by_name("sm_90"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(ncu_run, "precompile_keys", lambda keys, jobs: len(keys))
     monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake"})
     monkeypatch.setattr(ncu.Tool, "check", lambda self: None)
 
     made = ncu.Tool
 
     def run(fake: FakeNcu, *arguments: str) -> int:
-        monkeypatch.setattr(cli.ncu, "Tool", lambda folder, program: made(folder, program, fake))
+        monkeypatch.setattr(ncu_run, "Tool", lambda folder, program: made(folder, program, fake))
         return cli.main(("ncu", "--out", str(tmp_path), *arguments))
 
     return run
 
 
 def test_main(on_a_gpu, tmp_path, capsys) -> None:
-    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80", "--variants", "plain") == cli.OK
+    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80", "--variants", "plain") == OK
     printed = capsys.readouterr()
     assert "| load conflicts " in printed.out and "[1/1] fwd-sm80-plain" in printed.err
     assert list(json.loads((tmp_path / "ncu.json").read_text())["cases"]) == [PLAIN.id]
@@ -319,31 +322,31 @@ def test_a_case_is_known_by_its_names(shape: Shape, dtype: str) -> None:
 
 
 def test_the_record_is_made_from_the_exports(on_a_gpu, tmp_path, capsys) -> None:
-    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80") == cli.OK
+    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80") == OK
     path = tmp_path / ncu_run.RECORD
     record = json.loads(path.read_text())
     assert len(record["cases"]) == len(VARIANTS) and record["machine"] == {"gpu": "fake"}
     for report in tmp_path.glob("*.ncu-rep"):
         report.unlink()
     capsys.readouterr()
-    assert cli.main(("ncu", "--from-exports", "--out", str(tmp_path))) == cli.OK
+    assert cli.main(("ncu", "--from-exports", "--out", str(tmp_path))) == OK
     assert json.loads(path.read_text()) == record
     assert "| ldmatrix conflicts (by instruction) " in capsys.readouterr().out
 
 
 def test_a_record_without_exports_is_enough(on_a_gpu, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake", "capability": "sm_90"})
-    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80,bwd-sm80") == cli.OK
+    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80,bwd-sm80") == OK
     record = json.loads((tmp_path / ncu_run.RECORD).read_text())
     for export in tmp_path.glob("*.csv"):
         export.unlink()
-    assert cli.main(("ncu", "--from-exports", "--out", str(tmp_path))) == cli.OK
+    assert cli.main(("ncu", "--from-exports", "--out", str(tmp_path))) == OK
     assert json.loads((tmp_path / ncu_run.RECORD).read_text()) == record
     assert len(list(tmp_path.glob("*.csv"))) == len(record["cases"]) == 4
 
 
 def test_no_exports(tmp_path, capsys) -> None:
-    assert cli.main(("ncu", "--from-exports", "--out", str(tmp_path))) == cli.NOT_MEASURED
+    assert cli.main(("ncu", "--from-exports", "--out", str(tmp_path))) == NOT_MEASURED
     assert "no .csv of a profiled case" in capsys.readouterr().err
 
 
@@ -351,9 +354,9 @@ def test_no_exports(tmp_path, capsys) -> None:
 def test_pieces_of_one_run_share_a_record(on_a_gpu, monkeypatch, tmp_path, digest: str, num: int) -> None:
     facts = {"gpu": "H200", "driver": "1", "source_digest": "a"}
     monkeypatch.setattr(machine, "facts", lambda: facts)
-    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80", "--variants", "plain") == cli.OK
+    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80", "--variants", "plain") == OK
     monkeypatch.setattr(machine, "facts", lambda: {**facts, "source_digest": digest})
-    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80", "--head-dim", "96") == cli.OK
+    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80", "--head-dim", "96") == OK
     assert len(json.loads((tmp_path / ncu_run.RECORD).read_text())["cases"]) == num
 
 
@@ -371,16 +374,16 @@ def test_an_interrupted_run_keeps_its_results(on_a_gpu, tmp_path) -> None:
 
 
 def test_main_goes_on_after_a_failure(on_a_gpu, tmp_path, capsys) -> None:
-    assert on_a_gpu(FakeNcu("out of memory"), "--kernels", "bwd-sm90,bwd-sm80") == cli.FAILED
+    assert on_a_gpu(FakeNcu("out of memory"), "--kernels", "bwd-sm90,bwd-sm80") == FAILED
     assert capsys.readouterr().out.count("out of memory") == 2
 
 
 def test_main_ends_without_permission(on_a_gpu, capsys) -> None:
-    assert on_a_gpu(FakeNcu("ERR_NVGPUCTRPERM")) == cli.NOT_MEASURED
+    assert on_a_gpu(FakeNcu("ERR_NVGPUCTRPERM")) == NOT_MEASURED
     assert "--cap-add=SYS_ADMIN" in capsys.readouterr().err
 
 
 def test_main_predicts_without_a_gpu(capsys) -> None:
     arguments = ("ncu", "--predict-only", "--arch", "sm_80", "--kernels", "fwd-sm80", "--head-dim", "96")
-    assert cli.main(arguments) == cli.OK
+    assert cli.main(arguments) == OK
     assert "| - (22,069,248) |" in capsys.readouterr().out

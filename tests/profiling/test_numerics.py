@@ -9,14 +9,19 @@ import pytest
 import torch
 
 from cute_flash import reference
-from cute_flash.spec.arch import SM_90
 from cute_flash.spec.band import Band
+from layouts.studies.loops import tiled_q_outer
 from profiling import __main__ as cli
-from profiling import numerics, numerics_gpu, numerics_report, plot_numerics
-from profiling.figures import DATA, NUMERICS_CPU
-from profiling.numerics import DISTRIBUTIONS, SMALL, WAYS
-from profiling.numerics_report import pick
-from profiling.plot_style import style, svg
+from profiling.documents import plot_numerics
+from profiling.documents.figures import DATA, NUMERICS_CPU
+from profiling.documents.plot_style import style, svg
+from profiling.measure.study import OK
+from profiling.studies import numerics, numerics_gpu, numerics_report
+from profiling.studies.numerics import DISTRIBUTIONS, SMALL, WAYS
+from profiling.studies.numerics_report import pick
+from tests.fakes.cuda import claiming_cuda
+from tests.fakes.gpu import fake_gpu
+from tests.profiling.fakes import FakeTimer, tools
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -54,13 +59,13 @@ def test_the_order_of_the_keys_sets_the_number_of_rescales(growing: int) -> None
     q, k, v = torch.ones(1, 1, 3, 1), torch.randn(1, 1, 64, 1), torch.randn(1, 1, 64, 4)
     order = numerics.growing_order(k[0, 0, :, 0], 4, growing)
     assert sorted(order.tolist()) == list(range(64))
-    _, _, traffic = reference.tiled_q_outer(q, k[:, :, order], v[:, :, order], Band(), None, 3, 4)
+    _, _, traffic = tiled_q_outer(q, k[:, :, order], v[:, :, order], Band(), None, 3, 4)
     assert traffic.rescales == 3 * (growing - 1)
 
 
 def test_a_dry_run_writes_both_files(tmp_path, capsys) -> None:
     out = tmp_path / "numerics.json"
-    assert cli.main(("numerics", "--cpu", "--dry-run", "--out", str(out))) == cli.OK
+    assert cli.main(("numerics", "--cpu", "--dry-run", "--out", str(out))) == OK
     data = json.loads(out.read_text())
     assert {one["study"] for one in data["records"]} == set(numerics.STUDIES)
     assert {one["distribution"] for one in data["records"]} == set(DISTRIBUTIONS)
@@ -69,10 +74,11 @@ def test_a_dry_run_writes_both_files(tmp_path, capsys) -> None:
 
 
 def test_the_gpu_part_in_a_dry_run(tmp_path, capsys, monkeypatch) -> None:
-    """On the CPU; a provider without a kernel is absent, with its message, and the others go on."""
-    monkeypatch.setattr(numerics_gpu, "SMALL", replace(numerics_gpu.SMALL, lengths=(16,), distributions=("outliers",)))
+    """On the CPU; a peer without a kernel is absent, with its message, and the others go on."""
+    small = replace(numerics_gpu.SMALL, lengths=(16,), distributions=("outliers",))
+    monkeypatch.setattr(numerics_gpu, "GPU_STUDY", replace(numerics_gpu.GPU_STUDY, small=small))
     out = tmp_path / "gpu.json"
-    assert cli.main(("numerics", "--gpu", "--dry-run", "--out", str(out))) == cli.OK
+    assert cli.main(("numerics", "--gpu", "--dry-run", "--out", str(out))) == OK
     records = json.loads(out.read_text())["records"]
     assert {(one["dtype"], one["output"]) for one in pick(records, provider="cute_flash")} == {
         (dtype, output) for dtype in numerics_gpu.DTYPES for output in ("out", "dq", "dk", "dv")
@@ -83,18 +89,11 @@ def test_the_gpu_part_in_a_dry_run(tmp_path, capsys, monkeypatch) -> None:
     assert "absent: sdpa-efficient, fp32" in said and "out, S 16, bf16, cute_flash" in said
 
 
-def test_the_gpu_part_ends_in_time() -> None:
-    saved = []
-    settings = replace(numerics_gpu.SMALL, limit_s=-1.0)
-    records, left_out = numerics_gpu.run_gpu(
-        settings, torch.device("cpu"), lambda line: None, lambda *x: saved.append(x)
-    )
-    assert not records and len(left_out) == len(saved) == 3 * 3 * 3
-
-
 def test_kernels_to_compile() -> None:
-    names = {key.kernel for key in numerics_gpu.Settings(dtypes=("bf16", "fp32")).keys(SM_90)}
-    assert {"fwd_sm90", "bwd_sm90"} <= names
+    settings = replace(numerics_gpu.SMALL, dtypes=("bf16", "fp32"))
+    with fake_gpu("sm_90"), claiming_cuda():
+        names = {key.kernel for key in numerics_gpu.kernels(settings, tools(FakeTimer()))}
+    assert {"fwd_sm90", "bwd_sm90", "fwd_sm80_fp32", "bwd_sm80_fp32"} <= names
 
 
 # ---- the checked-in run
@@ -144,7 +143,7 @@ def test_claims_of_the_page_hold_in_the_run() -> None:
 
 @pytest.fixture(scope="module")
 def small() -> dict:
-    records = numerics.run_cpu(SMALL, lambda line: None)
+    records = [one for name in numerics.STUDIES for one in numerics.measure_study(name, SMALL)]
     machine = {"gpu": None, "git_commit": "0123456789"}
     return json.loads(json.dumps({"records": records, "settings": SMALL.__dict__, "machine": machine}))
 
@@ -168,8 +167,8 @@ def test_figures(small) -> None:
 
 def test_the_figure_of_the_gpu() -> None:
     results = [
-        numerics_gpu.Result(provider.name, dtype, distribution, seqlen, "out", 1e-3, 1e-2, 1.0)
-        for provider in numerics_gpu.PROVIDERS
+        numerics_gpu.Result(peer.name, dtype, distribution, seqlen, "out", 1e-3, 1e-2, 1.0)
+        for peer in numerics_gpu.PEERS
         for dtype in numerics_gpu.DTYPES
         for distribution in DISTRIBUTIONS
         for seqlen in (512, 2048)
@@ -183,5 +182,5 @@ def test_the_figure_of_the_gpu() -> None:
         figure = plot_numerics.gpu(data, "title")
         said = svg(figure)
     assert "NVIDIA H200" in said and "SDPA math, unfused" in said
-    assert len(figure.axes[0].lines) == len(numerics_gpu.PROVIDERS) * len(numerics_gpu.DTYPES)
+    assert len(figure.axes[0].lines) == len(numerics_gpu.PEERS) * len(numerics_gpu.DTYPES)
     assert len(numerics_report.gpu_out(data["records"]).rows) == 12

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from cute_flash import reference
 from cute_flash.spec.band import Band
-from profiling.accuracy import Oracle, random_dout, random_inputs
-from profiling.oracles import GRADIENTS, backward_oracles
-from profiling.suites import Shape
+from profiling.measure.accuracy import Oracle, random_dout, random_inputs
+from profiling.measure.oracles import GRADIENTS, backward_oracles
+from profiling.measure.shapes import Shape
 
 CPU = torch.device("cpu")
 # One block of rows and several, the last one shorter; grouped heads; one head.

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from profiling import compare, record, report
-from profiling.bench import run_bench
-from tests.profiling.fakes import SETTINGS, SMALL, FakeProvider, FakeTimer, cell, result, run, tools
+from profiling.bench import compare, report
+from profiling.bench.bench import run_bench
+from profiling.measure import record
+from profiling.measure.machine import ROOT
+from tests.profiling.fakes import SETTINGS, SMALL, FakePeer, FakeTimer, cell, result, run, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
@@ -22,19 +23,19 @@ def test_a_real_run_survives_the_file(tmp_path):
     def fail(out):
         raise RuntimeError("no")
 
-    providers = [
-        FakeProvider("cute_flash", timer, is_ours=True),
-        FakeProvider("sdpa-flash", timer, spoil=fill_with_nan),
-        FakeProvider("fa3", timer, spoil=fail),
+    peers = [
+        FakePeer("cute_flash", timer, is_ours=True),
+        FakePeer("sdpa-flash", timer, spoil=fill_with_nan),
+        FakePeer("fa3", timer, spoil=fail),
     ]
-    measured = run_bench([SMALL], providers, {"fa4": "no module"}, SETTINGS, tools(timer))
+    measured = run_bench([SMALL], peers, {"fa4": "no module"}, SETTINGS, tools(timer))
     path = tmp_path / "results" / "run.json"
     record.save(measured, path)
     assert record.load(path) == measured
     assert list(path.parent.iterdir()) == [path]
 
 
-RESULTS = sorted((Path(record.__file__).parent / "results").rglob("*-paper*.json"))
+RESULTS = sorted((ROOT / "profiling" / "results").rglob("*-paper*.json"))
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
@@ -62,9 +63,9 @@ def test_there_are_results_of_earlier_days():
 
 def test_gradients_survive_the_file_and_are_not_compared_with_outputs(tmp_path):
     timer, path = FakeTimer(), tmp_path / "bwd.json"
-    providers = [FakeProvider("cute_flash", timer, is_ours=True), FakeProvider("sdpa-flash", timer)]
+    peers = [FakePeer("cute_flash", timer, is_ours=True), FakePeer("sdpa-flash", timer)]
     forward, backward = (
-        run_bench([SMALL], providers, {}, replace(SETTINGS, direction=direction), tools(timer))
+        run_bench([SMALL], peers, {}, replace(SETTINGS, direction=direction), tools(timer))
         for direction in ("fwd", "bwd")
     )
     record.save(backward, path)

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from profiling import compare, report
-from profiling.accuracy import Accuracy, Errors
-from profiling.record import Cell, Result
-from profiling.terminal import Table, markdown, show
+from profiling.bench import compare, report
+from profiling.measure.accuracy import Accuracy, Errors
+from profiling.measure.record import Cell, Result
+from profiling.measure.tables import Table, markdown, show
 from tests.profiling.fakes import cell, result, run
 
 

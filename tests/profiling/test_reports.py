@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from profiling import ncu_run
-from profiling.figures import COUNTERS, DATA
-from profiling.ncu_case import case_of
-from profiling.ncu_metrics import ABSENT
+from profiling.counters import ncu_run
+from profiling.counters.ncu_case import case_of
+from profiling.counters.ncu_metrics import ABSENT
+from profiling.documents.figures import COUNTERS, DATA
 from tests.counter_checks import CONFLICTS, disagreements
 
 FOLDER = (DATA / COUNTERS).parent

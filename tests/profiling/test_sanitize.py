@@ -9,12 +9,15 @@ import pytest
 
 from cute_flash.planning.registry import KERNELS
 from cute_flash.runtime.gpu import use_gpu
+from cute_flash.spec import arch
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.features import FEATURES
 from cute_flash.tools.explain_decode import DecodeExplanation, DecodeShape
 from profiling import __main__ as cli
-from profiling import machine, sanitize, sanitize_case
-from profiling.sanitize_case import Launch, launches
+from profiling.counters import sanitize, sanitize_case
+from profiling.counters.sanitize_case import Launch, launches
+from profiling.measure import machine
+from profiling.measure.study import NOT_MEASURED, OK
 from tests.fakes.cuda import claiming_cuda, launching_operators, own_workspaces
 from tests.profiling.fakes import CpuGpu
 
@@ -57,7 +60,7 @@ def test_the_launches_need_every_kernel() -> None:
     statics = [key.static for key in keys if key.kernel == "decode"]
     assert {static.page_lookup for static in statics} == {"", "chunk", "row"}
     assert {static.overlaps_previous for static in statics} == {True, False}, "both families"
-    for flag in ("is_fp8", "ragged", "appends", "rotary", "varlen_keys"):
+    for flag in ("is_fp8", "ragged", "appends", "rotary", "varlen"):
         assert {bool(getattr(static, flag)) for static in statics} == {True, False}, flag
     assert {static.head_dim for static in statics} == {64, 128, 256}
 
@@ -103,7 +106,7 @@ def test_a_launch_that_ends_the_process_is_named_and_the_others_run() -> None:
     commands = []
 
     def fake(command: Sequence[str], limit: float) -> tuple[int, str]:
-        commands.append(command[command.index("profiling.sanitize_case") + 1 :])
+        commands.append(command[command.index("profiling.counters.sanitize_case") + 1 :])
         if first in commands[-1]:
             return 1, f"LAUNCH {first}\nRuntimeError: illegal address\n"
         return 0, f"LAUNCH {second}\nDONE {second}\n========= ERROR SUMMARY: 0 errors\n"
@@ -123,7 +126,7 @@ def test_launches_without_time_are_listed() -> None:
 
 def test_processes_share_the_launches() -> None:
     def fake(command: Sequence[str], limit: float) -> tuple[int, str]:
-        (name,) = command[command.index("profiling.sanitize_case") + 1 :]
+        (name,) = command[command.index("profiling.counters.sanitize_case") + 1 :]
         report = f"{RACE}\n" if name == TWO[1].name else ""
         return 0, f"LAUNCH {name}\n{report}DONE {name}\n========= ERROR SUMMARY: 0 errors\n"
 
@@ -132,28 +135,28 @@ def test_processes_share_the_launches() -> None:
 
 
 def test_command(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
+    monkeypatch.setattr(arch, "has_gpu", lambda: True)
     monkeypatch.setattr(sanitize, "check", lambda: None)
     monkeypatch.setattr(machine, "facts", lambda: {"gpu": "NVIDIA H200", "git_commit": "abc"})
     monkeypatch.setattr(machine, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(cli, "precompile_keys", lambda keys, jobs: None)
-    monkeypatch.setattr(sanitize_case, "needed_kernels", lambda chosen: [])
+    monkeypatch.setattr(sanitize, "precompile_keys", lambda keys, jobs: None)
+    monkeypatch.setattr(sanitize, "needed_kernels", lambda chosen: [])
 
     def fake(command: Sequence[str], limit: float) -> tuple[int, str]:
         done = [line for name in command[6:] for line in (f"LAUNCH {name}", f"DONE {name}")]
         return 0, "\n".join([*done, "========= ERROR SUMMARY: 0 errors"])
 
-    monkeypatch.setattr(cli.ncu, "run_command", fake)
-    assert cli.main(("sanitize", "--only", "sm90-*-dropout", "--tool", "memcheck", "--tool", "racecheck")) == cli.OK
+    monkeypatch.setattr(sanitize, "run_command", fake)
+    assert cli.main(("sanitize", "--only", "sm90-*-dropout", "--tool", "memcheck", "--tool", "racecheck")) == OK
     (log,) = (tmp_path / "results" / "h200").iterdir()
     assert log.name.endswith("-sanitize.txt") and "racecheck: 8 launches clean" in log.read_text()
     assert "synccheck" not in log.read_text() and log.read_text() in capsys.readouterr().out
 
 
 def test_list_needs_no_gpu(capsys) -> None:
-    assert cli.main(("sanitize", "--list", "--only", "*varlen-dropout")) == cli.OK
+    assert cli.main(("sanitize", "--list", "--only", "*varlen-dropout")) == OK
     said = capsys.readouterr().out
     assert "sm90-d128-varlen-dropout" in said and "6 launches" in said and " s on an H200" in said
     assert launches(only="varlen-dropout") == launches(only="*varlen-dropout*")
-    assert cli.main(("sanitize", "--list", "--only", "nothing")) == cli.NOT_MEASURED
+    assert cli.main(("sanitize", "--list", "--only", "nothing")) == NOT_MEASURED
     assert "no launch has such a name" in capsys.readouterr().err

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import count
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 
 from cute_flash import reference
-from cute_flash.spec.arch import SM_80, SM_90
 from cute_flash.spec.band import Band
 from profiling import __main__ as cli
-from profiling import machine, ncu, plot_standard, standard, standard_bytes, standard_case, standard_report, studies
-from profiling.accuracy import random_inputs
-from profiling.ncu_metrics import METRICS, Profile
-from profiling.plot_style import style, svg
-from profiling.standard import OURS, STANDARD, Settings, Standard
-from profiling.suites import Shape
-from tests.profiling.fakes import FakeProvider, FakeTimer
+from profiling.counters import ncu
+from profiling.counters.ncu_metrics import METRICS, Profile
+from profiling.documents import plot_standard
+from profiling.documents.plot_style import style, svg
+from profiling.measure import machine
+from profiling.measure.accuracy import random_inputs
+from profiling.measure.shapes import Shape
+from profiling.measure.study import NOT_MEASURED, OK, Tools
+from profiling.studies import standard, standard_bytes, standard_case, standard_report
+from profiling.studies.standard import OURS, STANDARD, Settings, Standard
+from tests.fakes.cuda import claiming_cuda
+from tests.fakes.gpu import fake_gpu
+from tests.profiling.fakes import FakePeer, FakeTimer, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 CPU = torch.device("cpu")
@@ -73,26 +77,20 @@ def test_bytes_by_definition() -> None:
     assert standard.standard_bytes(replace(shape, causal=True), "bwd") == 9 * matrix + 12 * tensor
 
 
-@pytest.mark.parametrize("spec", [SM_80, SM_90], ids=lambda spec: spec.name)
-def test_kernels_to_compile(spec) -> None:
-    names = {key.kernel for key in Settings().keys(spec)}
-    family = spec.name.replace("_", "")
-    assert {f"fwd_{family}", f"bwd_{family}"} <= names
+def test_kernels_to_compile() -> None:
+    with fake_gpu("sm_90"), claiming_cuda():
+        names = {key.kernel for key in standard.kernels(TINY, tools(FakeTimer()))}
+    assert {"fwd_sm90", "bwd_sm90"} <= names
 
 
 # ---- time and memory
 
 
-def fake_tools(timer: FakeTimer, **overrides: Any) -> standard.Tools:
-    defaults: dict[str, Any] = {"peak": lambda call: 100, "release": lambda: None}
-    return standard.Tools(CPU, timer, timer, **{**defaults, **overrides})
-
-
 @pytest.fixture
 def timer(monkeypatch) -> FakeTimer:
     timer = FakeTimer()
-    pair = FakeProvider(STANDARD, timer, 6.0), FakeProvider(OURS, timer, 2.0, is_ours=True)
-    monkeypatch.setattr(standard, "PROVIDERS", pair)
+    pair = FakePeer(STANDARD, timer, 6.0), FakePeer(OURS, timer, 2.0, is_ours=True)
+    monkeypatch.setattr(standard, "PEERS", pair)
     return timer
 
 
@@ -101,13 +99,15 @@ SHAPE = Shape(1, 2, 2, 16, 8, False)
 
 
 @pytest.mark.parametrize("direction", standard.DIRECTIONS)
-def test_a_cell(timer: FakeTimer, direction: str) -> None:
-    cell = standard.measure_cell(SHAPE, direction, TINY, fake_tools(timer))
-    assert cell.results[STANDARD].ms == pytest.approx(6.0) and cell.results[OURS].ms == pytest.approx(2.0)
-    assert len(cell.results[OURS].round_ms) == 2 and cell.results[OURS].peak_bytes == 100
-    assert cell.timer == "graph" and cell.key == f"{direction}-d8-full-s16-b1h2"
-    assert cell.distance == (0.0 if direction == "fwd" else None)
-    assert cell.model_bytes == {
+def test_a_cell(timer: FakeTimer, direction: str, monkeypatch) -> None:
+    monkeypatch.setattr(Tools, "peak_bytes", lambda self, call: 100)
+    cell = standard.measure_cell(SHAPE, direction, TINY, tools(timer))
+    ours, other = cell["results"][OURS], cell["results"][STANDARD]
+    assert other["ms"] == pytest.approx(6.0) and ours["ms"] == pytest.approx(2.0)
+    assert len(ours["round_ms"]) == 2 and ours["peak_bytes"] == 100
+    assert cell["timer"] == "graph" and cell["key"] == f"{direction}-d8-full-s16-b1h2"
+    assert cell["distance"] == (0.0 if direction == "fwd" else None)
+    assert cell["model_bytes"] == {
         STANDARD: standard.standard_bytes(SHAPE, direction),
         OURS: SHAPE.hbm_bytes("bf16", direction),
     }
@@ -115,38 +115,23 @@ def test_a_cell(timer: FakeTimer, direction: str) -> None:
 
 def test_large_cells_are_timed_by_events(timer: FakeTimer, monkeypatch) -> None:
     monkeypatch.setattr(standard, "MAX_GRAPH_SCORE_BYTES", 0)
-    tools = replace(fake_tools(timer), graph_timer=None)
-    assert standard.measure_cell(SHAPE, "fwd", TINY, tools).timer == "event"
+    cell = standard.measure_cell(SHAPE, "fwd", TINY, replace(tools(timer), timer=None))
+    assert cell["timer"] == "event" and cell["results"][OURS]["ms"] == pytest.approx(2.0)
 
 
 def test_a_failure_is_recorded(timer: FakeTimer, monkeypatch) -> None:
-    def out_of_memory(call: Any) -> int:
+    def out_of_memory(self: Tools, call: Any) -> int:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    cell = standard.measure_cell(SHAPE, "fwd", TINY, fake_tools(timer, peak=out_of_memory))
-    assert cell.results[STANDARD].ms == pytest.approx(6.0)
-    assert cell.results[STANDARD].peak_bytes is None and "out of memory" in cell.results[STANDARD].error
+    monkeypatch.setattr(Tools, "peak_bytes", out_of_memory)
+    result = standard.measure_cell(SHAPE, "fwd", TINY, tools(timer))["results"][STANDARD]
+    assert result["ms"] == pytest.approx(6.0)
+    assert result["peak_bytes"] is None and "out of memory" in result["error"]
 
 
-def test_the_run_ends_in_time_and_saves_each_cell(timer: FakeTimer) -> None:
-    # The clock is read once at the start and before each cell; the third cell is too late.
-    clock = count(step=40.0)
-    saved: list[tuple[int, int]] = []
-    cells, left_out = standard.run_standard(
-        replace(TINY, lengths=(16, 32), limit_s=100.0),
-        fake_tools(timer, now=lambda: next(clock)),
-        lambda line: None,
-        lambda cells, left_out: saved.append((len(cells), len(left_out))),
-    )
-    assert [cell["key"].partition("-")[0] for cell in cells] == ["fwd", "bwd"]
-    assert len(left_out) == 2 and all("s32" in title for title in left_out)
-    assert saved == [(1, 0), (2, 0), (2, 1), (2, 2)]
-
-
-def test_a_dry_run_writes_both_files(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(standard, "DRY_SETTINGS", replace(standard.DRY_SETTINGS, lengths=(16,), masks=("causal",)))
+def test_a_dry_run_writes_both_files(tmp_path, capsys) -> None:
     out = tmp_path / "standard.json"
-    assert cli.main(("standard", "--dry-run", "--out", str(out))) == cli.OK
+    assert cli.main(("standard", "--dry-run", "--lengths", "16", "--masks", "causal", "--out", str(out))) == OK
     data, text = json.loads(out.read_text()), out.with_suffix(".txt").read_text()
     assert [cell["direction"] for cell in data["cells"]] == ["fwd", "bwd"] and data["is_dry_run"]
     assert data["machine"]["source_digest"] in text and data["cells"][0]["distance"] < 0.02
@@ -156,14 +141,8 @@ def test_a_dry_run_writes_both_files(tmp_path, capsys, monkeypatch) -> None:
 def test_without_a_gpu_nothing_is_measured(capsys, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for argv in (("standard",), ("standard", "--bytes", "--out", "/nowhere/x.json"), ("numerics", "--gpu")):
-        assert cli.main(argv) == cli.NOT_MEASURED
+        assert cli.main(argv) == NOT_MEASURED
         assert "no CUDA device" in capsys.readouterr().err
-
-
-def test_the_default_file() -> None:
-    path = studies.default_path("standard", {"gpu": "NVIDIA H200"})
-    assert path.parent.name == "h200" and path.name.endswith("-standard.json")
-    assert studies.default_path("numerics", {"gpu": None}).parent.name == "cpu"
 
 
 # ---- bytes
@@ -178,7 +157,7 @@ def profiles(settings: Settings) -> list[Profile]:
     marker, found = launch(f"at::{standard_case.MARKER}(long)", 7.0, 7.0), []
     for case in standard_case.cases(settings):
         calls = [launch("gemm", 40.0, 30.0), launch("softmax", 20.0, 10.0)]
-        found += calls if case.provider == STANDARD else [launch("cute_flash_fwd", 5.0, 1.0)]
+        found += calls if case.peer == STANDARD else [launch("cute_flash_fwd", 5.0, 1.0)]
         found += [marker, launch("reduce_kernel", 1e9, 4.0), marker]
     return found
 
@@ -188,7 +167,7 @@ BYTES = Settings((16,), (8,), ("full",))
 
 def test_bytes_are_summed_over_the_launches_of_a_case() -> None:
     cases = standard_case.cases(BYTES)
-    assert [(case.provider, case.direction) for case in cases] == [
+    assert [(case.peer, case.direction) for case in cases] == [
         (STANDARD, "fwd"), (OURS, "fwd"), (STANDARD, "bwd"), (OURS, "bwd"),
     ]  # fmt: skip
     found = standard_bytes.counted(profiles(BYTES), cases)
@@ -229,7 +208,7 @@ def test_one_process_is_profiled_in_one_pass() -> None:
     profiled = " ".join(commands[0])
     assert "--cache-control none" in profiled and "--profile-from-start off" in profiled
     assert "--metrics dram__bytes_read.sum,dram__bytes_write.sum" in profiled
-    assert profiled.endswith("-m profiling.standard_case --lengths 16 --head-dims 8 --masks full")
+    assert profiled.endswith("-m profiling.studies.standard_case --lengths 16 --head-dims 8 --masks full")
 
 
 @pytest.mark.parametrize(
@@ -256,7 +235,8 @@ def record() -> dict[str, Any]:
                 OURS: standard.Measurement(1.0, (1.0,), 3, int(1e6)),
             }
             model = {STANDARD: 2, OURS: 1}
-            cells.append(standard.cell_dict(standard.Cell(shape, direction, "graph", 1, model, results)))
+            cell = standard.Cell(shape, direction, "graph", 1, model, results)
+            cells.append({**asdict(cell), "key": cell.key})
     moved = {name: {"read": size, "write": 0.0, "launches": 1} for name, size in ((STANDARD, 20e6), (OURS, 1e6))}
     facts = {"gpu": "NVIDIA H200", "git_commit": "0123456789", "source_digest": "x", "torch": "2", "date": "today"}
     data = {"cells": cells, "machine": facts, "settings": {}, "bytes": {"cells": {cells[0]["key"]: moved}}}
@@ -281,8 +261,7 @@ def test_every_cell_has_a_line() -> None:
 def test_failures_are_listed() -> None:
     data = record()
     data["cells"][0]["results"][STANDARD]["error"] = "OutOfMemoryError: 8 GiB"
-    data["left_out"] = ["fwd-d64-full-s32768-b1h4"]
-    assert len(standard_report.failures(data)) == 2
+    assert len(standard_report.failures(data)) == 1
 
 
 def test_the_figure_shows_three_ratios() -> None:
@@ -304,7 +283,7 @@ def test_counters_are_added_to_the_record_of_the_times(tmp_path, capsys) -> None
     settings = Settings((512,), (64,), ("full",))
     csv.write_text(csv_of(profiles(settings)))
     argv = ("standard", "--bytes", "--csv", str(csv), "--out", str(out), "--lengths", "512", "--head-dims", "64")
-    assert cli.main(argv) == cli.OK
+    assert cli.main(argv) == OK
     written = json.loads(out.read_text())
     assert set(written["bytes"]["cells"]) == {"fwd-d64-full-s512-b32h32", "bwd-d64-full-s512-b32h32"}
     assert written["bytes"]["machine"] == data["machine"]
@@ -313,7 +292,7 @@ def test_counters_are_added_to_the_record_of_the_times(tmp_path, capsys) -> None
 
 
 def test_a_dry_run_prints_the_command(capsys) -> None:
-    assert cli.main(("standard", "--bytes", "--dry-run", "--out", "x.json")) == cli.OK
+    assert cli.main(("standard", "--bytes", "--dry-run", "--out", "x.json")) == OK
     said = capsys.readouterr().out
     assert "--lengths 1024,4096,16384" in said and said.count("cute_flash ") == 12
 
@@ -323,7 +302,7 @@ def test_counters_of_other_source_are_refused(tmp_path, capsys, monkeypatch) -> 
     out.write_text(json.dumps(record()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine, "facts", lambda: {"gpu": "NVIDIA H200", "source_digest": "y"})
-    assert cli.main(("standard", "--bytes", "--out", str(out))) == cli.NOT_MEASURED
+    assert cli.main(("standard", "--bytes", "--out", str(out))) == NOT_MEASURED
     assert "other source" in capsys.readouterr().err
 
 

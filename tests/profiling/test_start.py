@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from profiling import start
+from profiling.studies import start
 
 STUB = """
 import os, pathlib, time

@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from profiling.suites import SUITES, Shape
+from profiling.bench.suites import SUITES
+from profiling.measure.shapes import Shape
 
 
 def test_paper_is_the_papers_setting():

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from profiling import machine
+from profiling.measure import machine
 from tests.gpu import support
 
 FACTS = {"git_commit": "abc", "source_digest": "d1", "gpu": "NVIDIA H200"}

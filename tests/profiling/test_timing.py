@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from profiling.timing import (
+from profiling.measure.timing import (
     CALLS_PER_GRAPH,
     MAX_CALLS,
     MIN_CALLS,
-    Contender,
     DeviceLost,
     EventTimer,
     Failure,
     GraphTimer,
     Samples,
+    TimedCall,
     attempt,
     balanced,
     calls_for,
@@ -34,7 +34,7 @@ class Recorder:
         self.calls: list[str] = []
         self.inside: list[str] = []
 
-    def contender(self, name: str, *costs: float) -> Contender:
+    def timed_call(self, name: str, *costs: float) -> TimedCall:
         """Each call takes the next time of `costs`, then always the last. An infinite time is a failure."""
         left = list(costs)
 
@@ -54,19 +54,19 @@ class Recorder:
                 raise RuntimeError("no kernel for this shape")
             self.timer.now_ms += cost
 
-        return Contender(call, context)
+        return TimedCall(call, context)
 
 
 def batches_of(calls: list[str]) -> list[str]:
-    """The contenders in order, with consecutive calls merged into one batch."""
+    """The timed_calls in order, with consecutive calls merged into one batch."""
     return [name for i, name in enumerate(calls) if i == 0 or calls[i - 1] != name]
 
 
 def test_every_round_times_every_contender_once():
     recorder = Recorder()
-    contenders = {name: recorder.contender(name, 1.0) for name in "abcd"}
-    measured = measure(contenders, recorder.timer, rounds=4, budget_ms=10)
-    # Warm-up first. If a round ends with the first contender of the next round, their batches are merged.
+    timed_calls = {name: recorder.timed_call(name, 1.0) for name in "abcd"}
+    measured = measure(timed_calls, recorder.timer, rounds=4, budget_ms=10)
+    # Warm-up first. If a round ends with the first timed_call of the next round, their batches are merged.
     orders = ["abcd", "abdc", "bcad", "cdba", "dacb"]
     assert batches_of(recorder.calls) == batches_of(list("".join(orders)))
     assert all(len(samples.round_ms) == 4 for samples in measured.samples.values())
@@ -87,7 +87,7 @@ def test_no_contender_always_follows_the_same_one(names):
 
 def test_calls_fill_the_budget_and_half_as_many_before_are_untimed():
     recorder = Recorder()
-    measured = measure({"a": recorder.contender("a", 2.0)}, recorder.timer, rounds=2, budget_ms=25)
+    measured = measure({"a": recorder.timed_call("a", 2.0)}, recorder.timer, rounds=2, budget_ms=25)
     assert measured.samples["a"] == Samples(calls=12, round_ms=(2.0, 2.0))
     # First call, estimate of three, and per round the untimed calls and the batch.
     assert len(recorder.calls) == 1 + 3 + 2 * (6 + 12)
@@ -96,7 +96,7 @@ def test_calls_fill_the_budget_and_half_as_many_before_are_untimed():
 
 def test_the_first_slow_call_is_not_in_the_result():
     recorder = Recorder()
-    measured = measure({"a": recorder.contender("a", 5000.0, 1.0)}, recorder.timer, rounds=3, budget_ms=5)
+    measured = measure({"a": recorder.timed_call("a", 5000.0, 1.0)}, recorder.timer, rounds=3, budget_ms=5)
     assert measured.samples["a"].round_ms == (1.0, 1.0, 1.0)
 
 
@@ -115,9 +115,9 @@ def test_number_of_calls_is_bounded():
 @pytest.mark.parametrize("when", [0, 1, 4, 7], ids=["first call", "estimate", "first round", "second round"])
 def test_a_failing_contender_leaves_and_the_others_go_on(when):
     recorder = Recorder()
-    bad = recorder.contender("bad", *[2.5] * when, float("inf"))
-    contenders = {"a": recorder.contender("a", 1.0), "bad": bad, "b": recorder.contender("b", 1.0)}
-    measured = measure(contenders, recorder.timer, rounds=3, budget_ms=5)
+    bad = recorder.timed_call("bad", *[2.5] * when, float("inf"))
+    timed_calls = {"a": recorder.timed_call("a", 1.0), "bad": bad, "b": recorder.timed_call("b", 1.0)}
+    measured = measure(timed_calls, recorder.timer, rounds=3, budget_ms=5)
     assert set(measured.samples) == {"a", "b"}
     assert all(len(samples.round_ms) == 3 for samples in measured.samples.values())
     assert measured.errors == {"bad": "RuntimeError: no kernel for this shape"}
@@ -127,7 +127,7 @@ def test_a_failure_that_the_gpu_does_not_survive_ends_the_measurement():
     recorder = Recorder()
     recorder.timer.is_lost = True
     with pytest.raises(DeviceLost, match="no kernel for this shape"):
-        measure({"bad": recorder.contender("bad", float("inf"))}, recorder.timer, rounds=3, budget_ms=5)
+        measure({"bad": recorder.timed_call("bad", float("inf"))}, recorder.timer, rounds=3, budget_ms=5)
 
 
 def test_an_error_becomes_one_line():

@@ -11,20 +11,19 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
-from profiling import __main__ as cli
-from profiling import doc_results, training
-from profiling.training_sides import CPU_SIDES, OURS, SIDES, Side
+from profiling.documents import doc_results
+from profiling.peers.integrations import ATTENTIONS, ON_CPU, OURS, Attention
+from profiling.studies import training
 from tests.fakes.cuda import claiming_cuda, launching_operators
 from tests.fakes.recording import RecordingGpu
-from tests.profiling.fakes import FakeTimer
+from tests.profiling.fakes import FakeTimer, tools
 
-CPU = torch.device("cpu")
 PEER = "SDPA"
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
 
-def side(name, timer, call_ms, spoil=lambda out: out):
+def attention(name, timer, call_ms, spoil=lambda out: out, reason=None):
     """Attention that takes `call_ms` in each of the two layers."""
 
     def attend(q, k, v):
@@ -32,21 +31,29 @@ def side(name, timer, call_ms, spoil=lambda out: out):
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
         return spoil(scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2))
 
-    return Side(name, lambda: attend, is_ours=name == OURS)
+    def make():
+        if reason:
+            raise ImportError(reason)
+        return attend
+
+    return Attention(name, make, is_ours=name == OURS)
 
 
-def tools(timer, sides, **others):
-    facts = {"gpu": "fake", "git_commit": "0123456789"}
-    others = {"unavailable": lambda side: None, **others}
-    return training.Tools(timer, CPU, lambda: facts, dict, sides, **others)
+@pytest.fixture
+def run(monkeypatch):
+    """`run(ours=..., peer=...)`: a record in which ours takes 2 ms a step, and the peer 4 ms."""
+
+    def measure(ours=None, peer=None):
+        timer = FakeTimer()
+        both = [attention(OURS, timer, 1.0, **ours or {}), attention(PEER, timer, 2.0, **peer or {})]
+        monkeypatch.setattr(training, "ON_CPU", both)
+        return training.STUDY.measure(training.SMALL, tools(timer))
+
+    return measure
 
 
-def test_tokens_per_second_of_all_sides():
-    timer, saved = FakeTimer(), []
-    sides = [side(OURS, timer, 1.0), side(PEER, timer, 2.0)]
-    run = tools(timer, sides, save=lambda record: saved.append(json.dumps(record)))
-    record = training.run_training(training.SMALL, run)
-    assert json.loads(saved[-1])["is_complete"] and not json.loads(saved[-2])["is_complete"]
+def test_tokens_per_second(run, tmp_path, monkeypatch):
+    record = run()
     assert [cell["seqlen"] for cell in record["cells"]] == [16, 32]
     for cell in record["cells"]:
         assert cell["batch"] * cell["seqlen"] == 64
@@ -58,49 +65,44 @@ def test_tokens_per_second_of_all_sides():
         "Tokens per second of cute_flash over those of the fastest other library: "
         "2.000 to 2.000 × at S = 16 (the other is SDPA); 2.000 to 2.000 × at S = 32 (the other is SDPA)."
     )
+    monkeypatch.setattr(doc_results, "TRAINING", "training.json")
+    (tmp_path / "training.json").write_text(json.dumps(record))
+    assert doc_results.training_steps(tmp_path).rows[1] == (PEER, "16,000", "4.0", "16,000", "4.0")
+    assert doc_results.training_line(tmp_path).endswith("Commit `c` ([data](training.json)).")
 
 
 @pytest.mark.parametrize("spoil", [lambda out: 1.5 * out, lambda out: out * torch.nan], ids=["wrong", "NaN"])
-def test_a_side_with_other_results_is_not_timed(spoil):
-    timer = FakeTimer()
-    sides = [side(OURS, timer, 1.0), side(PEER, timer, 2.0, spoil)]
-    record = training.run_training(training.SMALL, tools(timer, sides))
+def test_a_peer_with_other_results_is_not_timed(run, spoil):
+    record = run(peer={"spoil": spoil})
     assert all(set(cell["sides"]) == {OURS} for cell in record["cells"])
     assert "not timed" in training.failures(record)[0] and not training.has_failed(record)
     assert training.summary(record) == "No other library was measured."
 
 
-def test_a_side_of_ours_that_fails():
-    timer = FakeTimer()
-
+def test_an_integration_that_fails_and_a_peer_that_is_not_available(run):
     def fail(out):
         raise RuntimeError("no kernel")
 
-    record = training.run_training(training.SMALL, tools(timer, [side(OURS, timer, 1.0, fail), side(PEER, timer, 2.0)]))
+    record = run(ours={"spoil": fail})
     assert training.has_failed(record)
     assert training.failures(record)[0] == f"S = 16, {OURS}: RuntimeError: no kernel"
     assert training.table(record).rows == ((PEER, "16,000", "4.0", "16,000", "4.0"),)
-
-
-def test_a_side_that_is_not_available():
-    timer = FakeTimer()
-    sides = [side(OURS, timer, 1.0), side(PEER, timer, 2.0)]
-    reasons = {PEER: "ImportError: no SDPA"}
-    record = training.run_training(training.SMALL, tools(timer, sides, unavailable=lambda side: reasons.get(side.name)))
+    record = run(peer={"reason": "no SDPA"})
     assert training.failures(record)[0] == f"S = 16, {PEER}: not available: ImportError: no SDPA"
     assert not training.has_failed(record)
 
 
-def test_without_a_gpu_no_side_is_available():
-    assert torch.cuda.is_available() or {one.unavailable() for one in SIDES} == {"no CUDA device"}
+def test_without_a_gpu_nothing_runs_there():
+    reasons = {one.unavailable(torch.device("cuda")) for one in ATTENTIONS}
+    assert torch.cuda.is_available() or reasons == {"no CUDA device"}
 
 
-def test_all_ways_of_cute_flash_give_the_same_results():
-    timer = FakeTimer()
-    sides = [*training.ON_CPU["sides"], side(PEER, timer, 1.0)]
-    assert [one.name for one in sides] == [*CPU_SIDES, PEER]
-    cell = training.measure_length(32, training.SMALL, tools(timer, sides))
-    assert not cell["failures"] and max(cell["differences"].values()) < 1e-5
+def test_all_integrations_give_the_same_results():
+    assert [one.name for one in ON_CPU] == [
+        OURS, "flash_attn names", "transformers", "cute_flash.flex_attention",
+    ]  # fmt: skip
+    cell = training.measure_length(32, training.SMALL, tools(FakeTimer()))
+    assert not cell["failures"] and max(cell["differences"].values()) < 1e-5 and len(cell["sides"]) == 4
 
 
 def test_kernels_are_compiled_before_the_steps():
@@ -110,27 +112,8 @@ def test_kernels_are_compiled_before_the_steps():
     )
     gpu = RecordingGpu(ARCHS["sm_90"])
     with use_gpu(gpu), claiming_cuda(), launching_operators():
-        keys = training.needed_kernels(settings, tools(FakeTimer(), training.ON_CPU["sides"]))
+        keys = training.kernels(settings, tools(FakeTimer()))
     names = [key.kernel for key in keys]
     assert sum(name.startswith("fwd_sm90") for name in names) == 2
     assert sum(name.startswith("bwd_sm90") for name in names) == 2
     assert len(names) <= 8 and not gpu.keys
-
-
-def test_command(tmp_path, capsys):
-    path = tmp_path / "training.json"
-    assert cli.main(["training", "--dry-run", "--out", str(path)]) == cli.OK
-    record = json.loads(path.read_text())
-    assert record["is_complete"] and all(set(cell["sides"]) == set(CPU_SIDES) for cell in record["cells"])
-    assert "attention through" in capsys.readouterr().out
-    if not torch.cuda.is_available():
-        assert cli.main(["training"]) == cli.NOT_MEASURED
-
-
-def test_documents(tmp_path, monkeypatch):
-    timer = FakeTimer()
-    record = training.run_training(training.SMALL, tools(timer, [side(OURS, timer, 1.0), side(PEER, timer, 2.0)]))
-    monkeypatch.setattr(doc_results, "TRAINING", "training.json")
-    (tmp_path / "training.json").write_text(json.dumps(record))
-    assert doc_results.training_steps(tmp_path).rows[1] == (PEER, "16,000", "4.0", "16,000", "4.0")
-    assert doc_results.training_line(tmp_path).endswith("Commit `0123456` ([data](training.json)).")

@@ -14,20 +14,23 @@ import torch
 from cute_flash import reference
 from cute_flash.planning.plan import CompileKey, Plan
 from cute_flash.runtime.gpu import use_gpu
+from cute_flash.spec import arch
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
 from profiling import __main__ as cli
-from profiling import machine, ranking, trial, tune
-from profiling.record import write_json
-from profiling.suites import Suite
-from profiling.timing import describe
-from profiling.trial import Build
-from profiling.tune import Settings, run_tune
-from profiling.variants import FAMILIES, Variant, parse, table_rows
-from profiling.workers import Outcome, Task, Unusable
+from profiling.bench.suites import Suite
+from profiling.measure import machine
+from profiling.measure.record import write_json
+from profiling.measure.study import FAILED, NOT_MEASURED, OK
+from profiling.measure.timing import describe
+from profiling.measure.workers import Outcome, Task, Unusable
+from profiling.tune import ranking, trial, tune
+from profiling.tune.trial import Build
+from profiling.tune.tune import Settings, run_tune
+from profiling.tune.variants import FAMILIES, Variant, parse, table_rows
 from tests.fakes.gpu import Present
 from tests.fakes.kernels import kernel_of
-from tests.profiling.fakes import CpuGpu, FakeProvider, FakeTimer, tools
+from tests.profiling.fakes import CpuGpu, FakePeer, FakeTimer, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
@@ -126,15 +129,16 @@ class World:
                 outcome = Outcome(index, None, describe(error), self.last_note)
             yield outcome
 
-    def save(self, tuning: ranking.Tuning) -> None:
-        self.saved.append(json.dumps(ranking.to_dict(tuning), sort_keys=True, allow_nan=False))
+    def save(self, record: dict[str, Any]) -> None:
+        self.saved.append(json.dumps(record, sort_keys=True, allow_nan=False))
 
     def tune(self, *variants: Variant, **settings: Any) -> ranking.Tuning:
         return run_tune(
             variants,
             ARCH,
             replace(SETTINGS, **settings),
-            tune.Tools(self.pool, lambda: {"gpu": "fake"}, dict, self.progress, self.save),
+            tools(self.timer, save=self.save),
+            tune.Workers(self.pool, self.progress),
         )
 
 
@@ -144,7 +148,7 @@ def world(monkeypatch) -> Iterator[World]:
     monkeypatch.setattr(trial, "precompile", world.precompile)
     monkeypatch.setattr(trial, "note", world.note)
     monkeypatch.setattr(trial, "tools", lambda is_graph: tools(world.timer))
-    monkeypatch.setattr(trial, "select", lambda names: [FakeProvider(name, world.timer, 2.0) for name in names])
+    monkeypatch.setattr(trial, "select", lambda names: [FakePeer(name, world.timer, 2.0) for name in names])
     monkeypatch.setattr(trial, "ODD_SHAPES", ((1, 2, 1, 90, 33), (1, 2, 2, 33, 33)))
     monkeypatch.setitem(tune.SUITES, "quick", Suite(64, 128, (16, 32), (64,)))
     # Different in every real run.
@@ -356,17 +360,17 @@ def test_compile_only_ranks_by_spills_and_then_by_registers(world, monkeypatch):
 
 
 def test_the_command_shows_and_writes_the_ranking(world, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
-    monkeypatch.setattr(cli.arch, "detect", lambda index: ARCH)
+    monkeypatch.setattr(arch, "has_gpu", lambda: True)
+    monkeypatch.setattr(arch, "detect", lambda index: ARCH)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cli, "split_available", lambda peers, direction: (peers[:1], {"fa3": "no folder"}))
-    monkeypatch.setattr(cli, "Pool", world.pool)
+    monkeypatch.setattr(tune, "split_available", lambda peers, direction: (peers[:1], {"fa3": "no folder"}))
+    monkeypatch.setattr(tune, "Workers", lambda cache, real=tune.Workers: real(world.pool))
     monkeypatch.setattr(machine, "card_state", dict)
     world.spoil = {FAST.text: leave_out_the_last_row}
     out = tmp_path / "tune.json"
     tiles = ("--tile", f"{GOOD};{FAST}", "--peers", "sdpa-flash,fa3", "--lengths", "16", "--masks", "causal")
     args = (*tiles, "--family", FAMILY, "--rounds", "2", "--ms", "2", "--out", str(out))
-    assert cli.main(("tune", *args)) == cli.FAILED
+    assert cli.main(("tune", *args)) == FAILED
     printed = capsys.readouterr()
     assert "fwd_sm80 bf16, D=64" in printed.out and "| x ref | causal 16 |" in printed.out
     assert f"- {FAST}: WRONG: " in printed.out and "fa3 is not available: no folder" in printed.err
@@ -424,7 +428,7 @@ def test_compile_only_for_real(family, arch, tmp_path, capsys, monkeypatch):
     (row,) = table_rows(family, 64, ARCHS[arch], ("full",))
     chosen = ("--family", family, "--arch", arch, "--tile", str(row), "--masks", "full")
     args = (*chosen, "--jobs", "1", "--out", str(out))
-    assert cli.main(("tune", "--compile-only", *args)) == cli.OK
+    assert cli.main(("tune", "--compile-only", *args)) == OK
     printed = capsys.readouterr()
     assert f"{row.text} *" in printed.out and "[1/1]" in printed.err
     (variant,) = json.loads(out.read_text())["variants"]
@@ -448,11 +452,11 @@ def test_compile_only_for_real(family, arch, tmp_path, capsys, monkeypatch):
 )
 def test_mistakes_are_reported_before_anything_is_compiled(args, part, capsys, monkeypatch):
     monkeypatch.setattr(tune, "run_tune", lambda *args: pytest.fail("it began"))
-    assert cli.main(("tune", *args)) == cli.NOT_MEASURED
+    assert cli.main(("tune", *args)) == NOT_MEASURED
     assert part in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
 def test_without_a_gpu_it_says_what_can_be_done(capsys):
-    assert cli.main(("tune",)) == cli.NOT_MEASURED
+    assert cli.main(("tune",)) == NOT_MEASURED
     assert "--compile-only --arch" in capsys.readouterr().err

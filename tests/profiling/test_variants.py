@@ -14,7 +14,7 @@ from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.family import FAMILIES as KERNEL_FAMILIES
 from cute_flash.spec.problem import UnsupportedError
-from profiling.variants import (
+from profiling.tune.variants import (
     FAMILIES,
     MAX_ACCUMULATORS,
     SM90_OTHER_REGISTERS,

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from profiling import __main__ as cli
-from profiling import versions
-from profiling.features import OPTIONS
-from profiling.machine import ROOT
-from profiling.record import write_json
-from profiling.version_worker import Cell, VersionWorker, WallTimer, receive, send, serve, some_elements
-from profiling.versions import Settings, VersionError
+from profiling.measure.machine import ROOT
+from profiling.measure.record import write_json
+from profiling.measure.study import FAILED, NOT_MEASURED
+from profiling.studies.features import OPTIONS
+from profiling.tune import versions
+from profiling.tune.version_worker import Cell, VersionWorker, WallTimer, receive, send, serve, some_elements
+from profiling.tune.versions import Settings, VersionError
 
 SMALL = Settings(directions=("bwd",), head_dims=(8,), masks=("causal",), lengths=(16,), tokens=32, hidden=16, rounds=4)
 
@@ -191,7 +192,7 @@ def test_the_command_with_two_checkouts(tmp_path: Path, capsys: pytest.CaptureFi
     quick = ["--rounds", "2", "--ms", "0.1", "--directions", "fwd", "--out", str(out)]
     status = cli.main(["versions", f"old={ROOT}", f"same={ROOT}", f"new={tmp_path}", *small, *quick])
     output = capsys.readouterr().out
-    assert status == cli.FAILED
+    assert status == FAILED
     assert "fwd plain d8 full s16: new: not timed: results differ from those of old by" in output
     (cell,) = json.loads(out.read_text())["cells"]
     assert set(cell["versions"]) == {"old", "same"}
@@ -200,7 +201,7 @@ def test_the_command_with_two_checkouts(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("arguments", [["old=."], ["old=.", "old=.."], ["old=.", "new"], ["old=.", "=."]])
 def test_versions_need_names(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["versions", *arguments]) == cli.NOT_MEASURED
+    assert cli.main(["versions", *arguments]) == NOT_MEASURED
     assert "expected at least two NAME=VERSION with different names" in capsys.readouterr().err
 
 
@@ -213,7 +214,7 @@ def test_a_process_that_dies_is_replaced(tmp_path: Path, capsys: pytest.CaptureF
         )
         file.write("\n    return _attn(q, k, v, **options)\nimport os\n")
     options = "--head-dims 16,8 --lengths 16 --masks full --tokens 32 --hidden 16 --rounds 1 --ms 0.1 --directions fwd"
-    assert cli.main(["versions", f"old={ROOT}", f"new={tmp_path}", *options.split()]) == cli.FAILED
+    assert cli.main(["versions", f"old={ROOT}", f"new={tmp_path}", *options.split()]) == FAILED
     found = capsys.readouterr()
     assert "new: kernels are compiled at their first call: its process ended with signal 9" in found.err
     assert "- fwd plain d16 full s16: new: its process ended with signal 9" in found.out
@@ -235,5 +236,5 @@ def test_a_version_that_cannot_be_measured(
 ) -> None:
     (tmp_path / "cute_flash").mkdir()
     (tmp_path / "cute_flash" / "__init__.py").write_text(content)
-    assert cli.main(["versions", f"old={tmp_path}", f"new={ROOT}"]) == cli.NOT_MEASURED
+    assert cli.main(["versions", f"old={tmp_path}", f"new={ROOT}"]) == NOT_MEASURED
     assert re.search(message, capsys.readouterr().err)

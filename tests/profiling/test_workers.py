@@ -6,9 +6,9 @@ import math
 import os
 import time
 
-from profiling.workers import Outcome, Pool, Task
+from profiling.measure.workers import Outcome, Pool, Task
 
-NOTE = "from profiling.workers import note; note('128x64 w4'); "
+NOTE = "from profiling.measure.workers import note; note('128x64 w4'); "
 
 
 def test_tasks_that_fail_or_kill_their_process_do_not_affect_the_others():
@@ -18,7 +18,7 @@ def test_tasks_that_fail_or_kill_their_process_do_not_affect_the_others():
         Task(exec, (NOTE + "import os; os._exit(3)",)),
         Task(os.getenv, ("CUTE_FLASH_TEST",)),
         Task(exec, (NOTE + "import signal; signal.raise_signal(9)",)),
-        Task(exec, (NOTE + "from profiling.workers import Unusable; raise Unusable('lost\\n the GPU')",)),
+        Task(exec, (NOTE + "from profiling.measure.workers import Unusable; raise Unusable('lost\\n the GPU')",)),
         Task(os.getpid),
         Task(os.getpid),
     ]

@@ -13,25 +13,29 @@ from torch import Tensor
 import cute_flash
 from cute_flash import UnsupportedError
 from cute_flash.decode import bind
-from cute_flash.planning.decode import MAX_SPLITS, DecodeStatic, plan_decode
+from cute_flash.planning.decode import MAX_SPLITS, DecodeStatic, SplitSizes, plan_splits
 from cute_flash.planning.plan import CompileKey
 from cute_flash.planning.registry import KERNELS
 from cute_flash.runtime import counters, decode
-from cute_flash.runtime.counters import GRAPH_COUNTERS, PER_THREAD_STREAM, graph_counters, reserve, scratch, shared
+from cute_flash.runtime.counters import (
+    GRAPH_COUNTERS,
+    PER_THREAD_STREAM,
+    graph_counters,
+    reserve,
+    scratch,
+    stream_workspace,
+)
 from cute_flash.runtime.gpu import bound, use_gpu
 from cute_flash.runtime.operands import MAX_WINDOW
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.family import use_kernels
-from cute_flash.spec.features import Operand
+from cute_flash.spec.features import Buffer, Operand
 from tests.decode.cases import DecodeCall, DecodeCase, random_cases, small_case
-from tests.fakes.cuda import claiming_cuda, own_workspaces
+from tests.fakes.cuda import claiming_cuda
 from tests.fakes.recording import RecordingGpu
 from tests.gpu import decode_cases
 
-OPERANDS = {operand.name: operand for operand in KERNELS["decode"].operands}
-# The real function, which the fixture `workspaces` replaces.
-WORKSPACE = decode._workspace
 ELEMENTS = {"f32": torch.float32, "i32": torch.int32}
 
 
@@ -46,19 +50,21 @@ class DecodeGpu(RecordingGpu):
         self.keys.append(key)
 
         def launch(*arguments: Any) -> None:
-            named = dict(zip(OPERANDS, arguments, strict=True))
-            check_operands(key.static, named)
+            named = dict(zip(key.operands, arguments, strict=True))
+            check_operands(key, named)
             self.launches.append(named)
 
         return launch
 
 
-def check_operands(static: DecodeStatic, named: dict[str, Any]) -> None:
+def check_operands(key: CompileKey, named: dict[str, Any]) -> None:
     """Assert that a compiled kernel would accept these arguments."""
+    static: Any = key.static
     sizes: dict[str, int] = {}
-    for name, operand in OPERANDS.items():
+    for operand in KERNELS[key.kernel].operands:
+        name = operand.name
         value = named[name]
-        assert (value is not None) == static.takes(name), f"{name}: expected {static.takes(name)}"
+        assert (value is not None) == key.takes(operand), f"{name}: expected {key.takes(operand)}"
         if value is None:
             continue
         if not operand.dims:
@@ -84,13 +90,6 @@ def check_tensor(static: DecodeStatic, operand: Operand, x: Tensor) -> None:
     elif element:
         assert x.dtype == ELEMENTS[element], operand.name
         assert layout != "compact" or x.is_contiguous(), operand.name
-
-
-@pytest.fixture(autouse=True)
-def workspaces() -> Iterator[list[tuple[int, ...]]]:
-    """CPU workspaces that are not shared; yields their sizes."""
-    with own_workspaces() as sizes:
-        yield sizes
 
 
 @pytest.fixture(params=["sm_80", "sm_90"])
@@ -244,7 +243,7 @@ def test_the_family_sm80_leaves_out_what_ampere_does_not_have() -> None:
 def test_calls_with_many_query_tiles_do_not_start_early(batch: int, overlaps: bool) -> None:
     """Eight query tiles per sequence on 132 SMs."""
     static = DecodeStatic("bfloat16", 128, overlaps_previous=True)
-    plan = plan_decode(static, ARCHS["sm_90"], batch, 1, 32, 8, 4096, None)
+    plan = plan_splits("decode", static, SplitSizes(batch, 1, 32, 8, 4096), ARCHS["sm_90"])
     assert plan.num_query_tiles == 8 * batch
     assert plan.key.static == replace(static, overlaps_previous=overlaps)
 
@@ -277,17 +276,17 @@ def test_random_calls_of_the_families_differ() -> None:
 # ---- attn with few queries
 
 
-def test_attn_with_few_queries_launches_the_decode_kernel(gpu: DecodeGpu) -> None:
+def test_attn_with_few_queries_splits_the_keys(gpu: DecodeGpu) -> None:
     q, k, v = (torch.randn(2, heads, rows, 64).bfloat16() for heads, rows in ((8, 3), (2, 2000), (2, 2000)))
     for layout, tensors in (("bhsd", (q, k, v)), ("bshd", [x.transpose(1, 2).contiguous() for x in (q, k, v)])):
         with claiming_cuda():
             out = cute_flash.attn(*tensors, layout=layout, causal=True, softcap=3.0)
         launched = gpu.launches[-1]
         assert out.shape == tensors[0].shape
-        assert launched["q"].shape == (2, 3, 8, 64) and launched["k_cache"].shape == (2, 2000, 2, 64)
-        assert launched["k_cache"].data_ptr() == tensors[1].data_ptr()
+        assert launched["q"].shape == (2, 8, 3, 64) and launched["k"].shape == (2, 2, 2000, 64)
+        assert launched["k"].data_ptr() == tensors[1].data_ptr()
         assert launched["window_right"] == 0 and launched["softcap"] == 3.0
-    assert {key.kernel for key in gpu.keys} == {"decode"}
+    assert {key.kernel for key in gpu.keys} == {"fwd_split_kv"}
 
 
 def test_batch_invariant_and_chosen_families_do_not_split() -> None:
@@ -374,21 +373,23 @@ def test_a_call_without_keys_or_queries_launches_nothing(sm_90: DecodeGpu) -> No
 # ---- workspaces
 
 
-def test_a_workspace_is_of_the_plan(sm_90: DecodeGpu, workspaces: list[tuple[int, ...]]) -> None:
+def test_a_workspace_is_of_the_plan(sm_90: DecodeGpu) -> None:
     run(build())
     run(build(seqlens=(30, 9), tokens=(2, 2)))
-    assert len(set(workspaces)) == 1, "lengths share a workspace"
+    workspaces = sm_90.workspaces
+    assert len(workspaces) == 2 and workspaces[0] == workspaces[1], "lengths share a workspace"
     run(build(tokens=(16, 16)))
-    assert workspaces[-1][1] == 2 * workspaces[0][1], "another tile"
+    assert workspaces[-1][0][1] == 2 * workspaces[0][0][1], "another tile"
     run(build(num_splits=3))
-    assert workspaces[-1][0] == 2 * 2 * 3, "a slot for each part"
+    assert len(workspaces) == 3, "with a fixed number of splits, a call has its own"
+    assert sm_90.launches[-1]["partial_out"].shape[0] == 2 * 2 * 3, "a slot for each part"
 
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The current stream of a machine without CUDA."""
     now: dict[str, Any] = {"handle": 0, "is_capturing": False, "is_external": False, "capture": 1}
-    for name in ("_shared", "_reserve", "_graphs", "_scratch"):
+    for name in ("_arenas", "_views", "_zeroed", "_reserve", "_graphs", "_scratch"):
         monkeypatch.setattr(counters, name, {})
     functions = {
         "_cuda_getCurrentRawStream": lambda device: now["handle"],
@@ -401,29 +402,27 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(counters, "_lasting", lambda device, make: make())
     monkeypatch.setattr(counters, "_zeros", lambda shape, device: torch.zeros(shape, dtype=torch.int32))
     monkeypatch.setattr(counters, "_floats", lambda num, device: torch.empty(num))
+    monkeypatch.setattr(counters, "_bytes", lambda num, device: torch.empty(num, dtype=torch.uint8))
     return now
 
 
 @pytest.fixture
-def filled(
-    stream: dict[str, Any], workspaces: object, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[int | None], list[Tensor]]:
-    """The workspace that the runtime gives a launch of a plan with this number of splits."""
+def fetch(stream: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Tensor, ...]]:
+    """The workspace of the next launches: fp32 of `rows` rows, int32 of `rows`, and zeroed counters if wanted."""
     empty, zeros = torch.empty, torch.zeros
-    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: empty(shape, dtype=dtype))
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device="cpu": empty(shape, dtype=dtype))
     monkeypatch.setattr(torch, "zeros", lambda shape, dtype, device="cpu": zeros(shape, dtype=dtype))
-    names = ("partial_out", "partial_stats", "arrivals")
 
-    def fill(num_splits: int | None = None) -> list[Tensor]:
-        plan = plan_decode(DecodeStatic("bfloat16", 64), ARCHS["sm_90"], 2, 1, 8, 2, 4096, num_splits)
-        values: list[Any] = [None] * 3
-        WORKSPACE(plan, {name: i for i, name in enumerate(names)}, 0)(values)
-        assert values[0].shape == (plan.num_slots, plan.tile.tile_m, plan.tile.head_dim)
-        assert values[1].shape == (plan.num_slots, plan.tile.tile_m, 2)
-        assert values[2].numel() >= plan.num_query_tiles and not values[2].any()
-        return values
+    def fetch(rows: int = 8, num_launches: int = 1, has_counters: bool = True) -> tuple[Tensor, ...]:
+        buffers = [Buffer("a", (rows, 3), is_shared=True), Buffer("b", (rows,), "int32", is_shared=True)]
+        if has_counters:
+            buffers.append(Buffer("c", (100,), "int32", "zeros", is_shared=True))
+        made = stream_workspace(tuple(buffers), 0, num_launches)()
+        assert [(x.shape, x.dtype) for x in made[:2]] == [((rows, 3), torch.float32), ((rows,), torch.int32)]
+        assert not has_counters or (made[2].numel() >= 100 and not made[2].any())
+        return made
 
-    return fill
+    return fetch
 
 
 def test_calls_without_lse_share_its_memory(stream: dict[str, Any]) -> None:
@@ -442,51 +441,58 @@ def test_calls_without_lse_share_its_memory(stream: dict[str, Any]) -> None:
     )
 
 
-def is_same(first: list[Tensor], second: list[Tensor]) -> bool:
-    return all(a is b for a, b in zip(first, second, strict=True))
+def addresses(tensors: tuple[Tensor, ...]) -> list[int]:
+    return [x.data_ptr() for x in tensors]
 
 
-def test_the_workspace_of_a_launch(filled: Callable[..., list[Tensor]], stream: dict[str, Any]) -> None:
-    """Eager launches of a stream share it. Captured ones and those with a fixed number of splits do not."""
-    first = filled()
-    assert is_same(filled(), first)
+def test_calls_on_a_stream_share_memory(fetch: Callable[..., tuple[Tensor, ...]], stream: dict[str, Any]) -> None:
+    """Also calls of different sizes. Captured launches, and calls of several launches, have other memory."""
+    first = fetch()
+    assert fetch() is first
+    a, b, c = addresses(first)
+    assert b - a >= 8 * 3 * 4 and b % 256 == a % 256 and c not in (a, b), "buffers do not overlap"
+    other = fetch(5)
+    assert addresses(other)[0] == a and addresses(other)[2] == c, "all sizes share the arena and the counters"
+    assert fetch(num_launches=3)[0].data_ptr() != a
     stream["handle"] = 0x7F00
-    assert not is_same(filled(), first)
+    assert not set(addresses(fetch())) & set(addresses(first))
     stream["handle"] = 0
-    fixed = filled(3)
-    assert not any(a is b for a, b in zip(filled(3), fixed))
     counters.reserve(0)
     stream["is_capturing"] = True
-    captured = [filled() for _ in range(2)]
-    assert captured[0][0] is not captured[1][0] and captured[0][0] is not first[0]
-    assert captured[0][2].data_ptr() == captured[1][2].data_ptr() != first[2].data_ptr()
+    captured = [fetch(), fetch()]
+    assert captured[0][0].data_ptr() not in (a, captured[1][0].data_ptr())
+    assert captured[0][2].data_ptr() == captured[1][2].data_ptr() != c
     stream["is_capturing"] = False
-    assert is_same(filled(), first)
+    assert fetch() is first
 
 
-def test_launches_of_one_stream_share_a_workspace(stream: dict[str, Any]) -> None:
-    first = shared("a", 0, object)
-    assert shared("a", 0, object) is first
-    others = [shared("b", 0, object), shared("a", 1, object)]
-    stream["handle"] = 0x7F00
-    others.append(shared("a", 0, object))
-    assert len({id(x) for x in (first, *others)}) == 4
-    stream["handle"] = 0
-    assert shared("a", 0, object) is first
+def test_an_outgrown_arena_is_kept(fetch: Callable[..., tuple[Tensor, ...]]) -> None:
+    """Launches in progress may still use it."""
+    first = fetch()
+    large = fetch(counters.MIN_ARENA)
+    assert len(counters._arenas[0, 0, False]) == 2 and large[0].data_ptr() != first[0].data_ptr()
+    assert fetch(6)[0].data_ptr() == large[0].data_ptr(), "new sizes use the larger one"
 
 
-def test_streams_that_a_handle_does_not_identify_share_nothing(stream: dict[str, Any]) -> None:
+def test_streams_that_a_handle_does_not_identify_share_nothing(
+    fetch: Callable[..., tuple[Tensor, ...]], stream: dict[str, Any]
+) -> None:
     for handle, is_external in ((PER_THREAD_STREAM, False), (0x7F00, True)):
         stream |= {"handle": handle, "is_external": is_external}
-        assert shared("a", 0, object) is not shared("a", 0, object)
-    assert not counters._shared
+        first, second = fetch(), fetch()
+        assert not set(addresses(first)) & set(addresses(second))
+    assert not counters._views and not counters._arenas
 
 
-def test_the_number_of_workspaces_is_bounded(stream: dict[str, Any]) -> None:
-    kept = [shared(i, 0, object) for i in range(counters.MAX_SHARED)]
-    # Beyond the limit, every call gets new tensors, and the earlier ones are kept.
-    assert shared("one more", 0, object) is not shared("one more", 0, object)
-    assert all(shared(i, 0, object) is x for i, x in enumerate(kept))
+def test_the_number_of_views_is_bounded(
+    fetch: Callable[..., tuple[Tensor, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counters, "MAX_VIEWS", 3)
+    first = fetch(1, has_counters=False)
+    for rows in range(2, 9):
+        fetch(rows)
+        assert len(counters._views) <= 3
+    assert addresses(fetch(1, has_counters=False)) == addresses(first)
 
 
 def test_counters_in_reserve_are_allocated_once_and_not_in_a_capture(stream: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_flash import BlockMask, UnsupportedError, masks
+from cute_flash.planning import plan as planning
 from cute_flash.reference import cpu
 from cute_flash.runtime import launcher
 from cute_flash.runtime.gpu import bound
@@ -558,7 +559,7 @@ def test_calls_that_differ_in_one_thing_have_signatures_of_their_own(gpu: FakeGp
 
 
 def test_gradients_of_large_captures_are_refused(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "MAX_CAPTURE_ELEMENTS", 3)
+    monkeypatch.setattr(planning, "MAX_CAPTURE_ELEMENTS", 3)
     args = Case(capped).args(tensors())
     out, lse, _ = cpu.forward(*tensors(), args)
     with pytest.raises(

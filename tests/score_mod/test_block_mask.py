@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import cute_flash
 from cute_flash import BlockMask, attn, masks
 from cute_flash.score_mod import trace
 from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, _cache, visible_pairs
@@ -149,10 +148,6 @@ def test_many_queries_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(BlockMask.of(masks.dilated(5, 3), (1, 1, 50, 40), tile=(8, 8)).status, whole)
 
 
-def test_the_former_name() -> None:
-    assert cute_flash.BlockMap is BlockMask
-
-
 def test_a_status_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="status has shape"):
         BlockMask.of_status(torch.zeros(1, 1, 2, 2), 4, 4, 12, 12)
@@ -197,12 +192,11 @@ def _qkv(seqlen: int = 256) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(1, 2, seqlen, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
 
 
-@pytest.mark.parametrize("name", ["block_mask", "block_map"])
-def test_attn_applies_the_mask_of_a_block_mask(name: str) -> None:
+def test_attn_applies_the_mask_of_a_block_mask() -> None:
     q, k, v = _qkv()
     for mask, keywords in ((masks.causal(), {}), (None, {"causal": True})):
         block_mask = BlockMask.of(mask, (1, 2, 256, 256), **keywords)
-        torch.testing.assert_close(attn(q, k, v, **{name: block_mask}), attn(q, k, v, causal=True))
+        torch.testing.assert_close(attn(q, k, v, block_mask=block_mask), attn(q, k, v, causal=True))
 
 
 def test_windows_of_the_call_and_of_the_block_mask_both_hold() -> None:

@@ -81,13 +81,13 @@ def test_keys_hold_shapes_and_no_values() -> None:
 
 def test_tensors_are_noticed() -> None:
     plain = AttentionArgs(scale=1.0, softcap=2.0, window_left=3)
-    assert not plain.has_tensors
+    assert not plain.tensors
     tensors: dict[str, Any] = {
         "alibi": torch.ones(4), "sinks": torch.ones(4), "bias": torch.ones(1), "rng": torch.ones(2),
         "cu_seqlens_q": torch.ones(2), "captures": (torch.ones(1),), "block_mask": (torch.ones(1),),
     }  # fmt: skip
     for name, value in tensors.items():
-        assert plain._replace(**{name: value}).has_tensors, name
+        assert plain._replace(**{name: value}).tensors, name
 
 
 # A value of each field that differs from the default; a plan depends on all of them.

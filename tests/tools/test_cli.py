@@ -31,6 +31,7 @@ from cute_flash.spec.features import FEATURES, MODS
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import cli, demo, explain, precompile, roofline, text
 from cute_flash.tools.cli import main
+from cute_flash.tools.studies import STUDIES
 from tests.fakes.recording import backward_keys, forward_keys
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +84,7 @@ def test_help_and_version_do_not_import_torch(argv: str) -> None:
         assert "cute-flash" in found.stdout
 
 
-@pytest.mark.parametrize("command", ["", "demo", "doctor", "explain", "inspect", "precompile", "cache"])
+@pytest.mark.parametrize("command", ["", "demo", "doctor", "explain", *STUDIES, "inspect", "precompile", "cache"])
 def test_examples_of_the_help_can_be_typed(command: str, capsys: pytest.CaptureFixture) -> None:
     assert exit_status([*command.split(), "--help"]) == 0
     _, found, examples = capsys.readouterr().out.partition("\nexamples:\n")
@@ -92,7 +93,7 @@ def test_examples_of_the_help_can_be_typed(command: str, capsys: pytest.CaptureF
         program, *argv = shlex.split(line, comments=True)
         assert program == "cute-flash" and argv[0].startswith(command)
         if "--help" not in argv:
-            cli._parser().parse_args(argv)
+            cli._parser(argv).parse_args(argv)
 
 
 @pytest.mark.processes
@@ -160,7 +161,7 @@ def test_explain_of_few_queries_tells_that_keys_are_split(capsys: pytest.Capture
     argv = "explain 1,64,1,128 --kv-heads 8 --seqlen-k 32768 --gpu H100".split()
     assert main([*argv, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
-    assert found["kernel"] == "decode" and found["splits_keys"] and found["problem"]["is_attn"]
+    assert found["kernel"] == "fwd_split_kv" and found["splits_keys"] and found["problem"]["is_attn"]
     assert found["busy_blocks"] > 100 and found["splits"][0] > 10
     assert found["least_bytes"] == roofline.hbm_bytes(Problem(1, 64, 8, 1, 32768, 128))
     assert found["seconds"] == pytest.approx(40e-6, rel=0.01) and found["bound"] == "memory"

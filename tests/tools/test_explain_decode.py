@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cute_flash.planning.decode import UNIT_KEYS, plan_decode
+from cute_flash.planning.decode import UNIT_KEYS, SplitSizes, plan_splits
 from cute_flash.spec import arch
 from cute_flash.spec.band import Band
 from cute_flash.tools import explain_decode
@@ -77,7 +77,7 @@ def test_bytes_and_time(capsys: pytest.CaptureFixture) -> None:
     assert main([*ARGV, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     kv_bytes = 2 * 8 * 8192 * 8 * 128 * 2
-    plan = plan_decode(BASE.static, arch.H200, 8, 1, 32, 8, 8192, None)
+    plan = plan_splits("decode", BASE.static, SplitSizes(8, 1, 32, 8, 8192), arch.H200)
     assert (found["kernel"], found["arch"], found["blocks"]) == ("decode", "sm_90", plan.num_ctas)
     assert found["kv_bytes"] == kv_bytes and found["tile"]["tile_m"] == plan.tile.tile_m
     assert found["least_bytes"] == kv_bytes + 8 * 32 * (2 * 128 * 2 + 4)

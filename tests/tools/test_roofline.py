@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_flash import reference
 from cute_flash.planning.plan import plan_forward
 from cute_flash.spec.arch import ARCHS, SM_80, SM_90, ArchSpec
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import roofline
+from layouts.studies.loops import tiled_q_outer
 from tests.cases import Case, make_inputs
 
 # B, H, Hkv, Sq, Sk, D
@@ -56,7 +56,7 @@ def test_fa_bytes_are_what_the_loop_moves(band: Band, sq: int, sk: int) -> None:
     case = Case(2, 4, 2, sq, sk, 8, band)
     q, k, v = make_inputs(case, torch.float16)
     # Blocks of one key, so that the loop reads exactly the keys that a tile sees.
-    _, _, traffic = reference.tiled_q_outer(q, k, v, band, None, 16, 1)
+    _, _, traffic = tiled_q_outer(q, k, v, band, None, 16, 1)
     # The loop does not read Q tiles that see no key.
     unread = sum(band.hi(row + 15, sq, sk) == 0 for row in range(0, sq, 16)) * 2 * 4 * 16 * 8 * 2
     found = roofline.fa_bytes(case.problem(torch.float16), tile_m=16)
@@ -68,7 +68,7 @@ def test_max_rescales_bounds_what_the_loop_does() -> None:
     # Ever growing scores rescale each row at each block that it visits after its first.
     q = torch.ones(1, 1, sq, 1, dtype=torch.float64)
     k = torch.arange(sk, dtype=torch.float64).view(1, 1, sk, 1)
-    _, _, traffic = reference.tiled_q_outer(q, k, k, band, 1.0, 1, 16)
+    _, _, traffic = tiled_q_outer(q, k, k, band, 1.0, 1, 16)
     per_row = [(i + 64) // 16 - max(0, i + 64 - 100) // 16 for i in range(sq)]
     assert traffic.rescales == sum(per_row)
     assert roofline.max_rescales(Problem(1, 1, 1, sq, sk, 8, band=band), 1, 16) == max(per_row) == 7

@@ -148,8 +148,8 @@ def _share(job: Job, names: Any) -> list[tuple[str, int]]:
 
 def time_all(job: Job) -> None:
     """Device time in CUDA graphs. The time of the backward is the time of both passes less that of the forward."""
-    from profiling.mods_summary import geometric_mean
-    from profiling.timing import Contender, GraphTimer, measure
+    from profiling.measure.timing import GraphTimer, TimedCall, measure
+    from profiling.studies.mods_summary import geometric_mean
 
     timer = GraphTimer()
     rows: list[dict[str, Any]] = []
@@ -166,8 +166,8 @@ def time_all(job: Job) -> None:
             continue
         calls = {}
         for side, function in functions.items():
-            calls[f"{side} fwd"] = Contender(partial(inputs.out, function))
-            calls[f"{side} both"] = Contender(partial(inputs.results, function))
+            calls[f"{side} fwd"] = TimedCall(partial(inputs.out, function))
+            calls[f"{side} both"] = TimedCall(partial(inputs.results, function))
         measured = measure(calls, timer, ROUNDS, BUDGET_MS)
         if measured.errors:
             print(f"{name} D={head_dim}: {measured.errors}", flush=True)

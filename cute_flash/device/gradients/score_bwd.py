@@ -28,18 +28,23 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from cute_flash.device.memory.views import as_mn
 from cute_flash.device.mma.wgmma import convert
 from cute_flash.device.ptx import bits_and, pack, rederived, tanh_derivative
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scores.alibi import Alibi
 from cute_flash.device.scores.dropout_bits import DropoutBits, KeepBits, RowDropoutBits
 from cute_flash.device.scores.mask import Mask, column_offset
 from cute_flash.device.scores.philox import Dropout, DropoutOrigin, batch_head_index
 from cute_flash.device.scores.position import TilePosition
 from cute_flash.device.scores.score import Score
+from cute_flash.device.scores.softcap import Softcap
 from cute_flash.device.softmax.softmax import LOG2_E
+
+# The formulas of `Score` whose derivatives are here and in `ModScores`.
+DIFFERENTIATED = (Softcap, Alibi)
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,12 @@ class BwdScoreParams:
         `is_transposed`: rows are keys. `row_step`: rows from one m16 tile of a thread to the next.
         """
         score, bits, distance = self.score, None, None
+        for formula in score.formulas:
+            if not isinstance(formula, DIFFERENTIATED):
+                raise NotImplementedError(f"`BlockScores` has no derivative of {type(formula).__name__}")
         if self.alibi_slopes is not None:
             score = score.for_head(self.alibi_slopes[batch, head])
-            distance = score.first_distance(mask, 0, first_col)
+            distance = score.alibi.first_distance(mask, 0, first_col)
         if self.rng is not None:
             dropout = Dropout.read(self.rng, self.dropout_threshold, self.dropout_origin)
             position = TilePosition(
@@ -132,7 +140,7 @@ class PlainScores:
     def apply_band(self, acc_S: cute.Tensor, mask: Mask, first_col: Int32) -> None:
         apply_band(acc_S, mask, first_col, self.is_transposed)
 
-    def apply_mask(self, acc_S: cute.Tensor, is_partial=None) -> None:
+    def apply_mask(self, acc_S: cute.Tensor, is_partial: Boolean | None = None) -> None:
         """Nothing: there is no mask_mod."""
 
     @cute.jit
@@ -151,7 +159,14 @@ class PlainScores:
                 convert(acc_S, rP)
 
     @cute.jit
-    def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rDelta: cute.Tensor, dalibi):
+    def differentiate(
+        self,
+        acc_S: cute.Tensor,
+        acc_dP: cute.Tensor,
+        rLSE: cute.Tensor | None,
+        rDelta: cute.Tensor,
+        dalibi: cute.Tensor | None,
+    ):
         """P -> dS = P (dP - Δ), in place."""
         P_mn, dP_mn = as_mn(acc_S), as_mn(acc_dP)
         if cutlass.const_expr(self.by_vectors):
@@ -164,7 +179,7 @@ class PlainScores:
     def finish_bias(self, rdS: cute.Tensor) -> None:
         """Nothing: there is no bias."""
 
-    def finish(self, sums) -> None:
+    def finish(self, sums: None) -> None:
         """Nothing: there is no bias and no captured tensor."""
 
     def elements(self, S_mn: cute.Tensor) -> list[tuple[int, int]]:
@@ -190,7 +205,7 @@ def apply_band(acc_S: cute.Tensor, mask: Mask, first_col: Int32, is_transposed: 
         mask.apply_to_tail_rows(as_mn(acc_S))
 
 
-def store_pair(rP: cute.Tensor, pair: list, index: int, mask: Callable[[], Int32] | None = None) -> None:
+def store_pair(rP: cute.Tensor, pair: list[Float32], index: int, mask: Callable[[], Int32] | None = None) -> None:
     """Store P of two neighbouring columns, which are neighbouring registers, in the type of rP.
 
     `mask`: computes the bits to keep of a packed pair.
@@ -244,13 +259,13 @@ class BlockScores:
     def apply_band(self, acc_S: cute.Tensor, mask: Mask, first_col: Int32) -> None:
         apply_band(acc_S, mask, first_col, self.is_transposed)
 
-    def apply_mask(self, acc_S: cute.Tensor, is_partial=None) -> None:
+    def apply_mask(self, acc_S: cute.Tensor, is_partial: Boolean | None = None) -> None:
         """Nothing: there is no mask_mod."""
 
     def finish_bias(self, rdS: cute.Tensor) -> None:
         """Nothing: there is no bias."""
 
-    def finish(self, sums) -> None:
+    def finish(self, sums: None) -> None:
         """Nothing: there is no bias and no captured tensor."""
 
     @cute.jit
@@ -280,7 +295,14 @@ class BlockScores:
         return P if self.dropout_bits is None or self.has_no_transform else self.dropout_bits.select(P, r, c)
 
     @cute.jit
-    def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rDelta: cute.Tensor, dalibi):
+    def differentiate(
+        self,
+        acc_S: cute.Tensor,
+        acc_dP: cute.Tensor,
+        rLSE: cute.Tensor | None,
+        rDelta: cute.Tensor,
+        dalibi: cute.Tensor | None,
+    ):
         """Replace the values that `exponentiate` kept by dS, and add the gradient of the slope to dalibi[0]."""
         S_mn, dP_mn = as_mn(acc_S), as_mn(acc_dP)
         opaque = self.opaque(dP_mn)

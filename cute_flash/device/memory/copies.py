@@ -1,16 +1,17 @@
 """Copies of row tiles between global and shared memory. cp.async zero-fills rows and columns outside the tensor."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 VECTOR_BYTES = 16
 
 
-def row_copy(op, num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
+def row_copy(op: Any, num_threads: int, row_elements: int, dtype: type) -> cute.TiledCopy:
     """A tiled copy in 16-byte vectors.
 
     Neighbouring threads copy `row_elements` consecutive elements of a row, the next threads those of the next row.
@@ -22,12 +23,12 @@ def row_copy(op, num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
     return cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vector)))
 
 
-def async_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
+def async_row_copy(num_threads: int, row_elements: int, dtype: type) -> cute.TiledCopy:
     """Global -> shared by cp.async, cached in L2 and not in L1: a CTA reads each element once."""
     return row_copy(cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), num_threads, row_elements, dtype)
 
 
-def plain_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
+def plain_row_copy(num_threads: int, row_elements: int, dtype: type) -> cute.TiledCopy:
     """Shared -> registers -> global in 16-byte vectors."""
     return row_copy(cute.nvgpu.CopyUniversalOp(), num_threads, row_elements, dtype)
 
@@ -39,10 +40,20 @@ def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Te
     registers for every row that a thread copies.
     """
     row_stride = gX.stride[0]
-    first = gX.iterator + cutlass.Int64(first_row) * row_stride
+    first = gX.iterator + Int64(first_row) * row_stride
     # Row strides are multiples of the vector size; the conversion to Int32 loses that fact.
     narrow_stride = cute.assume(Int32(row_stride), divby=VECTOR_BYTES * 8 // gX.element_type.width)
     return cute.make_tensor(first.align(VECTOR_BYTES), cute.make_layout((rows, cols), stride=(narrow_stride, 1)))
+
+
+def row_vector(gX: cute.Tensor, row: Int32, column: Int32, elements: int, offset: Int64 | int = 0) -> cute.Tensor:
+    """Consecutive elements of a row, which vectors of up to 16 bytes copy.
+
+    `offset`: elements from gX to the first row.
+    """
+    pointer = gX.iterator + (offset + Int64(row) * gX.stride[0] + column)
+    aligned = pointer.align(min(VECTOR_BYTES, elements * gX.element_type.width // 8))
+    return cute.make_tensor(aligned, cute.make_layout(elements))
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,9 @@ class RowTiles:
         cute.copy(self.copy, tXgX, tXsX, pred=pred)
 
     @cute.jit
-    def predicates(self, thr_copy, tXsX: cute.Tensor, rows_left: Int32, check_rows: cutlass.Constexpr):
+    def predicates(
+        self, thr_copy: cute.ThrCopy, tXsX: cute.Tensor, rows_left: Int32, check_rows: cutlass.Constexpr
+    ) -> cute.Tensor:
         """(vector, row, column): whether a 16-byte vector is inside the matrix.
 
         Without `check_rows`, only the column is checked, and all rows share their predicates.

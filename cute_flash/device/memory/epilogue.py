@@ -1,4 +1,4 @@
-"""Stores of an output tile, of the LSE of its rows, and of the largest logit."""
+"""Stores of the results: an output tile, the LSE of its rows, the largest logit."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,6 @@ from cutlass import Float32, Int32
 
 from cute_flash.device.memory.copies import RowTiles
 from cute_flash.device.memory.views import as_mn
-from cute_flash.device.scores.mask import column_offset
 from cute_flash.device.softmax.softmax import THREADS_PER_ROW
 
 
@@ -60,61 +59,54 @@ def store_lse(lse: cute.Tensor, gLSE: cute.Tensor, tScS: cute.Tensor, thread: In
 
 
 @cute.jit
+def warp_max(x: Float32) -> Float32:
+    """The largest x of the lanes of a warp. NaN is ignored."""
+    for step in cutlass.range_constexpr(5):
+        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1 << step))
+    return x
+
+
+@cute.jit
 def update_max_logit(mMax: cute.Tensor, head: Int32, largest: Float32):
     """Raise mMax[head] to the largest logit of this warp, atomically. NaN is ignored."""
-    for step in cutlass.range_constexpr(5):
-        largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
+    largest = warp_max(largest)
     if cute.arch.lane_idx() == 0 and largest > -Float32.inf:
         cute.arch.atomic_fmax(mMax.iterator + head, largest, sem="relaxed", scope="gpu")
 
 
-@cute.jit
-def store_floats(acc: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr):
-    """Store accumulators to global memory in fp32, directly from registers.
+@dataclass(frozen=True)
+class DirectStore:
+    """Stores a product to global memory, directly from registers."""
 
-    A thread stores two columns at a time, so the four threads of a row fill a 32-byte sector.
+    tiled_mma: cute.TiledMma
+    thread: Int32
+    rows_left: Int32  # rows and columns of the tile that exist
+    width: cutlass.Constexpr
 
-    Args:
-        where: this thread, and the number of rows of the tile that exist.
-        width: the number of columns that exist.
-    """
-    thread, rows_left = where
-    coords = as_mn(tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(gO.shape)))
-    acc_mn, gO_8_bytes = as_mn(acc), cute.recast_tensor(gO, cutlass.Int64)
-    both = cute.make_rmem_tensor(2, Float32)
-    for r in cutlass.range_constexpr(cute.size(acc_mn, mode=[0])):
-        row, first = coords[r, 0]
-        for c in cutlass.range_constexpr(0, cute.size(acc_mn, mode=[1]), 2):
-            both[0], both[1] = acc_mn[r, c], acc_mn[r, c + 1]
-            column = first + column_offset(c)
-            if row < rows_left and column < width:
-                gO_8_bytes[row, column // 2] = cute.recast_tensor(both, cutlass.Int64)[0]
+    def coordinates(self, gO: cute.Tensor) -> cute.Tensor:
+        """(row, column) of every element of this thread."""
+        return as_mn(self.tiled_mma.get_slice(self.thread).partition_C(cute.make_identity_tensor(gO.shape)))
 
+    @cute.jit
+    def floats(self, acc: cute.Tensor, gO: cute.Tensor):
+        """Store accumulators in fp32: two columns at a time, so the four threads of a row fill a 32-byte sector."""
+        coords = self.coordinates(gO)
+        acc_mn, gO_8_bytes = as_mn(acc), cute.recast_tensor(gO, cutlass.Int64)
+        both = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(cute.size(acc_mn, mode=[0])):
+            for c in cutlass.range_constexpr(0, cute.size(acc_mn, mode=[1]), 2):
+                row, column = coords[r, c]
+                both[0], both[1] = acc_mn[r, c], acc_mn[r, c + 1]
+                if row < self.rows_left and column < self.width:
+                    gO_8_bytes[row, column // 2] = cute.recast_tensor(both, cutlass.Int64)[0]
 
-@cute.jit
-def store_fp32(acc: cute.Tensor, gX: cute.Tensor, mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr):
-    """`store_floats` for a tile whose columns are distributed over the warps in any order."""
-    thread, rows_left = where
-    coords = as_mn(mma.get_slice(thread).partition_C(cute.make_identity_tensor(gX.shape)))
-    acc_mn, gX_8_bytes = as_mn(acc), cute.recast_tensor(gX, cutlass.Int64)
-    both = cute.make_rmem_tensor(2, Float32)
-    for r in cutlass.range_constexpr(cute.size(acc_mn, mode=[0])):
-        for c in cutlass.range_constexpr(0, cute.size(acc_mn, mode=[1]), 2):
-            row, column = coords[r, c]
-            both[0], both[1] = acc_mn[r, c], acc_mn[r, c + 1]
-            if row < rows_left and column < width:
-                gX_8_bytes[row, column // 2] = cute.recast_tensor(both, cutlass.Int64)[0]
-
-
-@cute.jit
-def store_rounded(rO: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr):
-    """Store a warpgroup's 16-bit output fragment to global memory. Arguments are those of `store_floats`."""
-    thread, rows_left = where
-    tOcO = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(gO.shape))
-    # A pair of columns is one register: (2 rows, n8 tiles)
-    pairs = cute.make_layout((2, gO.shape[1] // 8))
-    packed = cute.make_tensor(cute.recast_tensor(rO, Int32).iterator, pairs)
-    store_rows(packed, gO, as_mn(tOcO), width, rows_left)
+    @cute.jit
+    def rounded(self, rO: cute.Tensor, gO: cute.Tensor):
+        """Store the 16-bit output fragment of a warpgroup."""
+        # A pair of columns is one register: (2 rows, n8 tiles)
+        pairs = cute.make_layout((2, gO.shape[1] // 8))
+        packed = cute.make_tensor(cute.recast_tensor(rO, Int32).iterator, pairs)
+        store_rows(packed, gO, self.coordinates(gO), self.width, self.rows_left)
 
 
 @cute.jit

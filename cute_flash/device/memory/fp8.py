@@ -10,10 +10,13 @@ V. ldmatrix.trans on pairs of bytes gives a thread two neighbouring columns of t
 two n8 tiles: the first has the even columns of 16, the second the odd ones (`output_column`).
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
 
+from cute_flash.device.memory.ldmatrix import MmaOperand
 from cute_flash.device.ptx import chosen_bytes, instruction
 from cute_flash.planning.decode import ATOM_BYTES
 
@@ -82,14 +85,26 @@ def rounded(x: Float32) -> Int32:
     return Int32(NAN) if x != x else result | sign
 
 
-@cute.jit
-def add_scores(tiled_mma: cute.TiledMma, acc: cute.Tensor, q, where: tuple, steps: tuple, has_cvt: cutlass.Constexpr):
-    """S += Q K^T for the keys of a warp.
+class Fp8Tile(NamedTuple):
+    """The keys or the values of one stage of a warp, in shared memory."""
 
-    `where`: (address of the keys, lane, number of keys); `steps`: (k-steps, k-steps of Q that are in registers).
-    """
-    address, lane, num_keys = where
-    num_steps, q_steps = steps
+    address: Int32
+    lane: Int32
+    num_keys: int
+    has_cvt: bool  # the GPU has an instruction that converts FP8 to fp16
+
+
+@cute.jit
+def add_scores(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    q: MmaOperand,
+    keys: Fp8Tile,
+    num_steps: cutlass.Constexpr,
+    q_steps: cutlass.Constexpr,
+):
+    """S += Q K^T for the keys of a warp, in `num_steps` k-steps. Q of the first `q_steps` is in registers."""
+    address, lane, num_keys, has_cvt = keys
     group, thread = lane // 4, lane % 4
     fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2), 2), stride=((1, 2), 4)), Float16)
     registers = cute.recast_tensor(fragment, Int32)
@@ -115,9 +130,9 @@ def add_scores(tiled_mma: cute.TiledMma, acc: cute.Tensor, q, where: tuple, step
 
 
 @cute.jit
-def add_output(tiled_mma: cute.TiledMma, acc: cute.Tensor, rP: cute.Tensor, where: tuple, has_cvt: cutlass.Constexpr):
-    """O += P V for the keys of a warp. `where`: (address of the values, lane, number of keys)."""
-    address, lane, num_keys = where
+def add_output(tiled_mma: cute.TiledMma, acc: cute.Tensor, rP: cute.Tensor, values: Fp8Tile):
+    """O += P V for the keys of a warp."""
+    address, lane, num_keys, has_cvt = values
     key, chunk = lane % 16, lane // 16
     fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2), 4), stride=((1, 2), 4)), Float16)
     registers = cute.recast_tensor(fragment, Int32)

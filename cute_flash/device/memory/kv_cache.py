@@ -6,6 +6,7 @@ time. One instruction copies 128 bytes of each of four rows, with eight lanes pe
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -67,37 +68,48 @@ class CacheHead:
         return Int64(self.mX.stride[1]) * self.element_bytes
 
 
+class CacheHeads(NamedTuple):
+    """The keys and the values of one sequence and K/V head."""
+
+    k: CacheHead
+    v: CacheHead
+
+
 @dataclass(frozen=True)
 class WarpLoader:
     """Copies K and V of the same keys to a warp's stages, in chunks of 16 keys."""
 
-    caches: tuple[CacheHead, CacheHead]
+    caches: CacheHeads
     tile: cutlass.Constexpr  # DecodeTile
     lane: Int32
     first_key: Int32  # the first and the last key that are read
     last_key: Int32
+    key_offset: Int32  # of the warp's first key in a block
+    stages: Int32  # address of the warp's stages: K, then V, of each
 
     @property
     def lookup(self) -> str:
-        return self.caches[0].lookup
+        return self.caches.k.lookup
 
     @cute.jit
-    def look_up(self, key: Int32) -> cute.Tensor | None:
-        """Start to read the pages of `tile_n` keys from `key` on, for `load`; None without pages.
+    def look_up(self, block_key: Int32) -> cute.Tensor | None:
+        """Start to read the pages of the warp's keys in the block that begins at `block_key`; None without pages.
 
         The loads of a page table take as long as those of keys, so they are issued one block earlier.
         """
-        pages = None
+        pages, key = None, block_key + self.key_offset
         if cutlass.const_expr(self.lookup != ""):
             pages = cute.make_rmem_tensor(self.tile.tile_n // CHUNK, Int32)
             for chunk in cutlass.range_constexpr(self.tile.tile_n // CHUNK):
-                pages[chunk] = self.caches[0].page(self.existing(key + chunk * CHUNK))
+                pages[chunk] = self.caches.k.page(self.existing(key + chunk * CHUNK))
         return pages
 
     @cute.jit
-    def load(self, key: Int32, targets: tuple[Int32, Int32], pages: cute.Tensor | None):
-        """Start to copy `tile_n` keys from `key` on to the shared-memory addresses of K and V."""
+    def load(self, block_key: Int32, stage: Int32, pages: cute.Tensor | None):
+        """Start to copy the warp's keys in the block that begins at `block_key`. `pages`: from `look_up`."""
         smem = self.tile.kv_smem
+        key, memory = block_key + self.key_offset, self.stages + stage * (2 * smem.bytes)
+        targets = memory, memory + smem.bytes
         lane_row, lane_chunk = self.lane // LANES_PER_ROW, self.lane % LANES_PER_ROW
         first_offset, num_keys = key - self.first_key + lane_row, cutlass.max(self.last_key - self.first_key + 1, 0)
         for chunk in cutlass.range_constexpr(self.tile.tile_n // CHUNK):
@@ -137,13 +149,13 @@ class WarpLoader:
         """
         first = key + chunk * CHUNK
         if cutlass.const_expr(self.lookup == "row"):
-            row = self.caches[0].row(self.existing(first))
+            row = self.caches.k.row(self.existing(first))
         else:
-            row = self.caches[0].row(first) + self.lane // LANES_PER_ROW
+            row = self.caches.k.row(first) + self.lane // LANES_PER_ROW
         if cutlass.const_expr(self.lookup != ""):
             page = pages[chunk]
         else:
-            page = self.caches[0].page(first)
+            page = self.caches.k.page(first)
         return [cache.address_in(page, row) for cache in self.caches]
 
     @cute.jit

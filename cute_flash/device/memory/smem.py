@@ -23,7 +23,7 @@ def affine_layout(tile: SmemTile) -> cute.Layout:
     return cute.make_layout(shape, stride=stride)
 
 
-def allocate_stages(smem: SmemAllocator, dtype, tile: SmemTile, stages: int) -> cute.Tensor:
+def allocate_stages(smem: SmemAllocator, dtype: type, tile: SmemTile, stages: int) -> cute.Tensor:
     """Allocate a tile per stage: (rows, columns, stage). The pointer carries the swizzle; the layout stays affine."""
     shape, stride = tile.staged(stages)
     layout = cute.make_layout(shape, stride=stride)

@@ -17,6 +17,7 @@ end of the tensor.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -31,6 +32,13 @@ MANY = 0x7FFF0000  # size of y and w: more than any coordinate
 WRAP_STRIDE = 1 << 34  # elements
 
 
+class VarlenRows(NamedTuple):
+    """The rows of a sequence in a varlen tensor."""
+
+    begin: Int32
+    length: Int32
+
+
 @dataclass(frozen=True)
 class TmaTiles:
     """A TMA descriptor of a dense tensor, and its tiles of (rows, cols)."""
@@ -41,7 +49,7 @@ class TmaTiles:
     cols: cutlass.Constexpr
 
     @classmethod
-    def of(cls, op, mX: cute.Tensor, tile: SmemTile) -> "TmaTiles":
+    def of(cls, op: Any, mX: cute.Tensor, tile: SmemTile) -> "TmaTiles":
         """Build the descriptor. Called on the host, in a `@cute.jit` function."""
         by_rows = cute.make_tensor(mX.iterator, cls._layout(mX))
         smem = cute.make_composed_layout(byte_swizzle(tile), 0, affine_layout(tile))
@@ -52,40 +60,45 @@ class TmaTiles:
     def _layout(mX: cute.Tensor) -> cute.Layout:
         return cute.select(mX.layout, mode=[2, 3, 1, 0])
 
-    def _head(self, head: Int32, batch) -> cute.Tensor:
+    def _head(self, head: Int32, batch: Int32 | VarlenRows) -> cute.Tensor:
         """The coordinates of (S, D)."""
         return self.coords[None, None, head, batch]
 
-    def _partition(self, sX: cute.Tensor, head: Int32, batch, column: Int32 | int):
+    def _partition(self, sX: cute.Tensor, head: Int32, batch: Int32 | VarlenRows, column: Int32 | int):
         """Shared memory as (tile, ...) and global memory as (tile, index of the row tile)."""
         gX = cute.local_tile(self._head(head, batch), (self.rows, self.cols), (None, column))
         sX, gX = (cute.group_modes(x, 0, 2) for x in (sX, gX))
         return cpasync.tma_partition(self.atom, 0, cute.make_layout(1), sX, gX)
 
     @cute.jit
-    def load(self, sX: cute.Tensor, block: Int32, head: Int32, batch, barrier: cute.Pointer, column: Int32 | int = 0):
+    def load(
+        self,
+        sX: cute.Tensor,
+        block: Int32,
+        head: Int32,
+        batch: Int32 | VarlenRows,
+        barrier: cute.Pointer,
+        column: Int32 | int = 0,
+    ):
         """Start to load a tile into sX (rows, cols); `barrier` counts its bytes.
 
         Args:
             block: index of the tile along the rows.
-            batch: batch index, or (begin, length) of the sequence in a varlen tensor.
+            batch: batch index, or the rows of the sequence in a varlen tensor.
             column: index of the tile along the columns.
         """
         tXsX, tXgX = self._partition(sX, head, batch, column)
         cute.copy(self.atom, tXgX[None, block], tXsX, tma_bar_ptr=barrier)
 
     @cute.jit
-    def store(self, sX: cute.Tensor, block: Int32, head: Int32, batch, column: Int32 | int = 0):
+    def store(self, sX: cute.Tensor, block: Int32, head: Int32, batch: Int32 | VarlenRows, column: Int32 | int = 0):
         """Start to store sX (rows, cols) as a tile. Arguments are those of `load`."""
         tXsX, tXgX = self._partition(sX, head, batch, column)
         cute.copy(self.atom, tXsX, tXgX[None, block])
 
 
 class VarlenTmaTiles(TmaTiles):
-    """Tiles of a varlen tensor, with coordinates (row, D, H, y, w).
-
-    The argument `batch` is (begin, length) of a sequence.
-    """
+    """Tiles of a varlen tensor, with coordinates (row, D, H, y, w). The argument `batch` is a `VarlenRows`."""
 
     @staticmethod
     def _layout(mX: cute.Tensor) -> cute.Layout:
@@ -95,7 +108,6 @@ class VarlenTmaTiles(TmaTiles):
         shape = (Int32(WRAP), width, heads, Int32(MANY), Int32(MANY))
         return cute.make_layout(shape, stride=(by_row, by_column, by_head, by_row, back))
 
-    def _head(self, head: Int32, batch) -> cute.Tensor:
-        begin, length = batch
-        gHead = self.coords[None, None, head, begin + length, Int32(WRAP)]
-        return cute.domain_offset((WRAP - length, 0), gHead)
+    def _head(self, head: Int32, batch: VarlenRows) -> cute.Tensor:
+        gHead = self.coords[None, None, head, batch.begin + batch.length, Int32(WRAP)]
+        return cute.domain_offset((WRAP - batch.length, 0), gHead)

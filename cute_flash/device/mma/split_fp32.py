@@ -12,19 +12,39 @@ An MMA aligns its terms to the largest one and truncates them. Therefore MMAs ac
 the head dim, the keys of the block, or its queries. fp32 additions, which round to nearest, add up the blocks.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
 
 from cute_flash.device.memory.ldmatrix import MmaOperand
+from cute_flash.device.memory.views import as_operand_a
 from cute_flash.device.ptx import instruction
 
-# P is at most 2^3 (`softmax.RESCALE_THRESHOLD`). It is multiplied by this factor before it is split.
+# The factor of P before it is split. P is at most 2^3 (`softmax.RESCALE_THRESHOLD`).
 PROB_SCALE = 2.0**12
 # The exponent of the largest row norm after division by the factor.
 NORM_BITS = 13
 # Limits of the biased fp32 exponent of a norm, between which a factor and its inverse are normal numbers.
 _MIN_EXPONENT, _MAX_EXPONENT = 27, 254
+
+
+class Pieces(NamedTuple):
+    """A matrix in 16 bits: its high and its low fp16 piece. 16-bit calls have no low piece.
+
+    A piece is a fragment in registers, or a tile in shared memory.
+    """
+
+    high: cute.Tensor | MmaOperand
+    low: cute.Tensor | MmaOperand | None = None
+
+    def present(self) -> list[cute.Tensor]:
+        return [x for x in self if x is not None]
+
+    def as_operand_a(self) -> "Pieces":
+        """Accumulator fragments as fragments of operand A."""
+        return Pieces(*(as_operand_a(x) for x in self.present()))
 
 
 def _exponent(norm: Float32) -> Int32:
@@ -47,13 +67,13 @@ def inverse_factor(norm: Float32) -> Float32:
     return _power(254 + NORM_BITS - _exponent(norm))
 
 
-def split(values: cute.Tensor, scale: Float32) -> tuple[cute.Tensor, cute.Tensor]:
+def split(values: cute.Tensor, scale: Float32) -> Pieces:
     """The pieces of fp32 values times a scale, as fragments with the layout of the values."""
     high, low = (cute.make_fragment_like(values, Float16) for _ in range(2))
     scaled = values.load() * scale
     high.store(scaled.to(Float16))
     low.store((scaled - high.load().to(Float32)).to(Float16))
-    return high, low
+    return Pieces(high, low)
 
 
 def gemm_ss(mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand, b: MmaOperand, stage: Int32, steps: int) -> None:
@@ -71,12 +91,9 @@ def gemm_ss(mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand, b: MmaOperand, 
             cute.gemm(mma, acc, a.fragment[None, None, i], b.fragment[None, None, j], acc)
 
 
-def gemm_pieces(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, stage: Int32) -> None:
-    """acc += A B. `a`: the pieces of A, in registers or in two tiles of shared memory.
-
-    B is transposed: the columns of its low pieces follow those of its high pieces.
-    """
-    a = [x.rederived() if isinstance(x, MmaOperand) else x for x in a]
+def gemm_pieces(mma: cute.TiledMma, acc: cute.Tensor, a: Pieces, b: MmaOperand, stage: Int32) -> None:
+    """acc += A B. B is transposed: the columns of its low pieces follow those of its high pieces."""
+    a = Pieces(*(x.rederived() if isinstance(x, MmaOperand) else x for x in a))
     b = b.rederived()
     columns = cute.size(b.fragment, mode=[1]) // 2
     halves = cute.logical_divide(b.fragment, (None, columns, None))
@@ -92,7 +109,7 @@ def gemm_pieces(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, s
 
 
 @cute.jit
-def add_gemm_rs(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, stage: Int32):
+def add_gemm_rs(mma: cute.TiledMma, acc: cute.Tensor, a: Pieces, b: MmaOperand, stage: Int32):
     """acc += A B with the pieces of A in registers, 16 columns at a time.
 
     The product of this block has its own accumulators. Adding them to `acc` rounds to nearest.

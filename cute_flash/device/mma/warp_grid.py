@@ -37,14 +37,18 @@ class WarpGrid:
         permutation = (STEP * self.along, columns, STEP)
         return cute.make_tiled_mma(op, (self.along, self.across, 1), permutation_mnk=permutation)
 
-    def a(self, mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile, is_transposed=False) -> MmaOperand:
+    def a(
+        self, mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile, is_transposed: bool = False
+    ) -> MmaOperand:
         """Operand A: rows of the product are rows of sX (rows, cols, stage), or its columns if `is_transposed`."""
         thr_mma, sX = mma.get_slice(thread), transposed(sX) if is_transposed else sX
         fragment = thr_mma.make_fragment_A(thr_mma.partition_A(sX[None, None, 0]))
         copy = cute.make_tiled_copy_A(self._ldmatrix(is_transposed), mma)
         return MmaOperand.of(copy, thread, sX, tile, STEP * self.along, fragment, is_transposed)
 
-    def b(self, mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile, is_transposed=False) -> MmaOperand:
+    def b(
+        self, mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile, is_transposed: bool = False
+    ) -> MmaOperand:
         """Operand B: columns of the product are rows of sX (rows, cols, stage), or its columns if `is_transposed`."""
         thr_mma, sX = mma.get_slice(thread), transposed(sX) if is_transposed else sX
         fragment = thr_mma.make_fragment_B(thr_mma.partition_B(sX[None, None, 0]))

@@ -3,13 +3,15 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cute_flash.device.ptx import pack
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 
 
-def make_mma(dtype, columns: int, a_in_registers: bool, a_major, b_major) -> cute.TiledMma:
+def make_mma(
+    dtype: type, columns: int, a_in_registers: bool, a_major: OperandMajorMode, b_major: OperandMajorMode
+) -> cute.TiledMma:
     """The tiled MMA of one warpgroup: 64 rows by `columns`."""
     source = warpgroup.OperandSource.RMEM if a_in_registers else warpgroup.OperandSource.SMEM
     shape = (WARPGROUP_ROWS, columns, 16)

@@ -76,8 +76,8 @@ class OutwardBlockIterator:
         return self.blocks.is_masked(self.first)
 
 
-def share_of(total: Int32, i: Int32, shares: Int32) -> tuple:
-    """(begin, end) of the i-th of `shares` parts of range(total); the first parts may have one number more.
+def share_of(total: Int32, i: Int32, shares: Int32) -> tuple[Int32, Int32]:
+    """Divide range(total) into `shares` parts: (begin, end) of part i. The first parts may have one number more.
 
     The products are at most `total`, so they fit in 32 bits.
     """

@@ -5,6 +5,7 @@ all heads that share it. `score_mod.block_sparse` packs each query block with it
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -12,6 +13,7 @@ from cutlass import Boolean, Int32
 
 from cute_flash.device.memory.views import as_mn
 from cute_flash.device.scheduling.block_iterator import BlockIterator, OutwardBlockIterator
+from cute_flash.device.scheduling.seqlen import HeadBlock
 from cute_flash.device.scores.mask import Mask
 from cute_flash.score_mod.block_sparse import HEAD_SHIFT, IS_LAST, IS_PARTIAL, M_BLOCK_SHIFT
 from cute_flash.spec.band import BlockRange
@@ -19,9 +21,16 @@ from cute_flash.spec.band import BlockRange
 M_BLOCK_MASK = (1 << (HEAD_SHIFT - M_BLOCK_SHIFT)) - 1
 
 
+class BlockCounts(NamedTuple):
+    """How many blocks of keys a query block sees in full, and how many in part."""
+
+    full: Int32
+    partial: Int32
+
+
 @dataclass(frozen=True)
 class BlockIndices:
-    """For every block of queries of the mask, its full and its partial blocks of keys."""
+    """The blocks of keys that each query block of a block mask sees, in full or in part."""
 
     num_full: cute.Tensor  # (B, H, query blocks)
     full: cute.Tensor  # (B, H, query blocks, key blocks)
@@ -29,15 +38,15 @@ class BlockIndices:
     partial: cute.Tensor
 
     @cute.jit
-    def counts(self, batch: Int32, head: Int32, block: Int32) -> tuple[Int32, Int32]:
-        """The numbers of full and of partial blocks of keys."""
+    def counts(self, queries: HeadBlock) -> BlockCounts:
+        """The numbers of blocks of keys."""
         uniform = cute.arch.make_warp_uniform
-        return uniform(self.num_full[batch, head, block]), uniform(self.num_partial[batch, head, block])
+        return BlockCounts(uniform(self.num_full[tuple(queries)]), uniform(self.num_partial[tuple(queries)]))
 
     @cute.jit
-    def read(self, where: tuple, i: Int32, num_full: Int32) -> Int32:
-        """The i-th block of keys, full ones first. `where`: (batch, head, query block)."""
-        full, partial = self.full[(*where, None)].iterator, self.partial[(*where, None)].iterator
+    def read(self, queries: HeadBlock, i: Int32, num_full: Int32) -> Int32:
+        """The i-th block of keys, full ones first."""
+        full, partial = self.full[(*queries, None)].iterator, self.partial[(*queries, None)].iterator
         at = full + i if i < num_full else partial + (i - num_full)
         return cute.make_tensor(at, cute.make_layout(1))[0]
 
@@ -50,19 +59,19 @@ class BlockSparseIterator:
     """
 
     indices: BlockIndices
-    where: tuple  # (batch, head, query block of the mask)
-    counts: tuple  # the numbers of full and of partial blocks of the mask
+    queries: HeadBlock  # the query block of the mask
+    counts: BlockCounts  # in blocks of the mask
     parts: cutlass.Constexpr
     # The blocks of the band, which may mask blocks that are full in the block mask; None: no band.
     blocks: BlockRange | None = None
 
     @property
     def num_full(self) -> Int32:
-        return self.counts[0]
+        return self.counts.full
 
     @property
     def num(self) -> Int32:
-        return (self.counts[0] + self.counts[1]) * self.parts
+        return (self.counts.full + self.counts.partial) * self.parts
 
     @property
     def full_begin(self) -> Int32:
@@ -78,8 +87,8 @@ class BlockSparseIterator:
 
     def block(self, i: Int32) -> Int32:
         if self.parts == 1:
-            return self.indices.read(self.where, i, self.num_full)
-        return self.indices.read(self.where, i // self.parts, self.num_full) * self.parts + i % self.parts
+            return self.indices.read(self.queries, i, self.num_full)
+        return self.indices.read(self.queries, i // self.parts, self.num_full) * self.parts + i % self.parts
 
     def is_masked(self, i: Int32):
         """Whether the i-th block is partial."""
@@ -108,10 +117,7 @@ class BwdBlockIndices:
     mRanks: cute.Tensor | None = None  # (B, H, m_blocks, n_blocks), for deterministic gradients
 
     def rank(self, batch: Int32, head: Int32, m_block: Int32, n_block: Int32) -> Int32:
-        """The number of K/V tiles that add to dQ of the m_block before this tile does.
-
-        These are the tiles that list the m_block and have a larger n_block.
-        """
+        """How many K/V tiles add to dQ of the m_block before this one: those that list it, with a larger n_block."""
         return self.mRanks[batch, head, m_block, n_block]
 
     @cute.jit

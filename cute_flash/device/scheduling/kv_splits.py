@@ -1,4 +1,4 @@
-"""Divides the keys of all sequences of a decode call among the CTAs of the grid, on the device.
+"""Divides the keys of a decode call among the CTAs, on the device.
 
 A *query tile* is a tile of query rows of one sequence and K/V head. Its visible keys are divided into *units*: 32 keys
 each, or `num_splits` equal parts if the caller passes `num_splits`. The units of all query tiles are numbered
@@ -16,6 +16,7 @@ and a prefix sum over the lanes finds the sequence of a unit.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -46,6 +47,13 @@ class Split:
         return Split(*(Int32(0) for _ in range(9)), cutlass.Boolean(False))
 
 
+class TileCounts(NamedTuple):
+    """The query tiles of a sequence, and the units of each."""
+
+    tiles: Int32
+    units: Int32
+
+
 @dataclass(frozen=True)
 class Division:
     """How the numbered units are divided among the CTAs."""
@@ -53,10 +61,10 @@ class Division:
     head: Int32  # this CTA's index among the `heads_at_once` heads
     interval: Int32  # the index of this CTA's interval
     per_cta: Int32  # units of a CTA
-    # The number of units of a query tile is rounded up to a multiple of this. 1: no change. `per_cta`: every query tile
-    # begins at a new CTA, so no CTA has units of two query tiles. The added units have no keys.
+    # A query tile has a multiple of this number of units; the units that rounding up adds have no keys. 1: no change.
+    # `per_cta`: every query tile begins at a new CTA, so no CTA has units of two query tiles.
     multiple: Int32
-    first_counts: tuple[Int32, Int32]  # `KvSplits.tile_counts` of the first sequences, one per lane
+    first_counts: TileCounts  # of the first sequences, one per lane
 
 
 @dataclass(frozen=True)
@@ -156,8 +164,8 @@ class KvSplits:
         return quotient(sequence.tokens * self.group.divisor + self.tile_m - 1, self.tile_m)
 
     @cute.jit
-    def tile_counts(self, batch: Int32) -> tuple[Int32, Int32]:
-        """Query tiles of a sequence, and units of each; 0 past the last sequence."""
+    def tile_counts(self, batch: Int32) -> TileCounts:
+        """The counts of a sequence; 0 past the last sequence."""
         tiles, units = Int32(0), Int32(0)
         if batch < self.num_sequences:
             sequence = self.sequence(batch)
@@ -165,7 +173,7 @@ class KvSplits:
             units = self.num_splits
             if units == 0:
                 units = self.num_units(sequence)
-        return tiles, units
+        return TileCounts(tiles, units)
 
     @cute.jit
     def divide(self, cta: Int32) -> Division:
@@ -192,13 +200,15 @@ class KvSplits:
             per_cta = cutlass.max(per_cta, self.least_units)
             num_splits = quotient(largest, per_cta)
             if cute.arch.vote_any_sync(num_splits * per_cta != largest):
-                per_cta, multiple = self.aligned(per_cta, num_splits, (tiles, smallest, largest))
+                per_cta, multiple = self.aligned(per_cta, num_splits, tiles, smallest, largest)
         return Division(
             head=head, interval=interval, per_cta=cutlass.max(per_cta, 1), multiple=multiple, first_counts=first_counts
         )
 
     @cute.jit
-    def aligned(self, per_cta: Int32, num_splits: Int32, counts: tuple) -> tuple[Int32, Int32]:
+    def aligned(
+        self, per_cta: Int32, num_splits: Int32, tiles: Int32, smallest: Int32, largest: Int32
+    ) -> tuple[Int32, Int32]:
         """Lengthen the intervals by up to 1/16 plus two units, if each CTA then has one split or complete query tiles.
 
         Returns `Division.per_cta` and `Division.multiple`. Without a change these are `per_cta` and 1.
@@ -206,9 +216,11 @@ class KvSplits:
         Args:
             per_cta: units of a CTA, without regard to query tiles.
             num_splits: the number of such intervals that fit into this lane's largest query tile.
-            counts: the number of query tiles of this lane, and the fewest and most units of one query tile.
+            tiles: query tiles of this lane.
+            smallest: the fewest units of one of these query tiles.
+            largest: the most units of one of them.
         """
-        (tiles, smallest, largest), multiple = counts, Int32(1)
+        multiple = Int32(1)
         most = per_cta + quotient(per_cta, 16) + 2
         longest = cute.arch.warp_redux_sync(largest, "max")
         are_equal = cute.arch.warp_redux_sync(smallest, "min") == longest

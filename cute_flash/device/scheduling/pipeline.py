@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass.memory import SmemAllocator
 
 WARPGROUP_THREADS = 128
 
@@ -24,7 +25,7 @@ class Pipeline:
     stages: cutlass.Constexpr
 
     @staticmethod
-    def allocate(smem, stages: int) -> "Pipeline":
+    def allocate(smem: SmemAllocator, stages: int) -> "Pipeline":
         barriers = smem.allocate_array(cutlass.Int64, 2 * stages, byte_alignment=8)
         return Pipeline(barriers, barriers + stages, stages)
 
@@ -74,7 +75,7 @@ class Pipeline:
     def release_per_thread(self, iteration: Int32, loaded: Int32 | None = None):
         """Arrive at the `empty` barrier once per thread, for data that threads have read with plain loads.
 
-        `loaded`: see `empty_barrier`. It may be None if every loaded value has been used before, or if the memory is
+        `loaded`: see `empty_barrier`; None is allowed if every loaded value has been used before, or if the memory is
         written again only after a later release of the same thread (published tiles have two slots).
         """
         cute.arch.mbarrier_arrive(self.empty_barrier(iteration, loaded))

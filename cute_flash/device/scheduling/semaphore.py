@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from cute_flash.device.ptx import instruction
-from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scheduling.seqlen import HeadBlock, SeqlenInfo
 from cute_flash.device.scores.band import Band
 
 
@@ -41,9 +41,8 @@ class DQSemaphore:
         blocks = self.band.blocks(m_block, self.tile_m, self.tile_n, *lengths)
         return blocks.end - 1 - n_block
 
-    def _address(self, coord: tuple, half: Int32 | None):
-        head, batch, m_block = coord
-        address = cute.domain_offset((batch, head, m_block), self.mSemaphore).iterator.toint()
+    def _address(self, m_block: HeadBlock, half: Int32 | None) -> Int64:
+        address = cute.domain_offset(tuple(m_block), self.mSemaphore).iterator.toint()
         return address if half is None else address + 2 * half
 
     def _state_of_half(self, count: Int32) -> Int32:
@@ -55,13 +54,12 @@ class DQSemaphore:
         return (2 * count + 1) & 0xFFFF
 
     @cute.jit
-    def wait(self, coord: tuple, rank: Int32, half: Int32 | None = None):
-        """Wait until `rank` tiles have added to the block at `coord`; their sums are then visible.
+    def wait(self, m_block: HeadBlock, rank: Int32, half: Int32 | None = None):
+        """Wait until `rank` tiles have added to the m_block; their sums are then visible.
 
-        Called by one thread. `coord`: (head, batch, m_block). `half`: 0 or 1 if tiles wait for each half of the block
-        separately; see `_state_of_half`.
+        Called by one thread. `half`: 0 or 1 if tiles wait for each half of the block separately; see `_state_of_half`.
         """
-        address, found = self._address(coord, half), Int32(-1)
+        address, found = self._address(m_block, half), Int32(-1)
         if cutlass.const_expr(half is None):
             while found != rank:
                 found = instruction("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", Int32, address)
@@ -72,7 +70,7 @@ class DQSemaphore:
             cute.arch.inline_ptx("fence.proxy.async.global;")
 
     @cute.jit
-    def arrive(self, coord: tuple, rank: Int32, half: Int32 | None = None):
+    def arrive(self, m_block: HeadBlock, rank: Int32, half: Int32 | None = None):
         """Increment the count after this CTA's additions are complete. `half`: as in `wait`.
 
         Called by the thread that issued them or, if several threads did, by one thread after a barrier.
@@ -80,5 +78,5 @@ class DQSemaphore:
         if cutlass.const_expr(self.by_tma):
             cute.arch.inline_ptx("fence.proxy.async.global;")
         state, bits = (rank + 1, "s32") if half is None else (self._state_of_half(rank + 1), "u16")
-        arguments = [self._address(coord, half), state]
+        arguments = [self._address(m_block, half), state]
         cute.arch.inline_ptx(f"st.release.gpu.global.{bits} [{{$r0}}], {{$r1}};", read_only_args=arguments)

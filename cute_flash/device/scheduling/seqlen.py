@@ -1,14 +1,24 @@
 """The position and the length of a sequence, in dense (B, H, S, D) and in varlen (1, H, T, D) tensors."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from cute_flash.device.memory.tma import VarlenRows
 from cute_flash.planning.varlen import padded_block
 
 # The length of `SeqlenInfo.values` for a varlen batch.
 NUM_VALUES = 5
+
+
+class HeadBlock(NamedTuple):
+    """A block of the rows of one head: an m_block, an n_block, or a block of a block mask."""
+
+    batch: Int32
+    head: Int32
+    block: Int32
 
 
 @dataclass(frozen=True)
@@ -58,18 +68,18 @@ class SeqlenInfo:
         return self.padded_q_block(0, tile_m) * tile_m + row if self.is_varlen else row
 
     @property
-    def q_tma_coord(self):
+    def q_tma_coord(self) -> Int32 | VarlenRows:
         """The `batch` argument of `TmaTiles` and `VarlenTmaTiles` for queries."""
-        return (self.q_begin, self.q_len) if self.is_varlen else self.batch
+        return VarlenRows(self.q_begin, self.q_len) if self.is_varlen else self.batch
 
     @property
-    def k_tma_coord(self):
+    def k_tma_coord(self) -> Int32 | VarlenRows:
         """The `batch` argument of `TmaTiles` and `VarlenTmaTiles` for keys."""
-        return (self.k_begin, self.k_len) if self.is_varlen else self.batch
+        return VarlenRows(self.k_begin, self.k_len) if self.is_varlen else self.batch
 
     @property
-    def values(self) -> tuple:
-        """The integers that a producer warp publishes. For varlen batches `of_values` is the inverse.
+    def values(self) -> tuple[Int32, ...]:
+        """The integers that a producer warp publishes. In a varlen batch they are the arguments of `of_values`.
 
         In a varlen batch their order is that of a row of the tile list (`planning.varlen`).
         """
@@ -78,8 +88,7 @@ class SeqlenInfo:
         return self.batch, self.q_begin, self.q_len, self.k_begin, self.k_len
 
     @staticmethod
-    def of_values(values: tuple) -> "SeqlenInfo":
-        batch, q_begin, q_len, k_begin, k_len = values
+    def of_values(batch: Int32, q_begin: Int32, q_len: Int32, k_begin: Int32, k_len: Int32) -> "SeqlenInfo":
         return SeqlenInfo(batch, q_len, k_len, q_begin, k_begin)
 
 

@@ -30,7 +30,7 @@ class StaticTileScheduler:
     batch_is_inner: cutlass.Boolean | None = None
 
     @cute.jit
-    def tile_coord(self, index: Int32):
+    def tile_coord(self, index: Int32) -> tuple[Int32, Int32, Int32]:
         """(block, head, batch) of a tile."""
         group_tiles = self.heads_per_l2_group * self.num_blocks
         group = index // group_tiles

@@ -11,7 +11,7 @@ not used.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -21,9 +21,25 @@ from cute_flash.device.memory.views import as_mn
 from cute_flash.device.scores.bias import KEYS_PER_WARP_LOAD, BlockBias, RegisterBias, WarpBias
 from cute_flash.device.scores.mask import Mask, column_offset
 from cute_flash.device.scores.mod_arithmetic import CuteArithmetic
-from cute_flash.device.softmax.fused_exp2 import FusedExp2
+from cute_flash.device.softmax.exp2 import ProbBlock
+from cute_flash.device.softmax.fused_exp2 import FusedExp2, StepScores
+from cute_flash.device.softmax.softmax import RowValues, Softmax
 from cute_flash.score_mod.evaluate import Evaluator, Part
 from cute_flash.score_mod.lower import lowered
+
+
+class ColumnPosition(NamedTuple):
+    """The index of a column, as an int and as a float."""
+
+    index: Int32
+    as_float: Float32
+
+
+class ScoreFactors(NamedTuple):
+    """The factors of the fused pass. Without a bias and a score_mod, `log2` converts Q K^T to units of log2."""
+
+    natural: Float32 | None  # from Q K^T to natural units
+    log2: Float32  # from natural units to units of log2
 
 
 @dataclass(frozen=True)
@@ -90,15 +106,23 @@ class HeadMods:
             row = cutlass.min(mask.first_row + coords[r, 0][0], mask.seqlen_q - 1)
             source = self.bias.iterator + Int64(row) * self.bias.stride[0]
             for pair in cutlass.range_constexpr(columns // 2):
-                self._load_pair(rBias[None, pair, r], source, (first, column_offset(2 * pair)), mask.seqlen_k, is_full)
+                self._load_pair(rBias[None, pair, r], source, first, column_offset(2 * pair), mask.seqlen_k, is_full)
         return RegisterBias(rBias)
 
     @cute.jit
     def _load_pair(
-        self, target: cute.Tensor, row: cute.Pointer, column: tuple, seqlen_k: Int32, is_full: cutlass.Constexpr
+        self,
+        target: cute.Tensor,
+        row: cute.Pointer,
+        first: Int32,
+        offset: cutlass.Constexpr,
+        seqlen_k: Int32,
+        is_full: cutlass.Constexpr,
     ):
-        """Load an even key and the next one. With paired loads the row's length is even, so both exist or neither."""
-        first, offset = column
+        """Load the even key first + offset and the next one.
+
+        With paired loads the row's length is even, so both exist or neither.
+        """
         if cutlass.const_expr(self.params.spec.bias_paired_loads):
             source = row + first + offset if is_full else row + cutlass.min(first + offset, seqlen_k - 2)
             pair = source.align(2 * self.bias.element_type.width // 8)
@@ -134,9 +158,9 @@ class HeadMods:
                     acc_S_mn[r, c] = cutlass.select_(mask_mod.at(r, column), acc_S_mn[r, c], -Float32.inf)
 
     def fused_exp2(
-        self, mask: Mask, first_col: Int32, factors: tuple, bias: BlockBias | None, applies_mask: bool
+        self, mask: Mask, first_col: Int32, factors: ScoreFactors, bias: BlockBias | None, applies_mask: bool
     ) -> "ModExp2":
-        """The fused pass for a block that the band does not mask. `applies_mask`: it also applies mask_mod."""
+        """The fused pass for a block that the band does not mask. `applies_mask`: mask_mod applies to the block."""
         score_mod = self.in_block("score", mask, first_col)
         mask_mod = self.in_block("mask", mask, first_col) if applies_mask else None
         return ModExp2(factors, bias, score_mod, mask_mod)
@@ -153,11 +177,11 @@ class BlockMod:
         # As floats, other columns are this one plus a constant, which needs no conversion.
         self.first_float = Float32(self.first_column)
 
-    def position(self, c: int) -> tuple[Int32, Float32]:
-        """This thread's c-th column, as an int and as a float."""
-        return self.first_column + column_offset(c), self.first_float + Float32(column_offset(c))
+    def position(self, c: int) -> ColumnPosition:
+        """This thread's c-th column."""
+        return ColumnPosition(self.first_column + column_offset(c), self.first_float + Float32(column_offset(c)))
 
-    def column(self, position: tuple[Int32, Float32]) -> Part:
+    def column(self, position: ColumnPosition) -> Part:
         """The values of the subexpressions that depend on a column."""
         return self.evaluator.at_column(self.head, *position)
 
@@ -171,14 +195,13 @@ class BlockMod:
 class ModExp2(FusedExp2):
     """The fused pass with a bias and user mods."""
 
-    # From Q K^T to natural units, and from natural units to log2. Without a bias and a score_mod, the first is None,
-    # and the second converts Q K^T to log2.
-    factors: tuple
+    factors: ScoreFactors
     bias: BlockBias | None
     score_mod: BlockMod | None
     mask_mod: BlockMod | None
+    applies_mask = True  # with a block mask, full blocks need no mask_mod
 
-    def exponents(self, scores: list, k: int, reference: tuple) -> list:
+    def exponents(self, scores: StepScores, k: int, reference: RowValues) -> StepScores:
         """The exponents, -inf where mask_mod is false."""
         bias = None if self.bias is None else self.bias.step(k)
         mod = self.mask_mod if self.score_mod is None else self.score_mod
@@ -195,7 +218,7 @@ class ModExp2(FusedExp2):
                     exponents[r][i] = cutlass.select_(is_visible, exponents[r][i], -Float32.inf)
         return exponents
 
-    def _linear(self, scores: list, bias: list | None, reference: tuple) -> list:
+    def _linear(self, scores: StepScores, bias: StepScores | None, reference: RowValues) -> StepScores:
         natural, log2 = self.factors
         factor = log2 if natural is None else natural * log2
         terms = [[-reference[r]] * 4 for r in range(2)]
@@ -203,7 +226,9 @@ class ModExp2(FusedExp2):
             terms = [[cute.math.fma(x, log2, -reference[r]) for x in bias[r]] for r in range(2)]
         return [[cute.math.fma(scores[r][i], factor, terms[r][i]) for i in range(4)] for r in range(2)]
 
-    def _modified(self, scores: list, bias: list | None, positions: list, reference: tuple) -> list:
+    def _modified(
+        self, scores: StepScores, bias: StepScores | None, positions: list[ColumnPosition], reference: RowValues
+    ) -> StepScores:
         natural, log2 = self.factors
         columns = [self.score_mod.column(position) for position in positions]
         exponents = [[None] * 4 for _ in range(2)]
@@ -215,12 +240,12 @@ class ModExp2(FusedExp2):
         return exponents
 
     @cute.jit
-    def block_max(self, acc_S: cute.Tensor, result: cute.Tensor):
-        """The row maxima in the units of the softmax input, which the softmax multiplies by scale_log2."""
-        FusedExp2.block_max(self, acc_S, result)
-        inverse = cute.arch.rcp_approx(self.factors[1])
+    def find_max(self, softmax: Softmax, block: ProbBlock):
+        """Write `block_max` in the units of the softmax input, which the softmax multiplies by scale_log2."""
+        FusedExp2.find_max(self, softmax, block)
+        inverse = cute.arch.rcp_approx(self.factors.log2)
         for r in cutlass.range_constexpr(2):
-            result[r] = result[r] * inverse
+            block.block_max[r] = block.block_max[r] * inverse
 
     def release(self):
         if self.bias is not None:

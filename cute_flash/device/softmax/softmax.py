@@ -5,12 +5,14 @@ m', scales l and the output accumulator by exp(scale * (m - m')), and adds its o
 folded in: one FMA and one MUFU per score. Each thread sums l over its own columns; at the end the four threads of a row
 add up their sums.
 
-With a *speculative* row max, P of a block is computed with the old m, before the maximum of the block is known. If the
-row sums show that m may be too small, the maximum is computed, and P again if m is in fact too small.
+`Softmax` has the statistics of the rows. `Softmax.step` is the softmax of a block in one call. Kernels that overlap it
+with products call its parts instead: `ExactMax` (`exact.py`) raises m before the exponentials of a block,
+`SpeculativeMax` (`speculative.py`) after them, and `exp2.py` and `fused_exp2.py` have the exponentials.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -22,6 +24,7 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 # In an accumulator of mma.sync or wgmma, four neighbouring threads hold the columns of one row.
 THREADS_PER_ROW = 4
+RowValues = tuple[Float32, ...]  # a value for each row of this thread
 
 # How far m may lag behind the true maximum of a row, in units of log2. If it lags further, m, l and O are rescaled. A
 # lag scales P and l by the same factor, so the final division by l cancels it. It only affects the rounding of P: with
@@ -36,14 +39,6 @@ RESCALE_THRESHOLD = 3.0
 # to FlashAttention-2 is 1.056 if only the first block is exact, 1.038 with 192 exact keys, and 1.00 with 512. Short
 # sequences without a mask are then 3 % slower with 192 keys, and 8 % slower with 512.
 EXACT_KEYS = 128
-# With a speculative maximum, a block is checked if its row sums exceed this thread's part of l by more than this.
-SPECULATION_EXCESS = 6.0
-# In the Hopper forward the check fails if a single P exceeds REDO_OFFSET + REDO_SHARE (l + the block's row sum), or if
-# a block's sum exceeds MAX_BLOCK_SUM, which keeps P in the range of fp16. In the model the error is at most 1.04 times
-# that of an exact maximum. Of the blocks of normal inputs one in 50 is checked, and one in 300 is computed again. In
-# the mma.sync forward the check fails if m lags by more than RESCALE_THRESHOLD.
-REDO_SHARE, REDO_OFFSET = 0.5, 1.0
-MAX_BLOCK_SUM = 256.0
 
 
 def _row_reduce(value: Float32, combine: Callable[[Float32, Float32], Float32]) -> Float32:
@@ -85,7 +80,7 @@ class Softmax:
         if self.max_score is not None:
             self.max_score.fill(-Float32.inf)
 
-    def reference(self) -> tuple:
+    def reference(self) -> RowValues:
         """The row max m, which the score transform of a later block subtracts; 0 for rows without keys so far.
 
         The subtraction is part of an FMA of the transform. Transformed scores have a scale of 1.
@@ -95,26 +90,20 @@ class Softmax:
         return tuple(cutlass.select_(has_none[r], Float32(0.0), self.row_max[r]) for r in rows)
 
     @cute.jit
-    def rebase(self, acc_S_mn: cute.Tensor, reference: tuple | None):
-        """Make scores that are relative to `reference` relative to m, which may have been raised since."""
-        if cutlass.const_expr(reference is not None):
-            for r in cutlass.range_constexpr(cute.size(self.row_max)):
-                grown = Float32(0.0) if self.row_max[r] == -Float32.inf else self.row_max[r] - reference[r]
-                acc_S_mn[r, None].store(acc_S_mn[r, None].load() - grown)
-
-    @cute.jit
     def step(self, acc_S_mn: cute.Tensor, acc_O_mn: cute.Tensor, keys_seen: Int32):
         """Replace the scores of a block by P, and rescale the output if a maximum grew.
 
         `keys_seen`: number of keys in the blocks before this one.
         """
         block_max = cute.make_fragment_like(self.row_max)
-        if self.is_outgrown(acc_S_mn, block_max, keys_seen):
+        threshold = self.threshold(keys_seen)
+        self.block_max(acc_S_mn, block_max)
+        if self.is_outgrown(block_max, threshold):
             self.raise_max(block_max, acc_O_mn)
         self.exponentiate(acc_S_mn)
 
     @cute.jit
-    def block_max(self, acc_S_mn: cute.Tensor, block_max: cute.Tensor, reference: tuple | None = None):
+    def block_max(self, acc_S_mn: cute.Tensor, block_max: cute.Tensor, reference: RowValues | None = None):
         """Write the maximum of each row over this thread's columns to `block_max`, before the scale."""
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             block_max[r] = acc_S_mn[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
@@ -132,49 +121,15 @@ class Softmax:
         return Float32(0.0) if keys_seen < EXACT_KEYS else Float32(RESCALE_THRESHOLD)
 
     @cute.jit
-    def is_outgrown(
-        self, acc_S_mn: cute.Tensor, block_max: cute.Tensor, keys_seen: Int32, reference: tuple | None = None
-    ):
-        """Whether a row of this warp exceeds m by more than the threshold. Writes `block_max`.
+    def is_outgrown(self, block_max: cute.Tensor, threshold: Float32):
+        """Whether a row of this warp exceeds m by more than the threshold.
 
         The maximum over this thread's columns suffices, because the warp votes.
         """
-        threshold = self.threshold(keys_seen)
-        self.block_max(acc_S_mn, block_max, reference)
         grew = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             grew = grew | (block_max[r] * self.scale_log2 - self.row_max[r] > threshold)
         return cute.arch.vote_any_sync(grew)
-
-    @cute.jit
-    def may_have_outgrown(self, block_sum: cute.Tensor, is_relative: cutlass.Constexpr = False):
-        """Whether a row of this warp may exceed m by too much, judged by the row sums of a block computed with m.
-
-        A NaN sum means yes: a row without keys so far has m = -inf, and gives NaN for scores of -inf. Relative scores
-        give no NaN, so m is compared with -inf instead.
-        """
-        return cute.arch.vote_any_sync(self.sums_exceed(block_sum, is_relative))
-
-    @cute.jit
-    def sums_exceed(self, block_sum: cute.Tensor, is_relative: cutlass.Constexpr = False):
-        """The condition of `may_have_outgrown` for the rows of this thread."""
-        is_fine = cutlass.Boolean(True)
-        for r in cutlass.range_constexpr(cute.size(block_sum)):
-            most = cute.arch.fmin(self.row_sum[r] + SPECULATION_EXCESS, MAX_BLOCK_SUM)
-            is_fine = is_fine & (block_sum[r] <= most)
-            if cutlass.const_expr(is_relative):
-                is_fine = is_fine & (self.row_max[r] != -Float32.inf)
-        return not is_fine
-
-    @cute.jit
-    def must_redo(self, block_max: cute.Tensor, block_sum: cute.Tensor):
-        """Whether P must be computed again: one P is too large a share of its row sum, or a row sum is too large."""
-        is_within = cutlass.Boolean(True)
-        for r in cutlass.range_constexpr(cute.size(block_sum)):
-            largest = cute.math.exp2(block_max[r] * self.scale_log2 - self.row_max[r], fastmath=True)
-            share = (self.row_sum[r] + block_sum[r]) * REDO_SHARE + REDO_OFFSET
-            is_within = is_within & (largest <= share) & (block_sum[r] <= MAX_BLOCK_SUM)
-        return cute.arch.vote_any_sync(not is_within)
 
     @cute.jit
     def raise_max(self, block_max: cute.Tensor, acc_O_mn: cute.Tensor | None = None):
@@ -195,61 +150,6 @@ class Softmax:
         """Scale the rows of O, by alpha or by 1 / l."""
         for r in cutlass.range_constexpr(cute.size(factors)):
             acc_O_mn[r, None].store(acc_O_mn[r, None].load() * factors[r])
-
-    @cute.jit
-    def exponentiate_steps(self, views: tuple, steps: range, maybe_empty: bool, is_relative: bool = False):
-        """P = exp(scale (S - m)) and block_sum += rowsum P for some k-steps.
-
-        S and l stay unchanged, because P may have to be computed again with another m.
-
-        Args:
-            views: S and P as ((2, 2, 2), 1, k-step), and block_sum.
-            steps: the k-steps.
-            maybe_empty: rows may have no keys so far, which have m = -inf.
-            is_relative: S is already scaled and relative to m.
-        """
-        acc_S, acc_P, block_sum = views
-        row_max = [self.row_max[r] for r in range(2)]
-        if cutlass.const_expr(maybe_empty and not is_relative):
-            for r in cutlass.range_constexpr(2):
-                row_max[r] = Float32(0.0) if row_max[r] == -Float32.inf else row_max[r]
-        for k in cutlass.range_constexpr(steps.start, steps.stop):
-            for pair in cutlass.range_constexpr(2):
-                for r in cutlass.range_constexpr(2):
-                    scores = acc_S[(None, r, pair), 0, k].load()
-                    if cutlass.const_expr(not is_relative):
-                        scores = scores * self.scale_log2 - row_max[r]
-                    probs = cute.math.exp2(scores, fastmath=True)
-                    block_sum[r] = block_sum[r] + (probs[0] + probs[1])
-                    acc_P[(None, r, pair), 0, k].store(probs)
-
-    @cute.jit
-    def exponentiate_to(self, rP: cute.Tensor, acc_S: cute.Tensor, block_sum: cute.Tensor, maybe_empty: bool):
-        """P = exp(scale (S - m)) in the dtype of `rP`, and block_sum = rowsum P. S and l stay unchanged.
-
-        `acc_S`, `rP`: ((2, 2), MMA_M, MMA_N). `maybe_empty`: rows may have no keys so far, which have m = -inf.
-        """
-        block_sum.fill(0.0)
-        rows = range(cute.size(self.row_max))
-        row_max = [self.row_max[r] for r in rows]
-        if cutlass.const_expr(maybe_empty):
-            row_max = [cutlass.select_(m == -Float32.inf, Float32(0.0), m) for m in row_max]
-        for n in cutlass.range_constexpr(cute.size(acc_S, mode=[2])):
-            for r in cutlass.range_constexpr(cute.size(self.row_max)):
-                two = (None, r % 2), r // 2, n
-                probs = cute.math.exp2(acc_S[two].load() * self.scale_log2 - row_max[r], fastmath=True)
-                block_sum[r] = block_sum[r] + (probs[0] + probs[1])
-                rP[two].store(probs.to(rP.element_type))
-
-    @cute.jit
-    def max_exceeds(self, block_max: cute.Tensor, keys_seen: Int32):
-        """Whether a row of this warp exceeds m by more than the threshold, or has no keys so far."""
-        threshold = self.threshold(keys_seen)
-        is_within = cutlass.Boolean(True)
-        for r in cutlass.range_constexpr(cute.size(self.row_max)):
-            # Without keys so far, this is NaN.
-            is_within = is_within & (block_max[r] * self.scale_log2 - self.row_max[r] <= threshold)
-        return cute.arch.vote_any_sync(not is_within)
 
     @cute.jit
     def add_sums(self, block_sum: cute.Tensor):
@@ -290,21 +190,32 @@ class Softmax:
     def compute_lse(
         self, lse: cute.Tensor, inverse: cute.Tensor, sink: Float32 | None = None, dropout_scale: Float32 | None = None
     ):
-        """Compute the natural LSE and 1 / l of each row. Both include the sink, 1 / l also the scale of dropout.
-
-        For a row without keys the LSE is -inf, or the sink, and 1 / l is 0.
-        """
+        """Compute the `normalisation` of each row. 1 / l includes the scale of dropout too."""
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             total = _row_reduce(self.row_sum[r], lambda a, b: a + b)
-            is_empty = total == 0.0
-            inverse[r] = Float32(0.0) if is_empty else cute.arch.rcp_approx(total)
-            log_sum = cute.math.log2(total, fastmath=True)
-            lse[r] = -Float32.inf if is_empty else (self.row_max[r] + log_sum) * LN_2
-            if cutlass.const_expr(sink is not None):
-                lse[r], share = _add_sink(lse[r], sink)
-                inverse[r] = inverse[r] * share
+            lse[r], inverse[r] = normalisation(self.row_max[r], total, sink)
             if cutlass.const_expr(dropout_scale is not None):
                 inverse[r] = inverse[r] * dropout_scale
+
+
+class Normalisation(NamedTuple):
+    """What a row's sums become at the end."""
+
+    lse: Float32  # natural
+    inverse: Float32  # 1 / l
+
+
+@cute.jit
+def normalisation(m: Float32, row_sum: Float32, sink: Float32 | None) -> Normalisation:
+    """The LSE and 1 / l of a row, both with the sink. Without keys the LSE is -inf, or the sink, and 1 / l is 0."""
+    is_empty = row_sum == 0.0
+    inverse = Float32(0.0) if is_empty else cute.arch.rcp_approx(row_sum)
+    log_sum = cute.math.log2(row_sum, fastmath=True)
+    lse = -Float32.inf if is_empty else (m + log_sum) * LN_2
+    if cutlass.const_expr(sink is not None):
+        lse, share = _add_sink(lse, sink)
+        inverse = inverse * share
+    return Normalisation(lse, inverse)
 
 
 @cute.jit

@@ -1,11 +1,12 @@
 """The fake arguments with which a kernel is compiled: one for each of its operands in `planning.registry`.
 
-All sizes and strides are dynamic, except the head dims. An operand that the kernel's `Static` does not need is None. In
-a varlen batch, rows are (T, H, D) instead of (B, H, S, D), statistics are (H, T), and the workspace has a batch of 1.
+All sizes and strides are dynamic, except the head dims. An operand that the kernel does not take is None. In a varlen
+batch, rows are (T, H, D) instead of (B, H, S, D), statistics are (H, T), and the workspace has a batch of 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -13,11 +14,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from cute_flash.planning.decode import DecodeStatic
+from cute_flash.planning.launch import CompileKey
+from cute_flash.planning.registry import KERNELS
 from cute_flash.planning.varlen import TILE_LIST_WIDTH
 from cute_flash.spec.dtypes import DTYPE_BYTES, ROW_ALIGN_BYTES
-from cute_flash.spec.features import FEATURES, Operand
-from cute_flash.spec.problem import Static
+from cute_flash.spec.features import Operand
 
 # DSL types of torch dtypes. Captured bools are read as bytes; captured doubles are converted to fp32 before the launch.
 CUTE_DTYPES = {
@@ -37,48 +38,13 @@ ELEMENTS = {"f32": "float32", "i32": "int32", "i64": "int64"}
 # Names of dimensions that have the symbolic size of "B": `_BATCH` always, `_DENSE_BATCH` only in a dense batch. In a
 # varlen batch "B" is the batch of the workspace, which is 1, and "sequences" is the number of sequences.
 _BATCH, _DENSE_BATCH = ("dalibi batch",), ("sequences",)
-# Operands whose presence is a field of `Static`.
-_IF_STATIC = {
-    "dlse": "has_dlse",
-    "cu_seqlens_q": "varlen",
-    "cu_seqlens_k": "varlen",
-    "seqused_k": "seqused_k",
-    "q_tile_list": "varlen",
-    "kv_tile_list": "varlen",
-    "block_indices": "block_sparse",
-    **dict.fromkeys(
-        ("dropout_first_query", "dropout_first_key", "dropout_first_head", "dropout_heads"), "dropout_origin"
-    ),
-}
-# Names of the operands that score features add.
-_OF_FEATURES = {operand.name for feature in FEATURES for operand in (*feature.fwd, *feature.bwd)}
 
 
-def fake_arguments(operands: tuple[Operand, ...], static: Static | DecodeStatic, tile: Any) -> dict[str, Any]:
+def fake_arguments(key: CompileKey) -> dict[str, Any]:
     """The fakes of a launch by name: torch's current stream, then the operands in order."""
-    fakes = Fakes(static, tile)
-    arguments = {x.name: fakes.make(x) if is_present(x, static, tile) else None for x in operands}
+    fakes = Fakes(key.static, key.tile)
+    arguments = {x.name: fakes.make(x) if key.takes(x) else None for x in KERNELS[key.kernel].operands}
     return {"stream": make_fake_stream(use_tvm_ffi_env_stream=True), **arguments}
-
-
-def is_present(operand: Operand, static: Static | DecodeStatic, tile: Any) -> bool:
-    """Whether a kernel with this `Static` and tile takes the operand."""
-    name = operand.name
-    if isinstance(static, DecodeStatic):
-        return static.takes(name)
-    if name == "dq_progress":
-        return static.deterministic or tile.needs_wgmma
-    if name in _IF_STATIC:
-        return getattr(static, _IF_STATIC[name])
-    if name not in _OF_FEATURES:
-        return True
-    features = [feature for feature in FEATURES if feature.name in static.features]
-    return any(name == one.name for feature in features for one in (*feature.fwd, *feature.bwd))
-
-
-def out_dtype(static: Static) -> str:
-    """The dtype of the output, and of the gradient with respect to it."""
-    return "float32" if static.out_fp32 else static.dtype
 
 
 class Fakes:
@@ -95,11 +61,8 @@ class Fakes:
             return SCALARS[layout](1)
         if not element:
             return getattr(self, layout)(operand)
-        call_dtypes = {"dtype": self.static.dtype, "out": out_dtype(self.static)}
-        if isinstance(self.static, DecodeStatic):
-            # FP8 caches are passed as bytes.
-            call_dtypes["cache"] = "uint8" if self.static.is_fp8 else self.static.dtype
-        return getattr(self, layout)(call_dtypes.get(element) or ELEMENTS[element], operand.dims)
+        dtype = ELEMENTS.get(element) or self.static.element_dtype(element)
+        return getattr(self, layout)(dtype, operand.dims)
 
     def size(self, name: str) -> Any:
         if name.isdigit():
@@ -193,33 +156,30 @@ class Fakes:
         shape, align = self.shape(operand.dims), step * dtype.width // 8
         return make_fake_tensor(dtype, shape, (*strides, last), assumed_align=align)
 
-    def dbias(self, operand: Operand) -> cute.Tensor | None:
-        """None if the bias needs no gradient."""
+    def dbias(self, operand: Operand) -> cute.Tensor:
+        """The gradient of the bias; its rows start at multiples of 16 bytes if TMA stores it."""
         name = self.static.mods.dbias_dtype
         if not self.static.mods.dbias_tma:
-            return _strided(CUTE_DTYPES[name], self.shape(operand.dims), last=1) if name else None
+            return _strided(CUTE_DTYPES[name], self.shape(operand.dims), last=1)
         strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
         return make_fake_tensor(CUTE_DTYPES[name], self.shape(operand.dims), strides, assumed_align=ROW_ALIGN_BYTES)
 
-    def captures(self, operand: Operand) -> list[cute.Tensor] | None:
-        """The tensors that user mods capture, graph by graph; None without any."""
-        return [_capture(x) for graph in self.graphs() for x in graph.captures] or None
+    def captures(self, operand: Operand) -> list[cute.Tensor]:
+        """The tensors that user mods capture, graph by graph."""
+        return [_capture(x) for graph in self.static.mods.graphs.present for x in graph.captures]
 
-    def scalars(self, operand: Operand) -> list | None:
-        kinds = [kind for graph in self.graphs() for kind in graph.scalars]
-        return [Float32(1.0) if kind == "float" else Int32(1) for kind in kinds] or None
+    def scalars(self, operand: Operand) -> list:
+        return [Float32(1.0) if kind == "float" else Int32(1) for kind in self.static.mods.scalar_kinds]
 
-    def dcaptures(self, operand: Operand) -> list[cute.Tensor] | None:
+    def dcaptures(self, operand: Operand) -> list[cute.Tensor]:
         """fp32 gradients of the tensors that score_mod captures and that need one."""
         mods = self.static.mods
         ranks = [max(1, mods.graphs.score.captures[i].rank) for i in mods.captures_needing_grad]
         shapes = [tuple(cute.sym_int() for _ in range(rank)) for rank in ranks]
-        return [_compact(Float32, shape, use_32bit_stride=True) for shape in shapes] or None
+        return [_compact(Float32, shape, use_32bit_stride=True) for shape in shapes]
 
-    def dcapture_terms(self, operand: Operand) -> list[cute.Tensor] | None:
+    def dcapture_terms(self, operand: Operand) -> list[cute.Tensor]:
         """For deterministic gradients of captures: the term of each score, and the element that it is added to."""
-        if not (self.static.deterministic and self.static.mods.captures_needing_grad):
-            return None
         return [_compact(dtype, self.shape(operand.dims)) for dtype in (Float32, Int32)]
 
     def fwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
@@ -235,18 +195,13 @@ class Fakes:
             lists.append(_strided(Int32, (*self.shape(("B", "H")), cute.sym_int(), tiles)))
         return lists
 
-    def graphs(self) -> list:
-        """The graphs of the user mods. The graph of score_mod_bwd is absent in the forward."""
-        graphs = self.static.mods.graphs
-        return [graph for graph in (graphs.score, graphs.mask, graphs.bwd) if graph is not None]
 
-
-def _compact(dtype: Any, shape: tuple, align: int | None = None, **options: Any) -> cute.Tensor:
+def _compact(dtype: Any, shape: Sequence[Any], align: int | None = None, **options: Any) -> cute.Tensor:
     order, align = tuple(reversed(range(len(shape)))), align or dtype.width // 8
     return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, **options)
 
 
-def _strided(dtype: Any, shape: tuple, last: int | None = None) -> cute.Tensor:
+def _strided(dtype: Any, shape: Sequence[Any], last: int | None = None) -> cute.Tensor:
     """A tensor of any strides. `last`: the stride of the last dimension; None: unknown."""
     *strides, end = (cute.sym_int64() for _ in shape)
     strides = (*strides, end if last is None else last)

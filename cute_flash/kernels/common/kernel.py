@@ -1,7 +1,7 @@
 """Base classes of the kernels: operands by name, symbols and launches."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -23,6 +23,14 @@ _WITH_ROWS = {
     for operand in kernel.operands
     if operand.type.startswith(("rows", "statistics"))
 }
+
+
+class Grid(NamedTuple):
+    """The numbers of CTAs of a launch."""
+
+    x: Int32
+    y: Int32 | int = 1
+    z: Int32 | int = 1
 
 
 class Kernel:
@@ -64,7 +72,7 @@ class Kernel:
         tags = "".join(f"_{tag}" for tag in (*static.tags, *(() if layout == "swizzled" else (layout,))))
         return f"cute_flash_{kernel}_d{static.widths}_{static.dtype}_{self.mask_name}_{tile.tile_m}x{tile.tile_n}{tags}"
 
-    def launch(self, symbol: str, params: Any, grid: tuple, num_threads: int, stream: CUstream, **options: Any):
+    def launch(self, symbol: str, params: Any, grid: Grid, num_threads: int, stream: CUstream, **options: Any):
         """Launch `kernel` under the name `symbol`.
 
         The name must not contain "cutlass", because ptxas compiles kernels with that word in their name differently.
@@ -87,18 +95,17 @@ class MBlockKernel(Kernel):
         batch, heads, num_blocks, _ = args.dq_accum.shape
         if cutlass.const_expr(self.static.varlen):
             num_blocks = args.q_tile_list.shape[0] - TILE_LIST_HEADER
-        params, grid = self.params(args), (num_blocks, heads, batch)
+        params, grid = self.params(args), Grid(num_blocks, heads, batch)
         symbol = f"cute_flash_{self.name}_{self.static.dtype}"
         self.launch(symbol, params, grid, self.num_threads, stream, use_pdl=self.overlaps_previous)
 
     @cute.jit
-    def process_cta(self, p: Any, coord: tuple, *thread):
+    def process_cta(self, p: Any, index: Int32, head: Int32, batch: Int32):
         """Call `process_block` for the m_block of this CTA, if there is one: a varlen grid may exceed the tile list."""
-        index, head, batch = coord
         if cutlass.const_expr(self.static.varlen):
             if index < p.q_tile_list[0, 0]:
                 m_block, seqlen_values = read_tile(p.q_tile_list, index)
-                self.process_block(p, m_block, head, SeqlenInfo.of_values(seqlen_values), *thread)
+                self.process_block(p, m_block, head, SeqlenInfo.of_values(*seqlen_values))
         else:
             seqlen = SeqlenInfo(batch, getattr(p, self.rows).shape[2], Int32(0))
-            self.process_block(p, index, head, seqlen, *thread)
+            self.process_block(p, index, head, seqlen)

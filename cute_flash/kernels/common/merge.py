@@ -7,15 +7,18 @@ Each partial output has some consecutive rows of the output. A row that no parti
 -inf, has output 0 and LSE -inf. If one of its LSEs is NaN, its output and its LSE are NaN.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
+from cute_flash.device.memory.copies import row_vector
 from cute_flash.device.softmax.softmax import LOG2_E
-from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.kernels.common.kernel import Grid, Kernel
 
 VECTOR = 4  # fp32 elements of a 16-byte load
 ROWS_AT_ONCE = 4  # rows of a thread whose loads are in flight together
@@ -27,9 +30,16 @@ class Params:
 
     out: cute.Tensor  # (B, H, S, Dv)
     lse: cute.Tensor  # (B, H, S)
-    partials: tuple  # (B, H, rows of the partial output, Dv) fp32
-    partial_lses: tuple  # (B, H, rows)
-    first_rows: tuple  # the row of `out` of the first row of each partial output
+    partials: tuple[cute.Tensor, ...]  # (B, H, rows of the partial output, Dv) fp32
+    partial_lses: tuple[cute.Tensor, ...]  # (B, H, rows)
+    first_rows: tuple[Int32, ...]  # where each partial output begins, as a row of `out`
+
+
+class PartialRow(NamedTuple):
+    """A row of a partial output."""
+
+    lse: Float32
+    vector: cute.Tensor  # the VECTOR columns of this thread
 
 
 class MergePartials(Kernel):
@@ -40,7 +50,7 @@ class MergePartials(Kernel):
         args, static = self.read_operands(operands), self.static
         lists = (tuple(x) for x in (args.partials, args.partial_lses, args.first_rows))
         batch, heads, seqlen, _ = args.out.shape
-        grid = (cute.ceil_div(seqlen, self.tile.rows), heads, batch)
+        grid = Grid(cute.ceil_div(seqlen, self.tile.rows), heads, batch)
         symbol = f"cute_flash_merge_{static.num_partials}_d{static.head_dim}_{static.dtype}"
         self.launch(symbol, Params(args.out, args.lse, *lists), grid, self.tile.num_threads, stream)
 
@@ -57,31 +67,32 @@ class MergePartials(Kernel):
         for i in cutlass.range_constexpr(0, self.tile.rows // rows_per_pass, ROWS_AT_ONCE):
             count = min(ROWS_AT_ONCE, self.tile.rows // rows_per_pass - i)
             rows = [first + (i + j) * rows_per_pass for j in range(count)]
-            loaded = [self.load(p, (batch, head), row, column) for row in rows]
+            loaded = [self.load(p, batch, head, row, column) for row in rows]
             for j in cutlass.range_constexpr(count):
-                self.store(p, (batch, head), rows[j], column, *loaded[j])
+                self.store(p, batch, head, rows[j], column, loaded[j])
 
-    def load(self, p: Params, where: tuple, row: Int32, column: Int32) -> tuple[list, list]:
-        """The LSE of a row, and its vector at `column`, of each partial output.
+    def load(self, p: Params, batch: Int32, head: Int32, row: Int32, column: Int32) -> list[PartialRow]:
+        """A row of each partial output, at `column`.
 
         A partial output that does not have the row loads its nearest row, with an LSE of -inf. Columns past the end
         load column 0; `store` does not write them.
         """
-        lses, vectors = [], []
+        loaded = []
         column = cutlass.select_(column < self.static.head_dim, column, Int32(0))
         for mX, mLSE, first in zip(p.partials, p.partial_lses, p.first_rows):
             at = row - first
             inside = cutlass.max(cutlass.min(at, mLSE.shape[2] - 1), Int32(0))
-            lse = mLSE[(*where, inside)]
-            lses.append(cutlass.select_(at == inside, lse, -Float32.inf))
+            lse = mLSE[batch, head, inside]
+            lse = cutlass.select_(at == inside, lse, -Float32.inf)
             vector = cute.make_rmem_tensor(VECTOR, Float32)
-            cute.autovec_copy(_vector(mX[(*where, None, None)], inside, column), vector)
-            vectors.append(vector)
-        return lses, vectors
+            cute.autovec_copy(row_vector(mX[batch, head, None, None], inside, column, VECTOR), vector)
+            loaded.append(PartialRow(lse, vector))
+        return loaded
 
     @cute.jit
-    def store(self, p: Params, where: tuple, row: Int32, column: Int32, lses: list, vectors: list):
+    def store(self, p: Params, batch: Int32, head: Int32, row: Int32, column: Int32, partials: Sequence[PartialRow]):
         """Store the merged vector, and the LSE of the row from the thread of its first column."""
+        lses = [partial.lse for partial in partials]
         largest = lses[0]
         for lse in lses[1:]:
             largest = cute.arch.fmax(largest, lse, nan=True)
@@ -94,16 +105,11 @@ class MergePartials(Kernel):
         merged = cute.make_rmem_tensor(VECTOR, p.out.element_type)
         for i in cutlass.range_constexpr(VECTOR):
             value = Float32(0.0)
-            for weight, vector in zip(weights, vectors):
+            for weight, (_, vector) in zip(weights, partials):
                 # Vectors of weight 0 are ignored: those of other rows may be NaN.
                 value = value + cutlass.select_(weight == 0.0, Float32(0.0), weight * vector[i])
             merged[i] = (value * inverse).to(p.out.element_type)
         if row < p.out.shape[2] and column < self.static.head_dim:
-            cute.autovec_copy(merged, _vector(p.out[(*where, None, None)], row, column))
+            cute.autovec_copy(merged, row_vector(p.out[batch, head, None, None], row, column, VECTOR))
             if column == 0:
-                p.lse[(*where, row)] = reference + cute.math.log(total) if total > 0.0 else largest
-
-
-def _vector(gX: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
-    pointer = (gX.iterator + (Int64(row) * gX.stride[0] + column)).align(VECTOR * gX.element_type.width // 8)
-    return cute.make_tensor(pointer, cute.make_layout(VECTOR))
+                p.lse[batch, head, row] = reference + cute.math.log(total) if total > 0.0 else largest

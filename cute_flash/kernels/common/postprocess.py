@@ -1,4 +1,4 @@
-"""Base of the postprocess kernels of the backward, which convert dQ to the dtype of q."""
+"""The postprocess kernels of the backward convert dQ to the dtype of q. Their common base."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ class BwdPostprocess(MBlockKernel):
 
     @cute.kernel
     def kernel(self, p: Params):
-        coord = cute.arch.block_idx()
+        index, head, batch = cute.arch.block_idx()
         if cutlass.const_expr(self.overlaps_previous):
             cute.arch.griddepcontrol_wait()
-        self.process_cta(p, coord)
+        self.process_cta(p, index, head, batch)

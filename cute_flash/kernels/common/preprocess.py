@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
+from cute_flash.device.memory.copies import row_vector
+from cute_flash.device.memory.epilogue import warp_max
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.device.softmax.softmax import LOG2_E
-from cute_flash.kernels.common.fakes import CUTE_DTYPES, out_dtype
+from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.common.kernel import MBlockKernel
 from cute_flash.planning.tiles import AnyBwdTile
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
@@ -40,7 +42,7 @@ class BwdPreprocess(MBlockKernel):
     """Computes Δ = rowsum(dO O) - dLSE (the operand `delta`), and the LSE in units of log2.
 
     The LSE of rows without keys, and of rows past the end, becomes +inf, so that P is 0. The kernel also sets the
-    progress of dQ to 0. It also sets the accumulators to 0, unless the main kernel stores the first terms
+    progress of dQ to 0. The accumulators of dQ become 0 too, unless the main kernel stores the first terms
     (`device.gradients.dq_claims`, `device.scheduling.semaphore`).
     """
 
@@ -48,7 +50,7 @@ class BwdPreprocess(MBlockKernel):
 
     def __init__(self, static: Static, tile: AnyBwdTile):
         self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
-        self.dtype = CUTE_DTYPES[out_dtype(static)]  # of O and dO
+        self.dtype = CUTE_DTYPES[static.element_dtype("out")]  # of O and dO
         # The main Hopper kernel starts before this kernel ends, and waits (programmatic dependent launch).
         self.overlaps_next = not isinstance(tile, BwdTileSm80)
         self.tile = tile
@@ -65,14 +67,14 @@ class BwdPreprocess(MBlockKernel):
 
     @cute.kernel
     def kernel(self, p: Params):
-        thread, _, _ = cute.arch.thread_idx()
-        coord = cute.arch.block_idx()
+        index, head, batch = cute.arch.block_idx()
         if cutlass.const_expr(self.overlaps_next):
             cute.arch.griddepcontrol_launch_dependents()
-        self.process_cta(p, coord, thread)
+        self.process_cta(p, index, head, batch)
 
     @cute.jit
-    def process_block(self, p: Params, m_block: Int32, head: Int32, seqlen: SeqlenInfo, thread: Int32):
+    def process_block(self, p: Params, m_block: Int32, head: Int32, seqlen: SeqlenInfo):
+        thread, _, _ = cute.arch.thread_idx()
         block = seqlen.padded_q_block(m_block, self.tile_m)
         if cutlass.const_expr(p.dq_progress is not None):
             if thread == 0:
@@ -88,7 +90,7 @@ class BwdPreprocess(MBlockKernel):
         rows_at_once = THREADS // self.threads_per_row
         for i in cutlass.range_constexpr(self.tile_m // rows_at_once):
             row = m_block * self.tile_m + i * rows_at_once + thread // self.threads_per_row
-            self.process_row(p, (seqlen, head), row, thread % self.threads_per_row * VECTOR)
+            self.process_row(p, seqlen, head, row, thread % self.threads_per_row * VECTOR)
 
     @cute.jit
     def zero_dq(self, gdQ: cute.Tensor, thread: Int32):
@@ -110,20 +112,20 @@ class BwdPreprocess(MBlockKernel):
                 cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
 
     @cute.jit
-    def process_row(self, p: Params, sequence: tuple, row: Int32, column: Int32):
+    def process_row(self, p: Params, seqlen: SeqlenInfo, head: Int32, row: Int32, column: Int32):
         """Compute the statistics of a row.
 
         Called by `threads_per_row` neighbouring threads, each with the first column of its vector.
         """
-        seqlen, head = sequence
         dot, lse = Float32(0.0), Float32.inf
         if row < seqlen.q_len:
             natural = seqlen.slice_head(p.lse, head)[seqlen.q_row(row)]
             lse = Float32.inf if natural == -Float32.inf else natural * LOG2_E
             if column < self.static.width_v:
                 rO, rdO = (cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(2))
-                cute.autovec_copy(self.vector(seqlen.slice_head(p.out, head), seqlen.q_row(row), column), rO)
-                cute.autovec_copy(self.vector(seqlen.slice_head(p.dout, head), seqlen.q_row(row), column), rdO)
+                for mX, fragment in ((p.out, rO), (p.dout, rdO)):
+                    gX = seqlen.slice_head(mX, head)
+                    cute.autovec_copy(row_vector(gX, seqlen.q_row(row), column, VECTOR), fragment)
                 products = rO.load().to(Float32) * rdO.load().to(Float32)
                 dot = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
         offset = self.threads_per_row // 2
@@ -140,19 +142,7 @@ class BwdPreprocess(MBlockKernel):
             seqlen.slice_head(p.lse_log2, head)[padded_row] = lse
             seqlen.slice_head(p.delta, head)[padded_row] = dot
         if cutlass.const_expr(self.static.is_fp32):
-            self.raise_delta_max(p.norms, (seqlen, head), cute.arch.fmax(dot, -dot))
-
-    @cute.jit
-    def raise_delta_max(self, norms: cute.Tensor, sequence: tuple, largest: Float32):
-        """Raise the largest |Δ| of the head to that of this warp, atomically."""
-        seqlen, head = sequence
-        for step in cutlass.range_constexpr(5):
-            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
-        if cute.arch.lane_idx() == 0:
-            target = norms[norms.shape[0] - 1, seqlen.batch, None].iterator + head
-            cute.arch.atomic_fmax(target, largest, sem="relaxed", scope="gpu")
-
-    def vector(self, gX: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
-        """The VECTOR elements of a row that begin at `column`, in global memory."""
-        pointer = (gX.iterator + (Int64(row) * gX.stride[0] + column)).align(16)
-        return cute.make_tensor(pointer, cute.make_layout(VECTOR))
+            largest = warp_max(cute.arch.fmax(dot, -dot))
+            if cute.arch.lane_idx() == 0:
+                target = p.norms[p.norms.shape[0] - 1, seqlen.batch, None].iterator + head
+                cute.arch.atomic_fmax(target, largest, sem="relaxed", scope="gpu")

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
+from cute_flash.device.memory.copies import row_vector
+from cute_flash.device.memory.epilogue import warp_max
 from cute_flash.device.mma.split_fp32 import inverse_factor, split
 from cute_flash.kernels.common.kernel import Kernel
 
@@ -81,7 +83,7 @@ class SplitFp32(Kernel):
             row = block * ROWS + (i * THREADS + thread) // lanes
             most, squares = Float32(0.0), Float32(0.0)
             if row < mX.shape[2] and column < width:
-                values = _vector(mX[batch, head, None, None], row, column, READ).load()
+                values = row_vector(mX[batch, head, None, None], row, column, READ).load()
                 for j in cutlass.range_constexpr(READ):
                     size = cute.arch.fmax(values[j], -values[j])
                     most = cute.arch.fmax(most, size if size < Float32.inf else Float32(0.0))
@@ -107,8 +109,7 @@ class SplitFp32(Kernel):
             if sequence >= 0 and column == 0:
                 _raise(mNorm, sequence, head, largest)
         else:
-            for step in cutlass.range_constexpr(5):
-                largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
+            largest = warp_max(largest)
             if cute.arch.lane_idx() == 0:
                 _raise(mNorm, batch, head, largest)
 
@@ -128,17 +129,12 @@ class SplitFp32(Kernel):
                 values = cute.make_rmem_tensor(WRITTEN, Float32)
                 values.fill(0.0)
                 if column < width:
-                    cute.autovec_copy(_vector(mX[batch, head, None, None], row, column, WRITTEN), values)
+                    cute.autovec_copy(row_vector(mX[batch, head, None, None], row, column, WRITTEN), values)
                 for j, piece in enumerate(split(values, scale)):
-                    target = _vector(mPieces[batch, head, None, None], row, column + j * padded, WRITTEN)
+                    target = row_vector(mPieces[batch, head, None, None], row, column + j * padded, WRITTEN)
                     cute.autovec_copy(piece, target)
 
 
 def _raise(mNorm: cute.Tensor, sequence: Int32, head: Int32, norm: Float32) -> None:
     """Raise mNorm[sequence, head] to `norm`, atomically."""
     cute.arch.atomic_fmax(mNorm[sequence, None].iterator + head, norm, sem="relaxed", scope="gpu")
-
-
-def _vector(gX: cute.Tensor, row: Int32, column: Int32, elements: int) -> cute.Tensor:
-    pointer = (gX.iterator + (Int64(row) * gX.stride[0] + column)).align(16)
-    return cute.make_tensor(pointer, cute.make_layout(elements))

@@ -1,9 +1,10 @@
-"""Sums the terms of the gradient of a bias that batch entries or heads share.
+"""Sums the gradient of a bias that batch entries or heads share.
 
-The main kernel of the backward stores one term per score, in 16 bits. This kernel adds the terms of an element of the
-bias in fp32, in a fixed order. It reads no blocks that the band excludes, and writes zeros there.
+The main kernel of the backward stores one term per score, in 16 bits. This kernel adds the terms of each bias
+element in fp32, in a fixed order. It reads no blocks that the band excludes, and writes zeros there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import cutlass
@@ -11,14 +12,15 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 
+from cute_flash.device.memory.copies import row_vector
 from cute_flash.device.scores.band import Band
-from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.planning.plan import SumTile
 from cute_flash.spec.problem import Static
 
 VECTOR = 8  # 16-bit elements of a 16-byte load
 ROWS_AT_ONCE = 4  # rows of a thread whose loads are in flight together
-TERMS_AT_ONCE = 4  # and terms of each
+TERMS_AT_ONCE = 4  # terms of each of these rows
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class Params:
 
     terms: cute.Tensor  # (B, H, Sq, Sk)
     sums: cute.Tensor  # (B or 1, H or 1, Sq, Sk)
-    num_terms: Int32  # of an element of `sums`
-    term_stride: Int64  # elements of `terms` from one term of an element to the next
+    num_terms: Int32  # of one sum
+    term_stride: Int64  # distance in `terms` between two terms of one sum
     band: Band  # rows are keys, columns are queries: left and right are swapped
 
 
@@ -57,7 +59,7 @@ class SumDbias(Kernel):
         )
         num_blocks = cute.ceil_div(seqlen_q, self.tile.tile_m) * cute.ceil_div(seqlen_k, self.tile.tile_n)
         symbol = f"cute_flash_bwd_sum_dbias_{self.static.dtype}_{self.mask_name}_{self.tile.tile_m}x{self.tile.tile_n}"
-        self.launch(symbol, params, (num_blocks, sum_heads, sum_batch), self.tile.num_threads, stream)
+        self.launch(symbol, params, Grid(num_blocks, sum_heads, sum_batch), self.tile.num_threads, stream)
 
     @cute.kernel
     def kernel(self, p: Params):
@@ -74,12 +76,13 @@ class SumDbias(Kernel):
         for i in cutlass.range_constexpr(0, tile_m // rows_per_pass, ROWS_AT_ONCE):
             count = min(ROWS_AT_ONCE, tile_m // rows_per_pass - i)
             rows = [first + (i + j) * rows_per_pass for j in range(count)]
-            self.sum_rows(p, (batch, head), rows, key, num_terms)
+            self.sum_rows(p, p.terms[batch, head, None, None], p.sums[batch, head, None, None], rows, key, num_terms)
 
     @cute.jit
-    def sum_rows(self, p: Params, where: tuple, rows: list, key: Int32, num_terms: Int32):
+    def sum_rows(
+        self, p: Params, gTerms: cute.Tensor, gSums: cute.Tensor, rows: Sequence[Int32], key: Int32, num_terms: Int32
+    ):
         """Sum the vectors at `key` of some rows, and store them. Rows and keys past the end load others instead."""
-        gTerms, gSums = p.terms[(*where, None, None)], p.sums[(*where, None, None)]
         seqlen_q, seqlen_k = gSums.shape
         inside = cutlass.min(key, seqlen_k - VECTOR)
         sums = [cute.make_rmem_tensor(VECTOR, Float32) for _ in rows]
@@ -89,16 +92,10 @@ class SumDbias(Kernel):
             for row, total in zip(rows, sums):
                 found = cute.make_rmem_tensor(VECTOR, gTerms.element_type)
                 row = cutlass.min(row, seqlen_q - 1)
-                cute.autovec_copy(_vector(gTerms, row, inside, term * p.term_stride), found)
+                cute.autovec_copy(row_vector(gTerms, row, inside, VECTOR, term * p.term_stride), found)
                 total.store(total.load() + found.load().to(Float32))
         for row, total in zip(rows, sums):
             if row < seqlen_q and key < seqlen_k:
                 rounded = cute.make_rmem_tensor(VECTOR, gSums.element_type)
                 rounded.store(total.load().to(gSums.element_type))
-                cute.autovec_copy(rounded, _vector(gSums, row, key, Int64(0)))
-
-
-def _vector(gX: cute.Tensor, row: Int32, column: Int32, offset: Int64) -> cute.Tensor:
-    """The 16 bytes at (row, column) in a matrix that begins `offset` elements after gX."""
-    pointer = (gX.iterator + (offset + Int64(row) * gX.stride[0] + column)).align(16)
-    return cute.make_tensor(pointer, cute.make_layout(VECTOR))
+                cute.autovec_copy(rounded, row_vector(gSums, row, key, VECTOR))

@@ -12,6 +12,7 @@ writes one list, sorted by length class, in three steps:
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -20,7 +21,7 @@ from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.scores.band import Band, minimum
-from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.planning.varlen import (
     ASCENDING,
     BY_LENGTH,
@@ -66,13 +67,30 @@ class VarlenBatch:
         return cutlass.max(cutlass.min(self.mSeqUsedK[b], k_len), 0)
 
 
+class Segment(NamedTuple):
+    """Rows of the varlen tensors. The fields have the order of a tile-list entry."""
+
+    sequence: Int32
+    q_begin: Int32
+    q_len: Int32
+    k_begin: Int32
+    k_len: Int32
+
+
+class SegmentTiles(NamedTuple):
+    """The tiles of a segment."""
+
+    num: Int32
+    longest: Int32  # blocks that the longest tile visits
+
+
 @dataclass(frozen=True)
 class TileListBuilder:
     """Builds a list of query tiles, or of K/V tiles.
 
     Tiles come from segments: the sequences; with `seqused_k` the unused keys of each sequence; and the rows after the
-    last sequence. Tiles of the last two kinds see no queries or keys, so kernels write zeros there. A segment is
-    (sequence, q_begin, q_len, k_begin, k_len), in rows of the varlen tensors.
+    last sequence. Tiles of unused keys and of the rows after the last sequence see no queries or keys, so kernels write
+    zeros there.
     """
 
     mTiles: cute.Tensor  # (TILE_LIST_HEADER + tiles, TILE_LIST_WIDTH)
@@ -92,7 +110,7 @@ class TileListBuilder:
         return (2 * size if self.of_keys and self.batch.mSeqUsedK is not None else size) + 1
 
     @cute.jit
-    def segment(self, index: Int32):
+    def segment(self, index: Int32) -> Segment:
         """The index-th segment: sequences first, then unused keys, then the rows after the last sequence."""
         batch, size = self.batch, self.batch.size
         b = cutlass.min(index, size - 1)
@@ -117,19 +135,17 @@ class TileListBuilder:
             k_len = 0 if is_rest else k_len
         if cutlass.const_expr(self.rest_has_index):
             b = size if is_rest else b
-        return b, q_begin, q_len, k_begin, k_len
+        return Segment(b, q_begin, q_len, k_begin, k_len)
 
     @cute.jit
-    def segment_tiles(self, segment: tuple):
-        """The number of tiles of a segment, and the number of blocks that its longest tile visits."""
+    def segment_tiles(self, segment: Segment) -> SegmentTiles:
         rows, columns = self.lengths(segment)
         longest = longest_tile(self.band, rows, columns, self.tile_rows, self.tile_columns)
-        return ceil_div(rows, self.tile_rows), longest
+        return SegmentTiles(ceil_div(rows, self.tile_rows), longest)
 
-    def lengths(self, segment: tuple) -> tuple:
+    def lengths(self, segment: Segment) -> tuple[Int32, Int32]:
         """The numbers of rows and columns of a segment's scores."""
-        _b, _q_begin, q_len, _k_begin, k_len = segment
-        return (k_len, q_len) if self.of_keys else (q_len, k_len)
+        return (segment.k_len, segment.q_len) if self.of_keys else (segment.q_len, segment.k_len)
 
     @cute.jit
     def build(self, classes: cute.Tensor, sums: cute.Tensor):
@@ -175,22 +191,23 @@ class TileListBuilder:
             if tiles == 1:
                 entry = _reserve(classes, length_class(longest, minimum), Int32(1))
                 if cutlass.const_expr(writes):
-                    self.write((Int32(0), *segment), entry)
+                    self.write(Int32(0), segment, entry)
             own = (*segment, tiles, longest)
             for other in cutlass.range(cutlass.min(self.num_segments - first, 32), unroll=1):
                 *values, num, longest_of_other = (cute.arch.shuffle_sync(x, other) for x in own)
                 if num > 1:
-                    self.visit_tiles(classes, lane, tuple(values), (num, longest_of_other), writes)
+                    self.visit_tiles(classes, lane, Segment(*values), SegmentTiles(num, longest_of_other), writes)
 
     @cute.jit
-    def visit_tiles(self, classes: cute.Tensor, lane: Int32, segment: tuple, size: tuple, writes: cutlass.Constexpr):
+    def visit_tiles(
+        self, classes: cute.Tensor, lane: Int32, segment: Segment, tiles: SegmentTiles, writes: cutlass.Constexpr
+    ):
         """Visit the tiles of a segment with one warp.
 
         Tiles at least half as long as the longest share its class, and up to 32 of them reserve neighbouring entries
-        with one addition. Shorter tiles reserve an entry in the class of their own length. `size`: (number of tiles,
-        blocks that the longest tile visits).
+        with one addition. Shorter tiles reserve an entry in the class of their own length.
         """
-        num, longest = size
+        num, longest = tiles
         sizes = (*self.lengths(segment), self.tile_rows, self.tile_columns)
         order = descends_by_length(self.band, num, *sizes) if self.tile_order == BY_LENGTH else self.tile_order
         for start in cutlass.range(0, num, 32, unroll=1):
@@ -208,11 +225,12 @@ class TileListBuilder:
                 entry = _reserve(classes, length_class(own, minimum), Int32(1))
             if cutlass.const_expr(writes):
                 if i < num:
-                    self.write((block, *segment), entry)
+                    self.write(block, segment, entry)
 
     @cute.jit
-    def write(self, values: tuple, entry: Int32):
-        """Write (block, *segment) to an entry of the list, if the list is long enough."""
+    def write(self, block: Int32, segment: Segment, entry: Int32):
+        """Write a block of a segment to an entry of the list, if the list is long enough."""
+        values = (block, *segment)
         row = cute.make_rmem_tensor(TILE_LIST_WIDTH, Int32)
         row.fill(0)
         for i in cutlass.range_constexpr(len(values)):
@@ -228,6 +246,14 @@ def _reserve(classes: cute.Tensor, index: Int32, num: Int32) -> Int32:
     return cute.arch.atomic_add(classes.iterator + index, num, sem="relaxed", scope="cta")
 
 
+@dataclass(frozen=True)
+class Params:
+    """The argument of the kernel."""
+
+    keys: TileListBuilder | None  # of the backward
+    queries: TileListBuilder
+
+
 class VarlenScheduler(Kernel):
     """Lists the tiles of a varlen batch, one list per CTA.
 
@@ -235,7 +261,7 @@ class VarlenScheduler(Kernel):
     and postprocess.
     """
 
-    def __init__(self, static: Static, tile):
+    def __init__(self, static: Static, tile: Any):
         self.static = static
 
     @cute.jit
@@ -245,21 +271,21 @@ class VarlenScheduler(Kernel):
         batch = VarlenBatch(args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, args.total_q, args.total_k)
         left, right, (m, n) = args.scheduler_left, args.scheduler_right, (args.tile_m, args.tile_n)
         queries = TileListBuilder(args.q_tile_list, batch, False, of_backward, m, n, Band(left, right), args.tile_order)
-        lists = (queries,)
+        keys = None
         if cutlass.const_expr(of_backward):
             keys = TileListBuilder(args.kv_tile_list, batch, True, False, n, m, Band(right, left), args.tile_order)
-            lists = (keys, queries)
         symbol = "cute_flash_varlen_scheduler_" + ("bwd" if of_backward else "fwd")
         symbol += "_seqused_k" if self.static.seqused_k else ""
-        self.launch(symbol, lists, (len(lists), 1, 1), THREADS, stream)
+        self.launch(symbol, Params(keys, queries), Grid(2 if of_backward else 1), THREADS, stream)
 
     @cute.kernel
-    def kernel(self, lists: tuple):
+    def kernel(self, p: Params):
         if cutlass.const_expr(self.static.overlaps_next):
             cute.arch.griddepcontrol_launch_dependents()
         smem = SmemAllocator()
         classes = smem.allocate_tensor(Int32, cute.make_layout(NUM_LENGTH_CLASSES), 16)
         sums = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+        lists = [p.queries] if p.keys is None else [p.keys, p.queries]
         for i in cutlass.range_constexpr(len(lists)):
             if cute.arch.block_idx()[0] == i:
                 lists[i].build(classes, sums)

@@ -35,20 +35,21 @@ from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 from cute_flash.device.gradients.mods_bwd import AnyScores
 from cute_flash.device.gradients.score_bwd import PlainScores, compute_probs
 from cute_flash.device.memory.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
-from cute_flash.device.memory.epilogue import Epilogue, store_fp32
+from cute_flash.device.memory.epilogue import DirectStore, Epilogue
 from cute_flash.device.memory.ldmatrix import MmaOperand
-from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.memory.views import as_mn
 from cute_flash.device.mma import split_fp32
+from cute_flash.device.mma.split_fp32 import Pieces
 from cute_flash.device.mma.warp_grid import WarpGrid
 from cute_flash.device.ptx import rederived, select_if
 from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
 from cute_flash.device.scheduling.semaphore import DQSemaphore
-from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scheduling.seqlen import HeadBlock, SeqlenInfo
 from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.mask import Mask
 from cute_flash.device.softmax.softmax import LOG2_E
-from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm80.bwd_storage import Factors, GradientKV, MainloopState, Params, SharedStorage, dq_grid
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
@@ -125,7 +126,7 @@ class BwdSm80(Kernel):
             score_params=score_params,
             norms=args.norms if static.is_fp32 else None,
         )
-        grid = (num_n_blocks * heads_kv * batch, 1, 1)
+        grid = Grid(num_n_blocks * heads_kv * batch)
         self.launch(self.symbol("bwd_sm80"), params, grid, tile.num_threads, stream)
 
     @cute.kernel
@@ -135,7 +136,7 @@ class BwdSm80(Kernel):
             # The grid has the size of the longest possible tile list.
             if index < p.tile_list.num_tiles():
                 n_block, head_kv, seqlen_values = p.tile_list.read(index)
-                self.process_tile(p, n_block, head_kv, SeqlenInfo.of_values(seqlen_values))
+                self.process_tile(p, n_block, head_kv, SeqlenInfo.of_values(*seqlen_values))
         else:
             n_block, head_kv, batch = p.scheduler.tile_coord(index)
             self.process_tile(p, n_block, head_kv, SeqlenInfo(batch, p.mQ.shape[2], p.mK.shape[2]))
@@ -164,7 +165,7 @@ class BwdSm80(Kernel):
                 gX = row_tile(seqlen.slice_head(mX, head_kv), seqlen.k_row(first_row), tile.tile_n, tile.row_cols)
                 rows.load(gX, storage.sKV[None, None, i], seqlen_k - first_row, True)
             if cutlass.const_expr(self.static.block_sparse):
-                self.block_sparse_mainloop(p, state, blocks, (batch, head_kv, n_block))
+                self.block_sparse_mainloop(p, state, blocks, HeadBlock(batch, head_kv, n_block))
             else:
                 self.band_mainloop(p, state, blocks, head_kv, batch)
 
@@ -183,7 +184,7 @@ class BwdSm80(Kernel):
         for i, acc in enumerate(accs):
             gX = self.gradient_tile(p, state, head_kv, i)
             if self.static.is_fp32:
-                store_fp32(acc, gX, p.mma_kv, (state.thread, rows_left), self.widths[i])
+                DirectStore(p.mma_kv, state.thread, rows_left, self.widths[i]).floats(acc, gX)
             else:
                 self.epilogue(p, state, rows_left, i).store(acc, sKV[None, None, i], gX)
 
@@ -268,7 +269,7 @@ class BwdSm80(Kernel):
         # The number of blocks left, including the current one. Its parity selects the stage.
         left = (blocks.end - blocks.begin) * heads_per_kv
         m_block, head = Int32(blocks.begin), head_kv * heads_per_kv
-        self.load_block(p, state, (m_block, head, batch), self.stage(left))
+        self.load_block(p, state, HeadBlock(batch, head, m_block), self.stage(left))
         cute.arch.cp_async_commit_group()
         # Keys past the end must not contribute to dQ, so all blocks of the last tile are masked.
         is_tail = state.first_row + self.tile.tile_n > state.seqlen.k_len
@@ -278,13 +279,13 @@ class BwdSm80(Kernel):
             is_last_of_head = m_block + 1 == blocks.end
             next_block = blocks.begin if is_last_of_head else m_block + 1
             next_head = head + 1 if is_last_of_head else head
-            following = (next_block, next_head, batch)
-            self.process_block(p, state, (m_block, head, batch), left, is_masked, following)
+            following = HeadBlock(batch, next_head, next_block)
+            self.process_block(p, state, HeadBlock(batch, head, m_block), left, is_masked, following)
             self.finish_head(p, state, head, is_last_of_head)
             m_block, head, left = next_block, next_head, left - 1
 
     @cute.jit
-    def finish_head(self, p: Params, state: MainloopState, head: Int32, is_last_of_head):
+    def finish_head(self, p: Params, state: MainloopState, head: Int32, is_last_of_head: cutlass.Boolean):
         """After the last m_block of a head, store the gradient of its ALiBi slope."""
         if cutlass.const_expr(state.dalibi is not None):
             if is_last_of_head:
@@ -294,34 +295,33 @@ class BwdSm80(Kernel):
                 p.score_params.store_dalibi(state.dalibi, head, state.seqlen, part)
 
     @cute.jit
-    def block_sparse_mainloop(self, p: Params, state: MainloopState, blocks: BlockRange, kv_tile: tuple):
-        """Process the m_blocks of a block mask. `kv_tile`: (batch, K/V head, n_block)."""
-        indices, (batch, head_kv, _n_block) = p.score_params.mods.block_indices, kv_tile
-        first_head = head_kv * (p.mQ.shape[1] // p.mK.shape[1])
+    def block_sparse_mainloop(self, p: Params, state: MainloopState, blocks: BlockRange, kv_tile: HeadBlock):
+        """Process the m_blocks of a block mask."""
+        indices, batch = p.score_params.mods.block_indices, kv_tile.batch
+        first_head = kv_tile.head * (p.mQ.shape[1] // p.mK.shape[1])
         num = indices.count(*kv_tile)
         left, bits = num, indices.read(*kv_tile, Int32(0))
         first = BwdBlockIndex(bits)
-        self.load_block(p, state, (first.m_block, first_head + first.head, batch), self.stage(left))
+        self.load_block(p, state, HeadBlock(batch, first_head + first.head, first.m_block), self.stage(left))
         cute.arch.cp_async_commit_group()
         is_tail = state.first_row + self.tile.tile_n > state.seqlen.k_len
         full_end = Int32(0) if is_tail else Int32(blocks.full_end)
         while left > 0:
             index = BwdBlockIndex(bits)
             next_bits = indices.read(*kv_tile, cutlass.min(num - left + 1, num - 1))
-            following = BwdBlockIndex(next_bits)
+            next_index = BwdBlockIndex(next_bits)
             m_block, head = index.m_block, first_head + index.head
             is_masked = m_block < blocks.full_begin or m_block >= full_end
-            self.process_block(
-                p, state, (m_block, head, batch), left, is_masked,
-                (following.m_block, first_head + following.head, batch), index.is_partial,
-            )  # fmt: skip
+            following = HeadBlock(batch, first_head + next_index.head, next_index.m_block)
+            block = HeadBlock(batch, head, m_block)
+            self.process_block(p, state, block, left, is_masked, following, index.is_partial)
             self.finish_head(p, state, head, index.is_last)
             left, bits = left - 1, next_bits
 
     @cute.jit
-    def load_block(self, p: Params, state: MainloopState, coord: tuple, stage: Int32):
+    def load_block(self, p: Params, state: MainloopState, block: HeadBlock, stage: Int32):
         """Start to load Q, dO and the row statistics of an m_block."""
-        m_block, head, _batch = coord
+        _batch, head, m_block = block
         tile, storage, seqlen, thread = self.tile, state.storage, state.seqlen, rederived(state.thread)
         first = m_block * tile.tile_m
         for i, mX in enumerate((p.mQ, p.mdO)):
@@ -341,30 +341,37 @@ class BwdSm80(Kernel):
                 cute.copy(atom, cute.make_tensor(source, four), cute.make_tensor(target, four))
 
     @cute.jit
-    def load_following(self, p: Params, state: MainloopState, following: tuple, left: Int32):
+    def load_following(self, p: Params, state: MainloopState, following: HeadBlock, left: Int32):
         if left > 1:
             self.load_block(p, state, following, self.stage(left - 1))
         cute.arch.cp_async_commit_group()
 
-    def stage(self, left: Int32):
+    def stage(self, left: Int32) -> Int32 | int:
         return left & 1 if self.tile.stages == 2 else 0
 
     @cute.jit
     def process_block(
-        self, p: Params, state: MainloopState, coord: tuple, left: Int32, is_masked, following: tuple, is_partial=None
+        self,
+        p: Params,
+        state: MainloopState,
+        block: HeadBlock,
+        left: Int32,
+        is_masked: cutlass.Boolean,
+        following: HeadBlock,
+        is_partial: cutlass.Boolean | None = None,
     ):
         """Compute the gradients of one m_block.
 
         Args:
-            coord: (m_block, head, batch).
+            block: the m_block.
             left: number of blocks left, including this one.
             is_masked: whether the band masks the block.
-            following: `coord` of the next block.
+            following: the next m_block.
             is_partial: with a block mask, whether the block needs mask_mod.
         """
-        m_block, head, _batch = coord
+        _batch, head, m_block = block
         tile, stage = self.tile, self.stage(left)
-        acc_S, acc_dP = (self.accumulator(p.mma_s, (tile.tile_n, tile.tile_m)) for _ in range(2))
+        acc_S, acc_dP = (self.accumulator(p.mma_s, tile.tile_n, tile.tile_m) for _ in range(2))
 
         # Wait until this block has landed, and every warp is done with the other stage, and with P and dS of the
         # previous block.
@@ -373,11 +380,11 @@ class BwdSm80(Kernel):
         if cutlass.const_expr(tile.stages == 2):
             self.load_following(p, state, following, left)
 
-        scores, factors = self.scores(p, state, coord), Factors.read(p, state.seqlen, head)
+        scores, factors = self.scores(p, state, block), Factors.read(p, state.seqlen, head)
         scores.prefetch()
         # S^T = K Q^T;  P^T = exp(scale S^T - LSE)
         k_steps, v_steps = self.static.k_steps
-        self.score_gemm(p.mma_s, acc_S, (state.k, state.q), stage, factors.s, k_steps)
+        self.score_gemm(p.mma_s, acc_S, state.k, state.q, stage, factors.s, k_steps)
         rP = cute.make_fragment_like(acc_S, Float32 if self.static.is_fp32 else self.dtype)
         apply_mask = partial(self.apply_mask, p, state, scores, acc_S, m_block, is_masked, is_partial)
         compute_probs(scores, acc_S, rP, partial(self.column_statistic, p, state, stage), apply_mask)
@@ -385,30 +392,30 @@ class BwdSm80(Kernel):
         p_pieces = self.p_pieces(rP)
         if cutlass.const_expr(tile.p_in_registers):
             dK, dV = state.gradients
-            self.add_gemm(p.mma_kv, dV.acc, p_pieces, dV.b, stage, factors.dv)
+            self.add_gemm(p.mma_kv, dV.acc, p_pieces.as_operand_a(), dV.b, stage, factors.dv)
         else:
-            for i, piece in enumerate(p_pieces):
+            for i, piece in enumerate(p_pieces.present()):
                 state.store_p.shifted(i).store(piece)
 
         # dP^T = V dO^T;  dS^T = P^T (dP^T - Δ)
-        self.score_gemm(p.mma_s, acc_dP, (state.v, state.do), stage, factors.dp, v_steps)
+        self.score_gemm(p.mma_s, acc_dP, state.v, state.do, stage, factors.dp, v_steps)
         delta = self.column_statistic(p, state, stage + tile.stages)
         lse = self.column_statistic(p, state, stage) if cutlass.const_expr(scores.keeps_score) else None
         sums = scores.differentiate(acc_S, acc_dP, lse, delta, state.dalibi)
         ds_pieces = self.ds_pieces(acc_S, factors.ds)
-        for i, piece in enumerate(ds_pieces):
+        for i, piece in enumerate(ds_pieces.present()):
             state.store_ds.shifted(i).store(piece)
         scores.finish(sums)
 
         # dK += dS^T Q, and dV += P^T dO if P is in shared memory
         if cutlass.const_expr(tile.p_in_registers):
-            self.add_gemm(p.mma_kv, dK.acc, ds_pieces, dK.b, stage, factors.dk)
+            self.add_gemm(p.mma_kv, dK.acc, ds_pieces.as_operand_a(), dK.b, stage, factors.dk)
             cute.arch.sync_threads()
         else:
             cute.arch.sync_threads()
             # With `splits_kv`, a warp has one of the two. fp32 calls, which have factors, do not split.
             for x, factor in zip(reversed(state.gradients), (factors.dv, factors.dk), strict=False):
-                self.add_gemm(p.mma_kv, x.acc, x.a, x.b, stage, factor)
+                self.add_gemm(p.mma_kv, x.acc, self.tiles_in_smem(x.a), x.b, stage, factor)
         if cutlass.const_expr(tile.stages == 1):
             if cutlass.const_expr(not tile.p_in_registers):
                 # Wait until every warp is done with Q and dO.
@@ -416,21 +423,25 @@ class BwdSm80(Kernel):
             self.load_following(p, state, following, left)
 
         # dQ += dS K
-        acc_dQ = self.accumulator(p.mma_q, (tile.tile_m, tile.head_dim))
-        self.add_gemm(p.mma_q, acc_dQ, state.ds_t, state.k_t, 0, factors.dq)
+        acc_dQ = self.accumulator(p.mma_q, tile.tile_m, tile.head_dim)
+        self.add_gemm(p.mma_q, acc_dQ, self.tiles_in_smem(state.ds_t), state.k_t, 0, factors.dq)
         self.add_dq(p, state, acc_dQ, m_block, head)
 
-    def p_pieces(self, rP: cute.Tensor) -> tuple:
-        """P as the operand of dV: one tensor, or the two fp16 pieces of fp32 calls."""
-        return split_fp32.split(rP, Float32(split_fp32.PROB_SCALE)) if self.static.is_fp32 else (rP,)
+    def p_pieces(self, rP: cute.Tensor) -> Pieces:
+        """P as the operand of dV."""
+        return split_fp32.split(rP, Float32(split_fp32.PROB_SCALE)) if self.static.is_fp32 else Pieces(rP)
 
-    def ds_pieces(self, acc_dS: cute.Tensor, factor: Float32 | None) -> tuple:
-        """dS as the operand of dK and dQ: rounded to the dtype of q, or the two fp16 pieces of fp32 calls."""
+    def ds_pieces(self, acc_dS: cute.Tensor, factor: Float32 | None) -> Pieces:
+        """dS as the operand of dK and dQ."""
         if factor is not None:
             return split_fp32.split(acc_dS, factor)
         rdS = cute.make_fragment_like(acc_dS, self.dtype)
         rdS.store(acc_dS.load().to(self.dtype))
-        return (rdS,)
+        return Pieces(rdS)
+
+    def tiles_in_smem(self, high: MmaOperand) -> Pieces:
+        """P or dS in shared memory. The tile of the low piece follows that of the high piece."""
+        return Pieces(high, high.shifted(1)) if self.static.is_fp32 else Pieces(high)
 
     @cute.jit
     def add_dq(self, p: Params, state: MainloopState, acc_dQ: cute.Tensor, m_block: Int32, head: Int32):
@@ -460,21 +471,22 @@ class BwdSm80(Kernel):
         if rederived(state.thread) == 0:
             p.dq_semaphore.arrive(*self.semaphore_rank(p, state, m_block, head))
 
-    def semaphore_rank(self, p: Params, state: MainloopState, m_block: Int32, head: Int32) -> tuple:
-        """The coordinate of the semaphore, and the rank of this tile.
+    def semaphore_rank(self, p: Params, state: MainloopState, m_block: Int32, head: Int32) -> tuple[HeadBlock, Int32]:
+        """The block of the semaphore, and the rank of this tile.
 
-        They are computed again for each wait and arrival (`rederived`), so that they occupy no registers in between.
+        Both are computed again for each wait and arrival (`rederived`), so that neither occupies registers in between.
         """
         seqlen, m_block = state.seqlen, rederived(m_block)
         head = rederived(head)
-        coord = (head, 0 if seqlen.is_varlen else seqlen.batch, seqlen.padded_q_block(m_block, self.tile.tile_m))
+        padded = seqlen.padded_q_block(m_block, self.tile.tile_m)
+        block = HeadBlock(0 if seqlen.is_varlen else seqlen.batch, head, padded)
         n_block = rederived(state.first_row) // self.tile.tile_n
         if self.static.block_sparse:
-            return coord, p.score_params.mods.block_indices.rank(seqlen.batch, head, m_block, n_block)
-        return coord, p.dq_semaphore.rank(n_block, m_block, seqlen if seqlen.is_varlen else None)
+            return block, p.score_params.mods.block_indices.rank(seqlen.batch, head, m_block, n_block)
+        return block, p.dq_semaphore.rank(n_block, m_block, seqlen if seqlen.is_varlen else None)
 
-    def accumulator(self, mma: cute.TiledMma, shape: tuple) -> cute.Tensor:
-        acc = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C(shape), Float32)
+    def accumulator(self, mma: cute.TiledMma, rows: int, columns: int) -> cute.Tensor:
+        acc = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((rows, columns)), Float32)
         acc.fill(0.0)
         return acc
 
@@ -490,19 +502,19 @@ class BwdSm80(Kernel):
         scores: AnyScores,
         acc_S: cute.Tensor,
         m_block: Int32,
-        is_masked,
-        is_partial,
+        is_masked: cutlass.Boolean,
+        is_partial: cutlass.Boolean | None,
     ):
         """Mask scores outside the band, keys and queries past the end, and scores where mask_mod is false."""
         if is_masked:
             scores.apply_band(acc_S, self.mask(p, state), m_block * self.tile.tile_m)
         scores.apply_mask(acc_S, is_partial)
 
-    def scores(self, p: Params, state: MainloopState, coord: tuple) -> AnyScores:
-        """The scores of a block."""
+    def scores(self, p: Params, state: MainloopState, block: HeadBlock) -> AnyScores:
+        """The scores of an m_block."""
         if p.score_params is None:
             return PlainScores(p.scale_log2, is_transposed=True, by_vectors=True)
-        m_block, head, batch = coord
+        batch, head, m_block = block
         first_query, row_step = m_block * self.tile.tile_m, 16 * self.tile.warps_s
         return p.score_params.block(self.mask(p, state), head, batch, first_query, True, row_step)
 
@@ -511,7 +523,7 @@ class BwdSm80(Kernel):
         coords = cute.make_identity_tensor((self.tile.tile_n, self.tile.tile_m))
         return p.mma_s.get_slice(rederived(state.thread)).partition_C(coords)
 
-    def column_statistic(self, p: Params, state: MainloopState, stage) -> cute.Tensor:
+    def column_statistic(self, p: Params, state: MainloopState, stage: Int32 | int) -> cute.Tensor:
         """LSE or Δ of this thread's columns of S^T, which are queries.
 
         `stage`: index in `sRows`, where the stages of Δ follow those of the LSE.
@@ -523,34 +535,44 @@ class BwdSm80(Kernel):
         cute.autovec_copy(cute.make_tensor(first, pairs), values)
         return cute.group_modes(values, 0, 2)
 
-    def score_gemm(self, mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, stage, factor: Float32 | None, steps):
-        """S^T or dP^T: acc = A B, with `operands` (A, B); in fp32 calls acc = factor A B, from fp16 pieces.
-
-        `acc` is 0 before the call.
-        """
+    def score_gemm(
+        self,
+        mma: cute.TiledMma,
+        acc: cute.Tensor,
+        a: MmaOperand,
+        b: MmaOperand,
+        stage: Int32 | int,
+        factor: Float32 | None,
+        steps: range,
+    ) -> None:
+        """S^T or dP^T: acc = A B; in fp32 calls acc = factor A B, from fp16 pieces. `acc` is 0 before the call."""
         if factor is None:
-            self.gemm(mma, acc, *operands, stage, steps)
+            self.gemm(mma, acc, a, b, stage, steps)
         else:
-            split_fp32.gemm_ss(mma, acc, *operands, stage, self.tile.head_dim // 16)
+            split_fp32.gemm_ss(mma, acc, a, b, stage, self.tile.head_dim // 16)
             acc.store(acc.load() * factor)
 
-    def add_gemm(self, mma: cute.TiledMma, acc: cute.Tensor, a, b: MmaOperand, stage, factor: Float32 | None):
-        """acc += A B, or acc += factor A B for fp32 pieces.
-
-        `a`: an operand in shared memory, or a tuple of fragments.
-        """
-        if isinstance(a, tuple):
-            a = tuple(as_operand_a(x) for x in a)
+    def add_gemm(
+        self, mma: cute.TiledMma, acc: cute.Tensor, a: Pieces, b: MmaOperand, stage: Int32 | int, factor: Float32 | None
+    ) -> None:
+        """acc += A B, or acc += factor A B for fp32 pieces."""
         if factor is None:
-            self.gemm(mma, acc, a[0] if isinstance(a, tuple) else a, b, stage)
+            self.gemm(mma, acc, a.high, b, stage)
             return
         sums = cute.make_fragment_like(acc)
         sums.fill(0.0)
-        pieces = a if isinstance(a, tuple) else (a, a.shifted(1))
-        split_fp32.gemm_pieces(mma, sums, pieces, b, stage)
+        split_fp32.gemm_pieces(mma, sums, a, b, stage)
         acc.store(acc.load() + sums.load() * factor)
 
-    def gemm(self, mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand | cute.Tensor, b: MmaOperand, stage, steps=None):
+    def gemm(
+        self,
+        mma: cute.TiledMma,
+        acc: cute.Tensor,
+        a: MmaOperand | cute.Tensor,
+        b: MmaOperand,
+        stage: Int32 | int,
+        steps: range | None = None,
+    ) -> None:
         """acc += A B, with A in registers or in shared memory, and B in stage `stage` of shared memory.
 
         `steps`: range of k-steps; None: all. Loads come right before their use; ptxas hoists them as far as registers

@@ -20,7 +20,7 @@ from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.smem.tile import SmemTile
 
 
-def dq_grid(tile: BwdTileSm80, dtype) -> WarpGrid:
+def dq_grid(tile: BwdTileSm80, dtype: type) -> WarpGrid:
     """The warp grid of dS K. Its accumulator layout is the order of dQ in the fp32 workspace."""
     return WarpGrid(dtype, tile.num_warps, tile.warps_q)
 
@@ -99,7 +99,7 @@ class SharedStorage:
     sRows: cute.Tensor  # (tile_m, stages of LSE, then those of Δ)
 
     @staticmethod
-    def allocate(tile: BwdTileSm80, dtype, k: SmemTile, q: SmemTile, s: SmemTile) -> "SharedStorage":
+    def allocate(tile: BwdTileSm80, dtype: type, k: SmemTile, q: SmemTile, s: SmemTile) -> "SharedStorage":
         smem = SmemAllocator()
         allocate = partial(allocate_stages, smem, dtype)
         return SharedStorage(

@@ -31,6 +31,7 @@ If values and keys differ in width, the tile has the larger width, and the narro
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -38,24 +39,34 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
 from cute_flash.device.memory.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
-from cute_flash.device.memory.epilogue import Epilogue, store_floats, store_fp32, store_lse, update_max_logit
+from cute_flash.device.memory.epilogue import DirectStore, Epilogue, store_lse, update_max_logit
 from cute_flash.device.memory.views import as_mn, as_operand_a
 from cute_flash.device.mma import split_fp32
+from cute_flash.device.mma.split_fp32 import Pieces
+from cute_flash.device.mma.warp_gemm import gemm, gemm_rs
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.block_sparse import BlockSparseIterator
-from cute_flash.device.scheduling.seqlen import SeqlenInfo
+from cute_flash.device.scheduling.seqlen import HeadBlock, SeqlenInfo
 from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.mask import Mask
 from cute_flash.device.scores.philox import batch_head_index
 from cute_flash.device.scores.position import TilePosition
 from cute_flash.device.softmax.softmax import EXACT_KEYS, Softmax
-from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.device.softmax.speculative import SpeculativeMax
+from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.kernels.common.params import ScoreParams
-from cute_flash.kernels.sm80.fwd_storage import MainloopState, Params, SharedStorage, WarpGrids, gemm, gemm_rs
+from cute_flash.kernels.sm80.fwd_storage import MainloopState, Params, SharedStorage, WarpGrids
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80, may_speculate
 from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.spec.band import BlockRange
 from cute_flash.spec.problem import Static
+
+
+class SparseVisit(NamedTuple):
+    """A visit of the iterator of a block mask."""
+
+    index: Int32  # number of visits before this one
+    next_block: Int32  # n_block of the next visit
 
 
 class FwdSm80(Kernel):
@@ -96,7 +107,7 @@ class FwdSm80(Kernel):
             score_params=score_params,
             norms=args.norms if static.is_fp32 else None,
         )
-        grid = (num_m_blocks * heads * batch, 1, 1)
+        grid = Grid(num_m_blocks * heads * batch)
         self.launch(self.symbol("fwd_sm80"), params, grid, tile.num_threads, stream)
 
     @cute.kernel
@@ -114,7 +125,7 @@ class FwdSm80(Kernel):
         """(m_block, head, sequence) of a tile."""
         if cutlass.const_expr(self.static.varlen):
             m_block, head, seqlen_values = p.tile_list.read(index)
-            return m_block, head, SeqlenInfo.of_values(seqlen_values)
+            return m_block, head, SeqlenInfo.of_values(*seqlen_values)
         m_block, head, batch = p.scheduler.tile_coord(index)
         return m_block, head, SeqlenInfo(batch, p.mQ.shape[2], p.mK.shape[2])
 
@@ -200,8 +211,7 @@ class FwdSm80(Kernel):
         if cutlass.const_expr(p.score_params.max_logit is not None):
             update_max_logit(p.score_params.max_logit, head, softmax.max_logit(tScS, rows_left))
         if cutlass.const_expr(self.static.out_fp32 or self.static.is_fp32):
-            store = store_floats if state.pair is None else store_fp32
-            store(acc_O, gO, p.mma_o, (thread, rows_left), self.static.width_v)
+            DirectStore(p.mma_o, thread, rows_left, self.static.width_v).floats(acc_O, gO)
         else:
             store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.width_v)
             Epilogue(p.mma_o, store_rows, thread, rows_left).store(acc_O, storage.sQ[None, None, 0], gO)
@@ -224,9 +234,9 @@ class FwdSm80(Kernel):
         if indices is None:
             return None
         rows, keys = self.static.mods.block_mask_tile
-        coord = seqlen.batch, head, m_block // (rows // self.tile.tile_m)
+        queries = HeadBlock(seqlen.batch, head, m_block // (rows // self.tile.tile_m))
         band_blocks = blocks if self.static.is_bounded else None
-        return BlockSparseIterator(indices, coord, indices.counts(*coord), keys // self.tile.tile_n, band_blocks)
+        return BlockSparseIterator(indices, queries, indices.counts(queries), keys // self.tile.tile_n, band_blocks)
 
     def has_blocks(self, state: MainloopState):
         return state.blocks.begin < state.blocks.end if state.block_iter is None else state.block_iter.num > 0
@@ -262,11 +272,11 @@ class FwdSm80(Kernel):
         self.load_q_fragments(state)
         for i in cutlass.range(block_iter.full_end, unroll=1):
             following = block_iter.block(cutlass.min(i + 1, block_iter.num - 1))
-            self.process_block(state, n_block, False, (i, following))
+            self.process_block(state, n_block, False, SparseVisit(i, following))
             n_block = following
         for i in cutlass.range(block_iter.full_end, block_iter.num, unroll=1):
             following = block_iter.block(cutlass.min(i + 1, block_iter.num - 1))
-            self.process_block(state, n_block, True, (i, following))
+            self.process_block(state, n_block, True, SparseVisit(i, following))
             n_block = following
 
     @cute.jit
@@ -284,7 +294,7 @@ class FwdSm80(Kernel):
             for i in cutlass.range(blocks.full_begin - blocks.begin, unroll=1):
                 self.process_block(state, blocks.full_begin - 1 - i, True)
 
-    def stage(self, iteration):
+    def stage(self, iteration: Int32) -> Int32 | int:
         return iteration % 2 if self.tile.stages == 2 else 0
 
     @cute.jit
@@ -293,19 +303,25 @@ class FwdSm80(Kernel):
 
         `is_last`: the block may contain the last key, so rows past the end are checked.
         """
-        self.load_tile(state, (state.load_k, state.gK, state.sK), n_block, iteration, is_last)
+        self.load_tile(state, state.load_k, state.gK, state.sK, n_block, iteration, is_last)
         if cutlass.const_expr(self.tile.stages == 2):
             self.load_v(state, n_block, iteration, is_last)
 
     @cute.jit
     def load_v(self, state: MainloopState, n_block: Int32, iteration: Int32, is_last: cutlass.Constexpr):
-        self.load_tile(state, (state.load_v, state.gV, state.sV), n_block, iteration, is_last)
+        self.load_tile(state, state.load_v, state.gV, state.sV, n_block, iteration, is_last)
 
     @cute.jit
     def load_tile(
-        self, state: MainloopState, tensors: tuple, n_block: Int32, iteration: Int32, is_last: cutlass.Constexpr
+        self,
+        state: MainloopState,
+        loader: RowTiles,
+        gX: cute.Tensor,
+        sX: cute.Tensor,
+        n_block: Int32,
+        iteration: Int32,
+        is_last: cutlass.Constexpr,
     ):
-        loader, gX, sX = tensors
         first = n_block * self.tile.tile_n
         tile = row_tile(gX, first, self.tile.tile_n, self.tile.row_cols)
         if cutlass.const_expr(self.static.base_cost > 0):
@@ -315,15 +331,12 @@ class FwdSm80(Kernel):
 
     @cute.jit
     def process_block(
-        self, state: MainloopState, n_block: Int32, masked: cutlass.Constexpr, sparse: tuple | None = None
+        self, state: MainloopState, n_block: Int32, masked: cutlass.Constexpr, sparse: SparseVisit | None = None
     ):
-        """Compute S, P and P V of a block, and start the loads of the next.
-
-        `sparse`: with a block mask, (number of blocks before this one, next n_block).
-        """
+        """Compute S, P and P V of a block, and start the loads of the next. `sparse`: None without a block mask."""
         tile, mods = self.tile, state.score_params.mods
         # The parity of `iteration` selects the stage; it alternates from block to block.
-        iteration = n_block if sparse is None else sparse[0]
+        iteration = n_block if sparse is None else sparse.index
         stage = self.stage(iteration)
         acc_S = cute.make_rmem_tensor(state.mma_s.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
         acc_S.fill(0.0)
@@ -344,7 +357,7 @@ class FwdSm80(Kernel):
             split_fp32.gemm_ss(state.mma_s, acc_S, state.q, state.k, stage, tile.head_dim // 16)
             acc_S.store(acc_S.load() * state.score_factor)
         else:
-            gemm(state.mma_s, acc_S, (state.q, state.k), stage, tile.q_steps)
+            gemm(state.mma_s, acc_S, state.q, state.k, stage, tile.q_steps)
 
         load_following = partial(self.load_following, state, n_block, sparse)
         if cutlass.const_expr(state.pair is None):
@@ -362,32 +375,30 @@ class FwdSm80(Kernel):
         state.score_params.apply_mask(acc_S, state.mask, state.block_iter, n_block, column, masked)
         blocks_seen = state.blocks.end - 1 - n_block if sparse is None else iteration
         keys_seen = blocks_seen * tile.tile_n
-        if cutlass.const_expr(state.pair is not None):
-            operands = [self.paired_probs(state, acc_S, keys_seen, load_following)]
-        elif cutlass.const_expr(tile.speculative_max):
-            operands = [self.speculative_probs(state, acc_S, keys_seen)]
+        if cutlass.const_expr(tile.speculative_max):
+            probs = Pieces(self.speculative_probs(state, acc_S, keys_seen, load_following))
         else:
-            operands = self.probs(state, acc_S, keys_seen, column)
+            probs = self.probs(state, acc_S, keys_seen, column)
 
         # O += P V
         if cutlass.const_expr(self.static.is_fp32):
-            split_fp32.add_gemm_rs(state.mma_o, state.acc_O, operands, state.v, stage)
+            split_fp32.add_gemm_rs(state.mma_o, state.acc_O, probs, state.v, stage)
         else:
-            gemm_rs(state.mma_o, state.acc_O, operands[0], state.v, stage)
+            gemm_rs(state.mma_o, state.acc_O, probs.high, state.v, stage)
 
     @cute.jit
-    def load_following(self, state: MainloopState, n_block: Int32, sparse: tuple | None):
+    def load_following(self, state: MainloopState, n_block: Int32, sparse: SparseVisit | None):
         """Start the loads of the next block. Arguments are those of `process_block`."""
         if cutlass.const_expr(sparse is None):
             if n_block > state.blocks.begin:
                 self.load_block(state, n_block - 1, n_block - 1, False)
         else:
-            if sparse[0] + 1 < state.block_iter.num:
-                self.load_block(state, sparse[1], sparse[0] + 1, True)
+            if sparse.index + 1 < state.block_iter.num:
+                self.load_block(state, sparse.next_block, sparse.index + 1, True)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def probs(self, state: MainloopState, acc_S: cute.Tensor, keys_seen: Int32, column: Int32) -> list[cute.Tensor]:
+    def probs(self, state: MainloopState, acc_S: cute.Tensor, keys_seen: Int32, column: Int32) -> Pieces:
         """P as operand A. Raises the row max first, if a score exceeds it.
 
         `keys_seen`: number of keys in the blocks before this one. `column`: first key of the block.
@@ -396,76 +407,74 @@ class FwdSm80(Kernel):
         pieces = self.prob_pieces(acc_S)
         if cutlass.const_expr(state.dropout is not None):
             position = TilePosition(state.batch_head, state.mask.first_row, column, state.mask.tScS)
-            masks = state.dropout.masks_of(as_operand_a(pieces[0]), position)
-            for rP in pieces:
+            masks = state.dropout.masks_of(as_operand_a(pieces.high), position)
+            for rP in pieces.present():
                 packed = cute.recast_tensor(rP, Int32)
                 for i in cutlass.range_constexpr(cute.size(packed)):
                     packed[i] = packed[i] & masks[i]
-        return [as_operand_a(rP) for rP in pieces]
+        return pieces.as_operand_a()
 
-    def prob_pieces(self, acc_S: cute.Tensor) -> list[cute.Tensor]:
+    def prob_pieces(self, acc_S: cute.Tensor) -> Pieces:
         """P rounded to the dtype of the MMA; in fp32 calls, its high and its low fp16 piece."""
         if self.static.is_fp32:
-            return list(split_fp32.split(acc_S, Float32(split_fp32.PROB_SCALE)))
+            return split_fp32.split(acc_S, Float32(split_fp32.PROB_SCALE))
         rP = cute.make_fragment_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
-        return [rP]
+        return Pieces(rP)
 
     @cute.jit
-    def speculative_probs(self, state: MainloopState, acc_S: cute.Tensor, keys_seen: Int32) -> cute.Tensor:
-        """P as operand A, with a speculative row max (`device/softmax/softmax.py`), except in the first blocks."""
-        softmax, rP = state.softmax, cute.make_fragment_like(acc_S, self.dtype)
-        block_sum = cute.make_fragment_like(softmax.row_max)
-        is_early, may_be_outgrown = keys_seen < EXACT_KEYS, cutlass.Boolean(True)
-        if not is_early:
-            softmax.exponentiate_to(rP, acc_S, block_sum, maybe_empty=False)
-            may_be_outgrown = softmax.may_have_outgrown(block_sum)
-        if may_be_outgrown:
-            self.correct_max(state, (acc_S, rP, block_sum), keys_seen, is_early)
-        softmax.add_sums(block_sum)
-        return as_operand_a(rP)
-
-    @cute.jit
-    def paired_probs(
+    def speculative_probs(
         self, state: MainloopState, acc_S: cute.Tensor, keys_seen: Int32, load_following: Callable[[], None]
     ) -> cute.Tensor:
-        """`speculative_probs` for pairs of warps: P passes through shared memory.
+        """P as operand A, with a speculative row max (`device/softmax/speculative.py`), except in the first blocks.
 
-        One barrier of the CTA orders P, V and the next copy of K, and carries the vote. All warps take the same branch
-        after it.
+        P of warp pairs passes through shared memory. One barrier of the CTA orders P, V and the next copy of K, and
+        carries the vote, so that all warps take the same branch after it.
         """
         softmax, pair, rP = state.softmax, state.pair, cute.make_fragment_like(acc_S, self.dtype)
         block_sum = cute.make_fragment_like(softmax.row_max)
         is_early, may_be_outgrown = keys_seen < EXACT_KEYS, cutlass.Boolean(True)
         if not is_early:
-            softmax.exponentiate_to(rP, acc_S, block_sum, maybe_empty=False)
-            may_be_outgrown = softmax.sums_exceed(block_sum)
-            pair.store_p.store(rP)
-        # Wait until V(n) has landed, and every warp has stored P and is done with K(n).
-        cute.arch.cp_async_wait_group(0)
-        may_be_outgrown = pair.any(may_be_outgrown)
-        load_following()
+            SpeculativeMax(softmax).exponentiate_to(rP, acc_S, block_sum, maybe_empty=False)
+            if cutlass.const_expr(pair is None):
+                may_be_outgrown = SpeculativeMax(softmax).may_have_outgrown(block_sum)
+            else:
+                may_be_outgrown = SpeculativeMax(softmax).sums_exceed(block_sum)
+                pair.store_p.store(rP)
+        if cutlass.const_expr(pair is not None):
+            # Wait until V(n) has landed, and every warp has stored P and is done with K(n).
+            cute.arch.cp_async_wait_group(0)
+            may_be_outgrown = pair.any(may_be_outgrown)
+            load_following()
         if may_be_outgrown:
-            self.correct_max(state, (acc_S, rP, block_sum), keys_seen, is_early)
+            self.correct_max(state, acc_S, rP, block_sum, keys_seen, is_early)
         softmax.add_sums(block_sum)
-        return pair.load_p()
+        return as_operand_a(rP) if pair is None else pair.load_p()
 
     @cute.jit
-    def correct_max(self, state: MainloopState, block: tuple, keys_seen: Int32, has_no_probs):
+    def correct_max(
+        self,
+        state: MainloopState,
+        acc_S: cute.Tensor,
+        rP: cute.Tensor,
+        block_sum: cute.Tensor,
+        keys_seen: Int32,
+        has_no_probs: cutlass.Boolean,
+    ):
         """Compute the row max of a block. Compute P if there is none so far, or if m was too small.
 
-        `block`: S, P in registers, and the row sums of P.
+        `block_sum`: the row sums of P.
         """
-        softmax, pair, (acc_S, rP, block_sum) = state.softmax, state.pair, block
+        softmax, pair = state.softmax, state.pair
         block_max = cute.make_fragment_like(softmax.row_max)
         softmax.block_max(as_mn(acc_S), block_max)
         if cutlass.const_expr(pair is not None):
             pair.combine(block_max, cute.arch.fmax)
-        is_outgrown = softmax.max_exceeds(block_max, keys_seen)
+        is_outgrown = SpeculativeMax(softmax).max_exceeds(block_max, keys_seen)
         if is_outgrown:
             softmax.raise_max(block_max, as_mn(state.acc_O))
         if is_outgrown | has_no_probs:
-            softmax.exponentiate_to(rP, acc_S, block_sum, maybe_empty=True)
+            SpeculativeMax(softmax).exponentiate_to(rP, acc_S, block_sum, maybe_empty=True)
             if cutlass.const_expr(pair is not None):
                 pair.store_p.store(rP)
         if cutlass.const_expr(pair is not None):

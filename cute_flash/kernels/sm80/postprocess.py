@@ -6,7 +6,7 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.memory.copies import RowTiles, plain_row_copy, row_tile
-from cute_flash.device.memory.epilogue import Epilogue, store_fp32
+from cute_flash.device.memory.epilogue import DirectStore, Epilogue
 from cute_flash.device.memory.smem import allocate_stages
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.kernels.common.postprocess import BwdPostprocess, Params
@@ -37,7 +37,7 @@ class BwdPostprocessSm80(BwdPostprocess):
             acc[i] = gdQ_accum[i * self.num_threads + thread] * p.dq_scale
         gdQ = row_tile(seqlen.slice_head(p.dq, head), seqlen.q_row(first_row), tile_m, tile_d)
         if cutlass.const_expr(self.static.is_fp32):
-            store_fp32(acc, gdQ, p.tiled_mma, (thread, seqlen.q_len - first_row), self.static.head_dim)
+            DirectStore(p.tiled_mma, thread, seqlen.q_len - first_row, self.static.head_dim).floats(acc, gdQ)
         else:
             sdQ = allocate_stages(SmemAllocator(), self.dtype, dq_tile, 1)[None, None, 0]
             copy_out = plain_row_copy(self.num_threads, dq_tile.copy_cols, self.dtype)

@@ -42,7 +42,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from cute_flash.device.memory.copies import row_tile
-from cute_flash.device.memory.epilogue import store_floats, store_lse, store_rounded, update_max_logit
+from cute_flash.device.memory.epilogue import DirectStore, store_lse, update_max_logit
 from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.memory.views import as_mn, as_operand_a
 from cute_flash.device.mma.wgmma import convert, make_mma, start_gemm
@@ -54,13 +54,23 @@ from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler,
 from cute_flash.device.scores.alibi_step import AlibiStep, row_word, write_columns
 from cute_flash.device.scores.dropout_mask import DropoutMaskPipeline, NoDropoutMasks
 from cute_flash.device.scores.mask import Mask
-from cute_flash.device.softmax.fused_exp2 import FusedExp2
+from cute_flash.device.softmax.exact import ExactMax
+from cute_flash.device.softmax.exp2 import ProbBlock
 from cute_flash.device.softmax.softmax import EXACT_KEYS, Softmax
-from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.device.softmax.speculative import SpeculativeMax
+from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm90 import fwd_producer as producer
-from cute_flash.kernels.sm90 import fwd_scores as scores
-from cute_flash.kernels.sm90.fwd_scores import MmaState, MmaTile
+from cute_flash.kernels.sm90.fwd_scores import (
+    MAYBE,
+    KvBlock,
+    MmaState,
+    MmaTile,
+    kv_block,
+    score_tile,
+    transform_first,
+    transform_further,
+)
 from cute_flash.kernels.sm90.fwd_storage import Config, Params, SharedStorage
 from cute_flash.kernels.sm90.published_tiles import NO_TILE
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
@@ -70,8 +80,6 @@ from cute_flash.spec.problem import Static
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP, LOAD_BIAS_WARP = range(4)
 # Named barrier 0 is the CTA barrier.
 FIRST_ORDER_BARRIER = 1
-# Value of `masked` besides True and False: a run-time condition decides whether the block is masked.
-MAYBE = "maybe"
 
 
 class FwdSm90(Kernel):
@@ -118,7 +126,7 @@ class FwdSm90(Kernel):
             score_params=score_params,
         )
         options = {"min_blocks_per_mp": 1, "use_pdl": static.varlen}
-        self.launch(self.symbol("fwd_sm90"), params, (args.num_ctas, 1, 1), tile.num_threads, stream, **options)
+        self.launch(self.symbol("fwd_sm90"), params, Grid(args.num_ctas), tile.num_threads, stream, **options)
 
     @cute.kernel
     def kernel(self, p: Params):
@@ -253,7 +261,7 @@ class FwdSm90(Kernel):
         """The first block of a tile: S = Q K^T;  m = rowmax S;  P = exp(scale (S - m));  l = rowsum P."""
         state.storage.k.wait_full(tile.iteration)
         n_block = state.storage.first_n_block(tile.block_iter, tile.iteration)
-        bias = scores.load_bias(state, tile, tile.iteration, n_block * self.tile.tile_n, False)
+        block = kv_block(state, tile, tile.iteration, n_block, False)
         state.order.wait()
         acc_S = self.start_qk(state, tile.count, tile.iteration)
         state.order.arrive()
@@ -261,20 +269,20 @@ class FwdSm90(Kernel):
         state.storage.release_k(tile.iteration)
         if tile.block_iter.num == 1:
             self.release_q(state, tile)
-        self.first_softmax(state, tile, acc_S, (n_block, bias))
+        self.first_softmax(state, tile, acc_S, block)
         self.first_round(state, tile, acc_S)
 
     @cute.jit
-    def first_softmax(self, state: MmaState, tile: MmaTile, acc_S: cute.Tensor, block: tuple):
-        """S of a tile's first block -> P, with the row max and the row sums. `block`: (n_block, bias)."""
-        softmax, (n_block, bias) = state.softmax, block
-        looks_near = not (self.static.has_mods or self.static.batch_invariant)
-        score_params, column = tile.score_params, n_block * self.tile.tile_n
-        score_params.transform(acc_S, tile.mask, column, bias, looks_near)
-        score_params.apply_mask(acc_S, tile.mask, tile.block_iter, n_block, column, tile.block_iter.starts_masked())
+    def first_softmax(self, state: MmaState, tile: MmaTile, acc_S: cute.Tensor, block: KvBlock):
+        """S of a tile's first block -> P, with the row max and the row sums."""
+        softmax = state.softmax
+        # S: scale, softcap, ALiBi, bias, score_mod, masks
+        transform_first(self.config, tile, acc_S, block)
+        # m = rowmax S
         block_max = cute.make_fragment_like(softmax.row_max)
         softmax.block_max(as_mn(acc_S), block_max)
         softmax.raise_max(block_max)
+        # P = exp(scale (S - m));  l = rowsum P
         softmax.exponentiate(as_mn(acc_S))
 
     @cute.jit
@@ -304,13 +312,13 @@ class FwdSm90(Kernel):
         """Process the blocks after the first: masked ones, full ones, masked ones."""
         block_iter, static = tile.block_iter, self.static
         may_speculate = self.config.may_speculate
-        speculative_max = self.tile.speculative_max and may_speculate
+        speculates = self.tile.speculative_max and may_speculate
         # Softcap has two methods of tanh, which double the loop body, so masked and full blocks share one loop. In
         # outward order (ALiBi) they share one too, because a masked block may come anywhere in the order.
         is_capped = self.config.has_softcap and static.is_bounded
         if cutlass.const_expr((self.config.has_alibi and isinstance(block_iter, OutwardBlockIterator)) or is_capped):
             for iteration in cutlass.range(tile.iteration + 1, tile.iteration + block_iter.num, unroll=1):
-                self.further_block(state, tile, iteration, MAYBE, speculative_max)
+                self.further_block(state, tile, iteration, MAYBE, speculates)
         else:
             full_begin = tile.iteration + cutlass.max(block_iter.full_begin, 1)
             full_end = tile.iteration + cutlass.max(block_iter.full_end, 1)
@@ -319,128 +327,77 @@ class FwdSm90(Kernel):
                 for iteration in cutlass.range(tile.iteration + 1, full_begin, unroll=1):
                     self.further_block(state, tile, iteration, True, False)
             for iteration in cutlass.range(full_begin, full_end, unroll=1):
-                self.further_block(state, tile, iteration, False, speculative_max)
+                self.further_block(state, tile, iteration, False, speculates)
             if cutlass.const_expr(ends_masked):
                 for iteration in cutlass.range(full_end, tile.iteration + block_iter.num, unroll=1):
                     self.further_block(state, tile, iteration, True, self.tile.speculative_max_masked and may_speculate)
 
     @cute.jit
     def further_block(
-        self,
-        state: MmaState,
-        tile: MmaTile,
-        iteration: Int32,
-        masked: cutlass.Constexpr,
-        speculative_max: cutlass.Constexpr,
+        self, state: MmaState, tile: MmaTile, iteration: Int32, masked: cutlass.Constexpr, speculates: cutlass.Constexpr
     ):
         """Process a block after the first: its S and P, and P V of the previous block.
 
-        `masked`: True, False or MAYBE. `speculative_max`: compute P with the old row max (`device/softmax/softmax.py`).
+        `masked`: True, False or MAYBE. `speculates`: compute P with the old row max (`device/softmax/speculative.py`).
         """
         # `RowExp2` adds the rest of ALiBi.
-        assert state.alibi_step is None or speculative_max
-        storage, softmax = state.storage, state.softmax
-        i = iteration - tile.iteration
-        # S = Q K^T, then O += P V of the previous block
-        acc_S, n_block, bias = self.start_qk_and_pv(state, tile, iteration, masked)
+        assert state.alibi_step is None or speculates
+        storage, softmax, i = state.storage, state.softmax, iteration - tile.iteration
+        # S = Q K^T;  O += P V of the previous block
+        acc_S, kv = self.start_qk_and_pv(state, tile, iteration, masked)
         warpgroup.wait_group(1)
         storage.release_k(iteration)
-        reference, column = scores.reference_of(tile, softmax), n_block * self.tile.tile_n
-        kind = speculative_max, masked
-        fused = scores.transform_further(self.config, softmax, tile, acc_S, (column, bias), kind)
-        is_relative = reference is not None and fused is None
-        # The fused pass of user mods applies mask_mod.
-        if cutlass.const_expr(fused is None or tile.score_params.mods is None):
-            is_masked = tile.block_iter.is_masked(i) if masked == MAYBE else masked
-            tile.score_params.apply_mask(acc_S, tile.mask, tile.block_iter, n_block, column, is_masked)
+        # S: scale, softcap, ALiBi, bias, score_mod, masks, unless `exp2` fuses them with the exponentials
+        exp2 = transform_further(self.config, softmax, tile, acc_S, kv, i, masked, speculates)
 
-        # m' = max(m, rowmax S), before the exponentials, or after them if m is speculative
-        block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
-        block_sum.fill(0.0)
-        grew = cutlass.Boolean(False)
-        if cutlass.const_expr(not speculative_max):
-            grew = softmax.is_outgrown(as_mn(acc_S), block_max, self.keys_seen(i), reference)
-            if grew:
-                softmax.raise_max(block_max)
-                softmax.rebase(as_mn(acc_S), reference)
+        # m' = max(m, rowmax S), unless m is speculative
+        block = ProbBlock.of(acc_S, softmax)
+        row_max = SpeculativeMax(softmax) if speculates else ExactMax(softmax, self.keys_seen(i))
+        grew = row_max.raise_before_exp2(block, exp2)
 
         # P = exp(scale (S - m')): the first k-steps before the wait for P V of the previous block
-        acc_P = cute.make_fragment_like(acc_S)
-        views = as_operand_a(acc_S), as_operand_a(acc_P), block_sum
         early, late = range(self.config.early_steps), range(self.config.early_steps, self.config.steps)
-        # Rows may have m = -inf so far. With a speculative max, such a row gives a NaN sum, which the check detects.
-        maybe_empty = not speculative_max
-        scores.exponentiate(softmax, views, early, fused, (maybe_empty, is_relative))
-        self.look_ahead(state, tile, iteration + 1, block_sum)
+        exp2.exponentiate(softmax, block, early, row_max.maybe_empty)
+        self.look_ahead(state, tile, iteration + 1, block.block_sum)
         self.dropout_masks(state).wait(state.warpgroup, iteration)
         warpgroup.wait_group(0)
         storage.v.release(iteration - 1)
-        self.round(state, acc_P, early, iteration)
-        scores.exponentiate(softmax, views, late, fused, (maybe_empty, is_relative))
-        self.round(state, acc_P, late, iteration)
+        self.round(state, block.acc_P, early, iteration)
+        exp2.exponentiate(softmax, block, late, row_max.maybe_empty)
+        self.round(state, block.acc_P, late, iteration)
 
-        if cutlass.const_expr(speculative_max):
-            self.redo_if_outgrown(state, (acc_S, acc_P), (block_max, block_sum), fused, reference, iteration)
-        if cutlass.const_expr(fused is not None):
-            fused.release()
+        # With a speculative m: m' and P again, if m was too small
+        round_again = partial(self.round, state, block.acc_P, range(self.config.steps), iteration)
+        row_max.correct_after_exp2(block, exp2, as_mn(state.acc_O), round_again)
+        exp2.release()
         self.release_dropout_masks(state, iteration)
         # l = l alpha + rowsum P;  O = O alpha
-        softmax.add_sums(block_sum)
+        softmax.add_sums(block.block_sum)
         if grew:
             softmax.scale_rows(as_mn(state.acc_O), softmax.alpha)
 
     @cute.jit
     def start_qk_and_pv(self, state: MmaState, tile: MmaTile, iteration: Int32, masked: cutlass.Constexpr):
-        """Start S = Q K^T of a block and O += P V of the previous one; return (accumulator of S, n_block, bias)."""
-        storage, i, n_block, bias = state.storage, iteration - tile.iteration, None, None
+        """Start S = Q K^T of a block and O += P V of the previous one; return (accumulator of S, `KvBlock`)."""
+        storage, i, block, word = state.storage, iteration - tile.iteration, None, None
         storage.k.wait_full(iteration)
         if cutlass.const_expr(tile.score_params.mods is not None):
             n_block = storage.n_block(tile.block_iter, iteration, i)
-            bias = scores.load_bias(state, tile, iteration, n_block * self.tile.tile_n, masked is False)
-        word = None
+            block = kv_block(state, tile, iteration, n_block, masked is False)
         if cutlass.const_expr(state.alibi_step is not None):
-            n_block = tile.block_iter.block(i)
-            block = n_block * self.tile.tile_n, WARPGROUP_ROWS, self.tile.tile_n
-            word = tile.score_params.score.alibi_word(tile.alibi_word, tile.mask, block)
+            block = kv_block(state, tile, iteration, tile.block_iter.block(i), False)
+            word = tile.score_params.score.alibi.step_word(tile.alibi_word, score_tile(self.config, tile, block))
         state.order.wait()
         acc_S = self.start_qk(state, tile.count, iteration, word)
         storage.v.wait_full(iteration - 1)
         self.start_pv(state, iteration - 1)
         state.order.arrive()
-        if cutlass.const_expr(n_block is None):
-            n_block = tile.block_iter.block(i)
-        return acc_S, n_block, bias
-
-    @cute.jit
-    def redo_if_outgrown(
-        self,
-        state: MmaState,
-        accumulators: tuple,
-        row_statistics: tuple,
-        fused: FusedExp2 | None,
-        reference: tuple | None,
-        iteration: Int32,
-    ):
-        """Compute P again with a larger m, if a speculative m was too small.
-
-        The row sums show whether m may be too small; the row max confirms it. `accumulators`: of S and P.
-        `row_statistics`: (`block_max`, which receives the row max of the block; `block_sum`, the row sums of P).
-        """
-        softmax, (acc_S, acc_P), (block_max, block_sum) = state.softmax, accumulators, row_statistics
-        is_relative = reference is not None and fused is None
-        if softmax.may_have_outgrown(block_sum, is_relative):
-            scores.block_max(softmax, acc_S, block_max, fused, reference)
-            if softmax.must_redo(block_max, block_sum):
-                softmax.raise_max(block_max, as_mn(state.acc_O))
-                if cutlass.const_expr(is_relative):
-                    softmax.rebase(as_mn(acc_S), reference)
-                block_sum.fill(0.0)
-                views, all_steps = (as_operand_a(acc_S), as_operand_a(acc_P), block_sum), range(self.config.steps)
-                scores.exponentiate(softmax, views, all_steps, fused, (True, is_relative))
-                self.round(state, acc_P, all_steps, iteration)
+        if cutlass.const_expr(block is None):
+            block = kv_block(state, tile, iteration, tile.block_iter.block(i), False)
+        return acc_S, block
 
     def keys_seen(self, blocks_seen: Int32) -> Int32:
-        """The `keys_seen` of `Softmax.is_outgrown` for a block after the first.
+        """The `keys_seen` of `ExactMax` for a block after the first.
 
         If two blocks together have more than EXACT_KEYS keys, m is exact in the first block only: the result is then
         the constant EXACT_KEYS.
@@ -488,7 +445,7 @@ class FwdSm90(Kernel):
         last = tile.iteration + tile.block_iter.num - 1
         storage.k.wait_full(following.iteration)
         n_block = storage.first_n_block(following.block_iter, following.iteration)
-        bias = scores.load_bias(state, following, following.iteration, n_block * self.tile.tile_n, False)
+        block = kv_block(state, following, following.iteration, n_block, False)
         state.order.wait()
         acc_S = self.start_qk(state, following.count, following.iteration)
         storage.v.wait_full(last)
@@ -498,7 +455,7 @@ class FwdSm90(Kernel):
         state.softmax.restart()
         warpgroup.wait_group(1)
         storage.release_k(following.iteration)
-        self.first_softmax(state, following, acc_S, (n_block, bias))
+        self.first_softmax(state, following, acc_S, block)
         # The branches of `store_lse` keep ptxas from moving the wait before the exponentials.
         self.store_lse(p, state, tile)
         warpgroup.wait_group(0)
@@ -550,12 +507,12 @@ class FwdSm90(Kernel):
         gO = row_tile(gO, seqlen.q_row(first_row), WARPGROUP_ROWS, self.tile.width_v)
         if cutlass.const_expr(self.static.out_fp32):
             state.softmax.scale_rows(as_mn(state.acc_O), state.inverse)
-            where = (self.thread_at_end(state), seqlen.q_len - first_row)
-            store_floats(state.acc_O, gO, state.mma_pv, where, self.static.width_v)
+            thread, rows_left = self.thread_at_end(state), seqlen.q_len - first_row
+            DirectStore(state.mma_pv, thread, rows_left, self.static.width_v).floats(state.acc_O, gO)
         else:
             rO = self.output(state)
-            where = (self.thread_at_end(state), seqlen.q_len - first_row)
-            store_rounded(rO, gO, state.mma_pv, where, self.static.width_v)
+            thread, rows_left = self.thread_at_end(state), seqlen.q_len - first_row
+            DirectStore(state.mma_pv, thread, rows_left, self.static.width_v).rounded(rO, gO)
 
     @cute.jit
     def hand_over_output(self, p: Params, state: MmaState, tile: MmaTile):

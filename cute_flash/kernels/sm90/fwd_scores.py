@@ -1,31 +1,37 @@
-"""The scores of a block in the Hopper forward: transform and exponentials. `HeadScoreParams` has the masks.
+"""The scores of a block in the Hopper forward: from Q K^T to the pass that computes P (`device/softmax/exp2.py`).
 
 *Further* blocks are those after the first block of a tile. The first block is transformed in place. With a speculative
 row max, S of a further block is kept until the row sums are checked, and a fused pass can compute P from Q K^T
 (`device/softmax/fused_exp2.py`). Other further blocks are transformed in place too. Without a bias, user mods and a
 block mask, the transform of softcap and ALiBi then also subtracts the row max so far, the *reference*, at no cost;
-such scores are *relative*.
+such scores are *relative*. `device/scores/formula.py` has the table of these paths.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.memory.views import as_mn
 from cute_flash.device.scheduling.block_sparse import AnyBlockIterator, BlockSparseIterator
 from cute_flash.device.scheduling.pipeline import WarpgroupOrder
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.device.scores.alibi_step import AlibiStep
 from cute_flash.device.scores.bias import BlockBias
+from cute_flash.device.scores.formula import ScoreTile
 from cute_flash.device.scores.mask import Mask
-from cute_flash.device.scores.mods import ModExp2
+from cute_flash.device.scores.mods import ScoreFactors
+from cute_flash.device.softmax.exp2 import PlainExp2
 from cute_flash.device.softmax.fused_exp2 import FusedExp2
 from cute_flash.device.softmax.softmax import Softmax
 from cute_flash.kernels.common.params import HeadScoreParams
 from cute_flash.kernels.sm90.fwd_storage import Config, SharedStorage
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
+
+# Value of `masked` besides True and False: a run-time condition decides whether the block is masked.
+MAYBE = "maybe"
 
 
 @dataclass(frozen=True)
@@ -68,81 +74,99 @@ class MmaTile:
         return self.block_iter.num > 0
 
 
+class KvBlock(NamedTuple):
+    """A K/V block of a tile."""
+
+    index: Int32  # n_block
+    keys: int  # of a block
+    bias: BlockBias | None
+
+    @property
+    def column(self) -> Int32:
+        """The first key. Computed at each use: kept over the products, it would take a register."""
+        return self.index * self.keys
+
+
 @cute.jit
-def load_bias(state: MmaState, tile: MmaTile, iteration: Int32, first_column: Int32, is_full: cutlass.Constexpr):
-    """The bias of a block: its load to registers is started here, or TMA loads it; None without a bias."""
-    if cutlass.const_expr(tile.score_params.mods is None):
-        return None
-    if cutlass.const_expr(state.storage.bias is not None):
-        return state.storage.bias.block(state.warpgroup, state.thread, iteration)
-    return tile.score_params.mods.load_bias(tile.mask, first_column, is_full, by_warp=True)
+def kv_block(state: MmaState, tile: MmaTile, iteration: Int32, n_block: Int32, is_full: cutlass.Constexpr) -> KvBlock:
+    """A block with its bias, whose load to registers is started here, or which TMA loads.
+
+    `is_full`: all keys of the block exist.
+    """
+    keys, bias = state.storage.config.tile.tile_n, None
+    if cutlass.const_expr(tile.score_params.mods is not None):
+        if cutlass.const_expr(state.storage.bias is not None):
+            bias = state.storage.bias.block(state.warpgroup, state.thread, iteration)
+        else:
+            bias = tile.score_params.mods.load_bias(tile.mask, n_block * keys, is_full, by_warp=True)
+    return KvBlock(n_block, keys, bias)
 
 
-def reference_of(tile: MmaTile, softmax: Softmax) -> tuple | None:
-    """The row max that the transform subtracts from the scores of a further block; None: scores are not relative."""
-    is_relative = tile.score_params.score is not None and tile.score_params.mods is None
-    return softmax.reference() if is_relative else None
+@cute.jit
+def transform_first(config: Config, tile: MmaTile, acc_S: cute.Tensor, block: KvBlock):
+    """Transform and mask the scores of a tile's first block, in place."""
+    looks_near = not (config.static.has_mods or config.static.batch_invariant)
+    score_params, column = tile.score_params, block.column
+    score_params.transform(acc_S, tile.mask, column, block.bias, looks_near)
+    score_params.apply_mask(acc_S, tile.mask, tile.block_iter, block.index, column, tile.block_iter.starts_masked())
 
 
 @cute.jit
 def transform_further(
-    config: Config, softmax: Softmax, tile: MmaTile, acc_S: cute.Tensor, block: tuple, kind: cutlass.Constexpr
-) -> FusedExp2 | None:
-    """Transform a further block in place, or return the fused pass that transforms it later.
+    config: Config,
+    softmax: Softmax,
+    tile: MmaTile,
+    acc_S: cute.Tensor,
+    block: KvBlock,
+    i: Int32,
+    masked: cutlass.Constexpr,
+    speculates: cutlass.Constexpr,
+) -> PlainExp2 | FusedExp2:
+    """Transform and mask the scores of the tile's i-th block, i > 0, or leave it to the pass that is returned.
 
-    `block`: (first column, bias). `kind`: (whether the row max is speculative, whether the block is masked).
+    `masked`: True, False or MAYBE. `speculates`: the row max is speculative.
     """
-    (first_column, bias), (speculative_max, is_masked) = block, kind
-    # The choice of softcap's polynomial depends on all rows of a warp.
-    looks_near = not config.static.batch_invariant
-    reference, fuses = reference_of(tile, softmax), speculative_max and config.fuses_exp2
-    if cutlass.const_expr(tile.score_params.mods is not None):
+    column = block.column
+    exp2 = _transform(config, softmax, tile, acc_S, block, masked, speculates)
+    if cutlass.const_expr(not exp2.applies_mask):
+        is_masked = tile.block_iter.is_masked(i) if masked == MAYBE else masked
+        tile.score_params.apply_mask(acc_S, tile.mask, tile.block_iter, block.index, column, is_masked)
+    return exp2
+
+
+def _transform(
+    config: Config,
+    softmax: Softmax,
+    tile: MmaTile,
+    acc_S: cute.Tensor,
+    block: KvBlock,
+    masked: bool | str,
+    speculates: bool,
+) -> PlainExp2 | FusedExp2:
+    score, mods = tile.score_params.score, tile.score_params.mods
+    fuses = speculates and config.fuses_exp2
+    if mods is not None:
         # The band may mask a block that a block mask lists as full.
         is_sparse = isinstance(tile.block_iter, BlockSparseIterator)
-        is_full = is_masked is False and not (is_sparse and tile.block_iter.blocks is not None)
-        if cutlass.const_expr(fuses and is_full):
-            return _fused_mods(softmax, tile, first_column, bias)
-        tile.score_params.transform(acc_S, tile.mask, first_column, bias, looks_near)
-        return None
-    if cutlass.const_expr(reference is None):
-        return None
-    area = (first_column, WARPGROUP_ROWS, config.tile.tile_n)
-    if cutlass.const_expr(fuses):
-        return tile.score_params.score.fused_exp2(as_mn(acc_S), tile.mask, area, config.has_alibi_step)
-    tile.score_params.score.apply_relative(as_mn(acc_S), tile.mask, area, reference, looks_near)
-    return None
+        is_full = masked is False and not (is_sparse and tile.block_iter.blocks is not None)
+        if fuses and is_full and (score is None or score.is_scale_only):
+            if block.bias is not None:
+                block.bias.wait()
+            factors = ScoreFactors(None if score is None else score.scale_log2, softmax.scale_log2)
+            return mods.fused_exp2(tile.mask, block.column, factors, block.bias, applies_mask=not is_sparse)
+        tile.score_params.transform(acc_S, tile.mask, block.column, block.bias, not config.static.batch_invariant)
+        return PlainExp2()
+    if score is None:
+        return PlainExp2()
+    area = score_tile(config, tile, block)
+    if fuses:
+        return score.fused_exp2(as_mn(acc_S), area)
+    reference = softmax.reference()
+    score.apply_relative(as_mn(acc_S), area, reference)
+    return PlainExp2(reference)
 
 
-def _fused_mods(softmax: Softmax, tile: MmaTile, first_column: Int32, bias: BlockBias | None) -> ModExp2:
-    score, mods = tile.score_params.score, tile.score_params.mods
-    if bias is not None:
-        bias.wait()
-    factors = None if score is None else score.scale_log2, softmax.scale_log2
-    applies_mask = not isinstance(tile.block_iter, BlockSparseIterator)
-    return mods.fused_exp2(tile.mask, first_column, factors, bias, applies_mask)
-
-
-@cute.jit
-def exponentiate(
-    softmax: Softmax, views: tuple, steps: cutlass.Constexpr, fused: FusedExp2 | None, kind: cutlass.Constexpr
-):
-    """Compute P of some k-steps.
-
-    `views`: see `Softmax.exponentiate_steps`. `kind`: (whether rows may have no keys so far, whether S is relative).
-    """
-    if cutlass.const_expr(fused is None):
-        softmax.exponentiate_steps(views, steps, *kind)
-    else:
-        row_max = softmax.reference() if kind[0] else tuple(softmax.row_max[r] for r in range(2))
-        fused.exponentiate(views, steps, row_max)
-
-
-@cute.jit
-def block_max(
-    softmax: Softmax, acc_S: cute.Tensor, result: cute.Tensor, fused: FusedExp2 | None, reference: tuple | None
-):
-    """The largest score of each row over this thread's columns."""
-    if cutlass.const_expr(fused is None):
-        softmax.block_max(as_mn(acc_S), result, reference)
-    else:
-        fused.block_max(as_operand_a(acc_S), result)
+def score_tile(config: Config, tile: MmaTile, block: KvBlock) -> ScoreTile:
+    # The choice of softcap's polynomial depends on all rows of a warp.
+    looks_near = not config.static.batch_invariant
+    return ScoreTile(tile.mask, block.column, WARPGROUP_ROWS, config.tile.tile_n, looks_near, config.has_alibi_step)

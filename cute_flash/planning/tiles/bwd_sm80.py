@@ -57,6 +57,11 @@ class BwdTileSm80(Tile):
         return (self.allows_fp16 or dtype != "float16") and (self.allows_deterministic or not deterministic)
 
     @property
+    def dalibi_warps(self) -> int:
+        """Warps of a CTA that hold partial sums of the slopes' gradients."""
+        return self.num_warps
+
+    @property
     def num_threads(self) -> int:
         return 32 * self.num_warps
 

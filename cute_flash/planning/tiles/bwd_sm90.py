@@ -32,6 +32,7 @@ class BwdTileSm90(Tile):
     bias_stages: int = 0  # of a bias that TMA loads; 0: threads load the bias, or there is none
 
     needs_wgmma: ClassVar[bool] = True
+    dalibi_warps: ClassVar[int] = 8  # of a CTA, with partial sums of the slopes' gradients
     num_threads: ClassVar[int] = 3 * 128
     max_queries_claimed: ClassVar[int] = ALL_QUERIES
     # K/V tiles that claim the same m_block at the same time wait for one of them. `BwdTileSm90Wide` must not begin
@@ -103,6 +104,7 @@ class BwdTileSm90Wide(Tile):
     bias_stages: int = 0  # of a bias that TMA loads; 0: threads load the bias, or there is none
 
     needs_wgmma: ClassVar[bool] = True
+    dalibi_warps: ClassVar[int] = 8  # of a CTA, with partial sums of the slopes' gradients
     num_threads: ClassVar[int] = 3 * 128
     max_mod_ops: ClassVar[int] = 24
     registers: ClassVar[tuple[int, int]] = 24, 240  # per thread of the producer, and of the consumer warpgroups

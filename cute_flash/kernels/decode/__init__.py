@@ -1,0 +1,1 @@
+"""The decode kernel, for all architectures."""

@@ -1,0 +1,206 @@
+"""Attend: the main loop of a warp over its keys of a split.
+
+Each warp takes `tile_n` keys of every block, with its own pipeline and softmax statistics. The loop needs no CTA
+barrier, because a warp reads only keys that it has copied itself.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_flash.device.memory import fp8
+from cute_flash.device.memory.kv_cache import WarpLoader
+from cute_flash.device.memory.ldmatrix import MmaOperand
+from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.mma.warp_gemm import gemm, gemm_rs
+from cute_flash.device.mma.warp_grid import WarpGrid
+from cute_flash.device.scheduling.kv_splits import Lengths, Split
+from cute_flash.device.scores import alibi
+from cute_flash.device.scores.mask import column_offset
+from cute_flash.device.softmax.softmax import LOG2_E, Softmax
+from cute_flash.kernels.decode.storage import Output, Params, SharedStorage
+
+
+class KeyRange(NamedTuple):
+    """Keys from the first to the last, inclusive."""
+
+    first: Int32
+    last: Int32
+
+
+@dataclass(frozen=True)
+class WarpState:
+    """The operands, accumulators and row parameters of one warp."""
+
+    warp: Int32
+    lane: Int32
+    memory: Int32  # address of the stages of all warps
+    q: MmaOperand
+    k: MmaOperand | None  # None: FP8
+    v: MmaOperand | None
+    acc_O: cute.Tensor
+    softmax: Softmax
+    tScS: cute.Tensor
+    bounds: cute.Tensor  # (2, rows of this thread): first and last key that a row sees
+    visible: KeyRange  # the keys that all rows see
+    slopes: cute.Tensor | None  # (rows of this thread), in units of log2
+    positions: cute.Tensor | None  # (rows of this thread), among the keys; None without slopes
+    k_scale: Float32 | None  # of an FP8 cache
+
+
+@cute.jit
+def start(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32):
+    """Start to load the first blocks of a split."""
+    tile, loader = p.config.tile, warp_loader(p, storage, split, sequence, thread)
+    # Wait until all lanes have read the last blocks of the previous split.
+    cute.arch.sync_warp()
+    blocks = [split.begin + i * tile.block_keys for i in range(tile.stages - 1)]
+    pages = [loader.look_up(key) for key in blocks]
+    for i in cutlass.range_constexpr(tile.stages - 1):
+        load_block(loader, split, blocks[i], Int32(i), pages[i])
+
+
+@cute.jit
+def attend(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, output: Output, thread: Int32):
+    """Add the keys of a split to each warp's output. `start` has started the first loads."""
+    state = warp_state(p, storage, split, sequence, output, thread)
+    loader, tile, q_steps = warp_loader(p, storage, split, sequence, thread), p.config.tile, p.config.q_steps
+    for k in cutlass.range_constexpr(q_steps):
+        state.q.load(k, 0)
+    stage = Int32(0)
+    ahead_keys = (tile.stages - 1) * tile.block_keys
+    pages = loader.look_up(split.begin + ahead_keys)
+    for key in cutlass.range(split.begin, split.end, tile.block_keys, unroll=1):
+        cute.arch.cp_async_wait_group(tile.stages - 2)
+        # Wait until the data of all lanes has landed, and all lanes have read the stage that is loaded next.
+        cute.arch.sync_warp()
+        ahead = stage - 1 if stage > 0 else Int32(tile.stages - 1)
+        load_block(loader, split, key + ahead_keys, ahead, pages)
+        if cutlass.const_expr(pages is not None):
+            pages.store(loader.look_up(key + ahead_keys + tile.block_keys).load())
+        process_block(p, state, key + loader.key_offset, key - split.begin, stage)
+        stage = stage + 1 if stage < tile.stages - 1 else Int32(0)
+    cute.arch.cp_async_wait_group(0)
+
+
+def warp_loader(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32) -> WarpLoader:
+    tile, warp = p.config.tile, cute.arch.make_warp_uniform(thread // 32)
+    last_key = cutlass.min(sequence.key_len, split.end) - 1
+    caches = p.cache_heads(split)
+    stages = Int32(storage.sKV.iterator.toint()) + warp * (tile.stages * 2 * tile.kv_smem.bytes)
+    return WarpLoader(caches, tile, thread % 32, sequence.first_key, last_key, warp * tile.tile_n, stages)
+
+
+@cute.jit
+def load_block(loader: WarpLoader, split: Split, first_key: Int32, stage: Int32, pages: cute.Tensor | None):
+    """Start to load a warp's keys of a block, if the block begins before the end of the split."""
+    if first_key < split.end:
+        loader.load(first_key, stage, pages)
+    cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def warp_state(
+    p: Params, storage: SharedStorage, split: Split, sequence: Lengths, output: Output, thread: Int32
+) -> WarpState:
+    tile, is_fp8 = p.config.tile, p.config.static.is_fp8
+    warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+    grid = WarpGrid(p.config.dtype, 1, 1)
+    thr_mma = p.tiled_mma.get_slice(lane)
+    tScS = thr_mma.partition_C(cute.make_identity_tensor((tile.tile_m, tile.tile_n)))
+    rows = cute.size(output.softmax.row_max)
+    bounds = cute.make_rmem_tensor((2, rows), Int32)
+    slopes = positions = None
+    if cutlass.const_expr(p.alibi_slopes is not None):
+        slopes, positions = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Int32)
+    for r in cutlass.range_constexpr(rows):
+        row = cutlass.min(as_mn(tScS)[r, 0][0], p.num_rows(split, sequence) - 1)
+        query = p.query_row(split, row)
+        position = sequence.key_len - sequence.tokens + query.token_in_sequence
+        bounds[0, r], bounds[1, r] = visible_keys(p, split, sequence, position, position)
+        if cutlass.const_expr(slopes is not None):
+            slopes[r], positions[r] = p.alibi_slopes[split.batch, query.head] * LOG2_E, position
+    return WarpState(
+        warp=warp,
+        lane=lane,
+        memory=Int32(storage.sKV.iterator.toint()),
+        q=grid.a(p.tiled_mma, lane, storage.sQ, tile.q_smem),
+        k=None if is_fp8 else grid.b(p.tiled_mma, lane, storage.sKV, tile.kv_smem),
+        v=None if is_fp8 else grid.b(p.tiled_mma, lane, storage.sKV, tile.kv_smem, is_transposed=True),
+        acc_O=output.acc_O,
+        softmax=output.softmax,
+        tScS=tScS,
+        bounds=bounds,
+        visible=visible_keys(p, split, sequence, sequence.key_len - sequence.tokens, sequence.key_len - 1),
+        slopes=slopes,
+        positions=positions,
+        k_scale=p.k_scale[split.head_kv] if is_fp8 else None,
+    )
+
+
+@cute.jit
+def visible_keys(p: Params, split: Split, sequence: Lengths, first: Int32, last: Int32) -> KeyRange:
+    """The keys of a split that all queries at the positions from `first` to `last` see."""
+    low, high = sequence.first_key, cutlass.min(sequence.key_len, split.end) - 1
+    if cutlass.const_expr(p.window_left is not None):
+        low = cutlass.max(low, last - p.window_left)
+    if cutlass.const_expr(p.window_right is not None):
+        high = cutlass.min(high, first + p.window_right)
+    return KeyRange(low, high)
+
+
+@cute.jit
+def process_block(p: Params, state: WarpState, key: Int32, keys_seen: Int32, stage: Int32):
+    """S = Q K^T, P = exp(S - m), O += P V for the warp's keys from `key` on."""
+    config, tile = p.config, p.config.tile
+    acc_S = cute.make_rmem_tensor(p.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
+    acc_S.fill(0.0)
+    index = (state.warp * tile.stages + stage) * 2
+    if cutlass.const_expr(config.static.is_fp8):
+        fp8.add_scores(p.tiled_mma, acc_S, state.q, fp8_tile(p, state, index), tile.head_dim // 16, config.q_steps)
+        acc_S.store(acc_S.load() * state.k_scale)
+    else:
+        gemm(p.tiled_mma, acc_S, state.q, state.k, index, config.q_steps)
+    transform(p, state, as_mn(acc_S), key)
+    if key < state.visible.first or key + tile.tile_n - 1 > state.visible.last:
+        mask(state, as_mn(acc_S), key)
+    state.softmax.step(as_mn(acc_S), as_mn(state.acc_O), keys_seen)
+    rP = cute.make_fragment_like(acc_S, config.dtype)
+    rP.store(acc_S.load().to(config.dtype))
+    if cutlass.const_expr(config.static.is_fp8):
+        fp8.add_output(p.tiled_mma, state.acc_O, as_operand_a(rP), fp8_tile(p, state, index + 1))
+    else:
+        gemm_rs(p.tiled_mma, state.acc_O, as_operand_a(rP), state.v, index + 1)
+
+
+def fp8_tile(p: Params, state: WarpState, index: Int32) -> fp8.Fp8Tile:
+    """The `index`-th tile of FP8 keys or values in shared memory."""
+    tile, static = p.config.tile, p.config.static
+    return fp8.Fp8Tile(state.memory + index * tile.kv_smem.bytes, state.lane, tile.tile_n, static.has_fp8_cvt)
+
+
+@cute.jit
+def transform(p: Params, state: WarpState, acc_S_mn: cute.Tensor, key: Int32):
+    """Apply softcap and ALiBi, whose slope differs from row to row; the results are in units of log2."""
+    has_softcap = p.score is not None and p.score.softcap is not None
+    if cutlass.const_expr(has_softcap):
+        p.score.softcap.apply_cap(acc_S_mn, False)
+    if cutlass.const_expr(state.slopes is not None):
+        first, scale = key + as_mn(state.tScS)[0, 0][1], None if has_softcap else p.score.scale_log2
+        for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
+            alibi.apply_to_row(acc_S_mn, r, scale, state.slopes[r], Float32(state.positions[r] - first))
+
+
+@cute.jit
+def mask(state: WarpState, acc_S_mn: cute.Tensor, key: Int32):
+    """Set the scores of keys that a row does not see to -inf."""
+    first = key + as_mn(state.tScS)[0, 0][1]
+    for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
+        low, high = state.bounds[0, r] - first, state.bounds[1, r] - first
+        for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
+            offset = column_offset(c)
+            is_masked = offset > high or offset < low
+            acc_S_mn[r, c] = -Float32.inf if is_masked else acc_S_mn[r, c]

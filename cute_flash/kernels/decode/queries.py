@@ -1,0 +1,65 @@
+"""Queries: from global memory to the operand of the MMA, rotated. The tokens of all heads of a K/V head are rows."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_flash.device.memory import fp8
+from cute_flash.device.memory.kv_cache import copy_if_less
+from cute_flash.device.memory.rotary import VECTOR, load_floats
+from cute_flash.device.scheduling.kv_splits import Lengths, Split
+from cute_flash.kernels.decode.storage import Params, SharedStorage
+from cute_flash.planning.decode import ATOM_BYTES
+
+
+@cute.jit
+def load(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32):
+    """Start to copy the tile's queries to shared memory; rows and columns past the end are zero-filled."""
+    tile = p.config.tile
+    vectors, num_rows = tile.head_dim // VECTOR, p.num_rows(split, sequence)
+    memory = Int32(storage.raw_q.iterator.toint())
+    for i in cutlass.range_constexpr(tile.tile_m * vectors // tile.num_threads):
+        index = i * tile.num_threads + thread
+        row, vector = index // vectors, index % vectors
+        query = p.query_row(split, cutlass.min(row, num_rows - 1))
+        source = p.mQ[query.batch, query.token, query.head, None].iterator.toint() + vector * (2 * VECTOR)
+        # As an unsigned number -1 exceeds `num_rows`, so `copy_if_less` writes zeros.
+        row = cutlass.select_(vector * VECTOR < p.config.static.head_dim, row, Int32(-1))
+        copy_if_less(memory + index * (2 * VECTOR), source, row, num_rows)
+    cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def stage(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32):
+    """Wait for the queries that `load` copied, apply rotary, and write them as the operand of the MMA."""
+    tile, dtype = p.config.tile, p.config.dtype
+    vectors = tile.head_dim // VECTOR
+    # The blocks that were requested after the queries may still be in flight.
+    cute.arch.cp_async_wait_group(tile.stages - 1)
+    cute.arch.sync_threads()
+    x, rounded = cute.make_rmem_tensor(VECTOR, Float32), cute.make_rmem_tensor(VECTOR, dtype)
+    for i in cutlass.range_constexpr(tile.tile_m * vectors // tile.num_threads):
+        index = i * tile.num_threads + thread
+        row, vector = index // vectors, index % vectors
+        raw = storage.raw_q[row, None]
+        load_floats(raw, vector, x)
+        if cutlass.const_expr(p.rotary is not None):
+            # Rows and columns past the end are zeros.
+            if row < p.num_rows(split, sequence) and vector * VECTOR < p.config.static.head_dim:
+                position = sequence.key_len - sequence.tokens + p.query_row(split, row).token_in_sequence
+                if cutlass.const_expr(p.window_left is None and p.window_right is None):
+                    # Without a mask, all queries have the position after the old keys, as in flash-attn.
+                    position = p.splits.old_len(split.batch)
+                p.rotary.load(raw, vector, position, x)
+        # Round to the dtype of q first, as a separate rotary kernel would.
+        rounded.store(x.load().to(p.mQ.element_type).to(dtype))
+        if cutlass.const_expr(p.config.static.is_fp8):
+            for j in cutlass.range_constexpr(VECTOR):
+                storage.sQ[row, fp8.query_column(vector * VECTOR + j), 0] = rounded[j]
+        else:
+            # The swizzle of the tile: the 16-byte chunk c of row r is at c ^ (r mod 8).
+            columns, chunk = vector // 8, (vector % 8) ^ (row % 8)
+            address = Int32(storage.sQ.iterator.toint()) + (columns * tile.tile_m + row) * ATOM_BYTES + chunk * 16
+            target = cute.make_ptr(dtype, address, cutlass.AddressSpace.smem, assumed_align=16)
+            cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(VECTOR)))
+    cute.arch.sync_threads()

@@ -1,0 +1,182 @@
+"""Parameters, shared memory and accumulators of the decode kernel."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.memory import SmemAllocator
+
+from cute_flash.device.memory.copies import assume_aligned
+from cute_flash.device.memory.kv_cache import CacheHead, CacheHeads
+from cute_flash.device.memory.rotary import Rotary
+from cute_flash.device.memory.smem import allocate_stages
+from cute_flash.device.memory.views import as_mn
+from cute_flash.device.scheduling.kv_splits import KvSplits, Lengths, Split, TileCtas
+from cute_flash.device.scores.score import Score
+from cute_flash.device.softmax.softmax import Softmax
+from cute_flash.planning.decode import EXCHANGE_ROWS, DecodeStatic, DecodeTile
+from cute_flash.planning.tiles.common import SMEM_ALIGN
+
+# Fields of `Split` and of `TileCtas` that shared memory holds during the main loop, which does not need them.
+SPLIT_FIELDS = ("batch", "head_kv", "row_tile", "query_tile", "unit_end", "is_first")
+TILE_CTAS_FIELDS = ("first", "last", "num_final")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is compiled into a decode kernel."""
+
+    static: DecodeStatic
+    tile: DecodeTile
+    dtype: type  # of the MMA operands
+
+    @property
+    def q_steps(self) -> int:
+        """k-steps of Q that stay in registers during the main loop."""
+        tile = self.tile
+        return tile.head_dim // 16 if tile.tile_m * tile.head_dim <= 16 * 128 else 0
+
+
+class QueryRow(NamedTuple):
+    """A row of a query tile: its coordinates in q, and its token within the sequence."""
+
+    batch: Int32
+    token: Int32
+    head: Int32
+    token_in_sequence: Int32
+
+
+@dataclass(frozen=True)
+class Params:
+    """The argument of the kernel. q and out are (B, T, H, D); with varlen queries B is 1, and T counts all tokens."""
+
+    config: cutlass.Constexpr  # Config
+    mQ: cute.Tensor
+    mK: cute.Tensor  # (B, S, Hkv, D) or (num_pages, page_size, Hkv, D)
+    mV: cute.Tensor
+    mO: cute.Tensor
+    mLSE: cute.Tensor  # (B, H, T)
+    splits: KvSplits
+    page_table: cute.Tensor | None
+    page_size: cute.FastDivmodDivisorV2 | None
+    batch_idx: cute.Tensor | None
+    k_new: cute.Tensor | None  # (B, Tn, Hkv, D)
+    v_new: cute.Tensor | None
+    rotary: Rotary | None
+    k_scale: cute.Tensor | None  # (Hkv), of FP8 caches
+    v_scale: cute.Tensor | None
+    alibi_slopes: cute.Tensor | None  # (B, H)
+    sinks: cute.Tensor | None  # (H)
+    score: Score | None  # softcap
+    scale_log2: Float32
+    window_left: Int32 | None
+    window_right: Int32 | None
+    partial_out: cute.Tensor  # (slot, tile_m, tile_d) fp32
+    partial_stats: cute.Tensor  # (slot, tile_m, 2) fp32: m in units of log2, and l
+    arrivals: cute.Tensor  # (query tiles), 0 before and after the launch
+    tiled_mma: cute.TiledMma
+
+    def query_row(self, split: Split, row: Int32) -> QueryRow:
+        """A row of the split's query tile."""
+        index = split.row_tile * self.config.tile.tile_m + row
+        group = self.splits.group
+        token, index_in_group = divmod(index, group)
+        head = split.head_kv * group.divisor + index_in_group
+        if self.splits.cu_seqlens_q is None:
+            return QueryRow(split.batch, token, head, token)
+        return QueryRow(Int32(0), self.splits.first_token(split.batch) + token, head, token)
+
+    def num_rows(self, split: Split, sequence: Lengths) -> Int32:
+        """The number of rows of the split's query tile that exist."""
+        tile_m = self.config.tile.tile_m
+        return cutlass.min(sequence.tokens * self.splits.group.divisor - split.row_tile * tile_m, tile_m)
+
+    def cache_heads(self, split: Split) -> CacheHeads:
+        """The keys and the values of the split's sequence and K/V head."""
+        static, batch = self.config.static, split.batch
+        if self.batch_idx is not None:
+            # Clamp, so that an invalid index stays within the cache.
+            batch = cutlass.min(cutlass.max(self.batch_idx[batch], 0), self.mK.shape[0] - 1)
+        first_row = self.splits.first_row(split.batch) if static.varlen else None
+        common = split.head_kv, batch, first_row, self.page_table, self.page_size, static.page_lookup
+        widths = (self.mK, static.head_dim), (self.mV, static.width_v)
+        return CacheHeads(*(CacheHead(mX, *common, width, static.cache_bytes) for mX, width in widths))
+
+
+@dataclass(frozen=True)
+class SharedStorage:
+    sQ: cute.Tensor  # (tile_m, tile_d, 1)
+    raw_q: cute.Tensor  # (tile_m, tile_d): the queries of the next split, as in global memory
+    sKV: cute.Tensor  # (tile_n, tile_d, stage): K and V alternate; all stages of warp 0, then of warp 1, ...
+    exchange: cute.Tensor  # (tile_d, 8 rows, warp) fp32
+    stats: cute.Tensor  # (2, 8 rows, warp) fp32: m and l
+    merge_share: cute.Tensor  # (1): the index of this CTA's share of a merge (`merge_splits.arrive`); -1: none
+    # SPLIT_FIELDS and TILE_CTAS_FIELDS of the split, which would occupy registers during the main loop.
+    split_fields: cute.Tensor
+
+    @staticmethod
+    def allocate(config: Config, q_dtype: type) -> "SharedStorage":
+        smem, tile = SmemAllocator(), config.tile
+        sQ = allocate_stages(smem, config.dtype, tile.q_smem, 1)
+        raw_layout = cute.make_layout((tile.tile_m, tile.head_dim), stride=(tile.head_dim, 1))
+        raw_q = smem.allocate_tensor(q_dtype, raw_layout, SMEM_ALIGN)
+        cache_dtype = config.dtype if tile.element_bytes == 2 else cutlass.Uint8
+        sKV = allocate_stages(smem, cache_dtype, tile.kv_smem, 2 * tile.num_warps * tile.stages)
+        floats = cute.make_layout((tile.head_dim, EXCHANGE_ROWS, tile.num_warps))
+        if tile.own_exchange:
+            exchange = smem.allocate_tensor(Float32, floats, 16)
+        else:
+            address = Int32(sKV.iterator.toint())
+            pointer = cute.make_ptr(Float32, address, cutlass.AddressSpace.smem, assumed_align=SMEM_ALIGN)
+            exchange = cute.make_tensor(pointer, floats)
+        stats = smem.allocate_tensor(Float32, cute.make_layout((2, EXCHANGE_ROWS, tile.num_warps)), 8)
+        merge_share = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
+        num_fields = len(SPLIT_FIELDS) + len(TILE_CTAS_FIELDS)
+        split_fields = smem.allocate_tensor(Int32, cute.make_layout(num_fields), 4)
+        return SharedStorage(sQ, raw_q, sKV, exchange, stats, merge_share, split_fields)
+
+    def store_split(self, split: Split, ctas: TileCtas):
+        """Write `split_fields`. Called by one thread, before a barrier."""
+        values = [getattr(split, name) for name in SPLIT_FIELDS]
+        values += [getattr(ctas, name) for name in TILE_CTAS_FIELDS]
+        for i, value in enumerate(values):
+            self.split_fields[i] = Int32(value)
+
+    def unit_end(self) -> Int32:
+        return self.split_fields[SPLIT_FIELDS.index("unit_end")]
+
+    def load_split(self) -> tuple[Split, TileCtas]:
+        """The split of the last `store_split`, with only its SPLIT_FIELDS set, and the CTAs of its query tile."""
+        fields = {name: self.split_fields[i] for i, name in enumerate(SPLIT_FIELDS)}
+        ctas = TileCtas(*(self.split_fields[len(SPLIT_FIELDS) + i] for i in range(len(TILE_CTAS_FIELDS))))
+        return replace(Split.none(), **(fields | {"is_first": fields["is_first"] == 1})), ctas
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output and the softmax statistics of one warp, in registers."""
+
+    acc_O: cute.Tensor
+    softmax: Softmax
+
+    @staticmethod
+    def allocate(p: Params) -> "Output":
+        thread, _, _ = cute.arch.thread_idx()
+        tile = p.config.tile
+        shape = p.tiled_mma.get_slice(thread % 32).partition_shape_C((tile.tile_m, tile.head_dim))
+        acc_O = cute.make_rmem_tensor(shape, Float32)
+        output = Output(acc_O, Softmax.start(as_mn(acc_O), p.scale_log2))
+        output.reset()
+        return output
+
+    def reset(self):
+        self.acc_O.fill(0.0)
+        self.softmax.restart()
+
+
+def vector_at(row: cute.Tensor, column: Int32, num: int) -> cute.Tensor:
+    """`num` consecutive columns of a row, which one instruction loads or stores."""
+    pointer = assume_aligned(row.iterator + column, num * row.element_type.width // 8)
+    return cute.make_tensor(pointer, cute.make_layout(num))

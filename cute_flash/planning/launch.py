@@ -1,0 +1,58 @@
+"""The key of a compiled kernel, and what the keys of all kernels have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cute_flash.planning.registry import KERNELS
+from cute_flash.spec.features import Operand
+
+
+class KernelStatic(Protocol):
+    """The part of a call that is compiled into a kernel: `Static`, `DecodeStatic` or `MergeStatic`."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of q."""
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def width_v(self) -> int:
+        """The head dim of V and of the output."""
+
+    @property
+    def mma_dtype(self) -> str: ...
+
+    @property
+    def varlen(self) -> bool:
+        """Whether rows are (T, H, D) and statistics (H, T), instead of (B, H, S, D) and (B, H, S)."""
+
+    def element_dtype(self, element: str) -> str:
+        """The dtype of the element types "dtype", "out" and "cache" of an `Operand`."""
+
+
+@dataclass(frozen=True)
+class CompileKey:
+    """The key of a compiled kernel: all that determines its machine code, except the source files."""
+
+    kernel: str  # name in `registry.KERNELS`
+    static: Any  # a KernelStatic
+    tile: Any  # Tile, SchedulerTile, SumTile, DecodeTile or MergeTile
+    target: str  # architecture of the compiler: "sm_80", "sm_90a"
+    operands: tuple[str, ...]  # names of the launch's arguments, in order
+
+    @staticmethod
+    def of(kernel: str, static: KernelStatic, tile: Any, target: str) -> CompileKey:
+        return CompileKey(kernel, static, tile, target, KERNELS[kernel].names)
+
+    def takes(self, operand: Operand) -> bool:
+        """Whether the kernel takes an operand. It is compiled with None for the others."""
+        return operand.when is None or operand.when(self)
+
+    @property
+    def tile_text(self) -> str:
+        has_pieces = getattr(self.tile, "pieces", 1) > 1
+        return f"{self.tile}" + (", two fp16 pieces of each element" if has_pieces else "")

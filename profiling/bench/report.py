@@ -1,0 +1,199 @@
+"""Tables of a run: one per head dim and mask, a summary of each peer, and the failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from profiling.bench.compare import Change
+from profiling.measure.accuracy import Accuracy
+from profiling.measure.record import Cell, Result, Run
+from profiling.measure.tables import Table, geometric_mean
+
+# A larger spread of the rounds is marked.
+NOISY_SPREAD = 0.05
+LEGEND = (
+    "TFLOP/s; `~` rounds differ by more than 5 %, `!` wrong output, `x` failed; "
+    "ours/ref, ours/best: our speed over that of the reference and of the fastest correct peer; "
+    "err/ref: our relative error (Frobenius norm) over that of the reference; for gradients the worst of dq, dk and dv"
+)
+NOTHING = "-"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def _ratio(value: float | None) -> str:
+    return _number(value, 2)
+
+
+def _speed(result: Result | None) -> str:
+    if result is None:
+        return NOTHING
+    if result.tflops is None:
+        return "x"
+    noisy = "~" if (result.spread or 0.0) > NOISY_SPREAD else ""
+    return f"{result.tflops:.0f}{noisy}{'!' if result.is_wrong else ''}"
+
+
+def _group(cell: Cell) -> tuple[str, str, int, str]:
+    return cell.direction, cell.dtype, cell.shape.head_dim, cell.shape.mask
+
+
+def _best_ratio(run: Run, cell: Cell, ours: str) -> float | None:
+    best = run.best_peer(cell)
+    return None if best is None else cell.ratio(ours, best)
+
+
+def cell_tables(run: Run) -> list[Table]:
+    tables = []
+    for (direction, dtype, head_dim, mask), cells in groupby(run.cells, key=_group):
+        columns = ["S", *run.names]
+        if run.ours:
+            columns += ["ours/ref", "ours/best", "best", "err/ref"]
+        rows = []
+        for cell in cells:
+            row = [str(cell.shape.seqlen), *(_speed(cell.results.get(name)) for name in run.names)]
+            if run.ours:
+                ours = run.ours[0]
+                row += [_ratio(cell.ratio(ours, run.reference)), _ratio(_best_ratio(run, cell, ours))]
+                row += [run.best_peer(cell) or NOTHING, _ratio(cell.worst_error_ratio(ours, run.reference))]
+            rows.append(tuple(row))
+        tables.append(Table(f"{direction} {dtype}, D={head_dim}, {mask}", tuple(columns), tuple(rows)))
+    return tables
+
+
+def _lowest(ratios: Iterable[tuple[float, Cell]]) -> str:
+    lowest = min(ratios, key=lambda pair: pair[0], default=None)
+    return NOTHING if lowest is None else f"{lowest[0]:.2f} ({lowest[1].shape.id})"
+
+
+def _versus(ratios: Sequence[tuple[float | None, Cell]]) -> list[str]:
+    known = [(ratio, cell) for ratio, cell in ratios if ratio is not None]
+    mean = geometric_mean([ratio for ratio, _ in known])
+    wins = sum(ratio >= 1.0 for ratio, _ in known)
+    return [_ratio(mean), f"{wins}/{len(known)}", _lowest(known)] if known else [NOTHING, NOTHING, NOTHING]
+
+
+def _directions(run: Run) -> str:
+    return ", ".join(dict.fromkeys(cell.direction for cell in run.cells)) or NOTHING
+
+
+def summary_table(run: Run) -> Table:
+    """Every peer over all cells: our speed over each, and over the best peer of each cell."""
+    ceiling = run.ceiling.tflops if run.ceiling else None
+    columns = ["provider", "geomean TFLOP/s", "best TFLOP/s", "best % of matmul"]
+    if run.ours:
+        columns += ["ours/it geomean", "ours at least as fast", "lowest ours/it"]
+    rows = []
+    for name in run.names:
+        speeds = [speed for cell in run.cells if (speed := cell.tflops(name))]
+        best = max(speeds, default=None)
+        percent = 100 * best / ceiling if best and ceiling else None
+        row = [name, _number(geometric_mean(speeds), 0), _number(best, 0), _number(percent, 0)]
+        if run.ours:
+            row += _versus([(cell.ratio(run.ours[0], name), cell) for cell in run.cells])
+        rows.append(tuple(row))
+    if run.ours:
+        ratios = [(_best_ratio(run, cell, run.ours[0]), cell) for cell in run.cells]
+        rows.append(("best peer of each cell", NOTHING, NOTHING, NOTHING, *_versus(ratios)))
+    matmul = f"{run.ceiling.name}: {_number(ceiling, 0)} TFLOP/s" if run.ceiling else "matmul not measured"
+    return Table(f"All cells, {_directions(run)} ({matmul})", tuple(columns), tuple(rows))
+
+
+# Field of `accuracy.Errors` -> its name in a column.
+NORMS = {"relative": "Frobenius", "max_abs": "largest element"}
+
+
+def accuracy_table(run: Run) -> Table | None:
+    """The largest errors of each peer and of the yardstick over all cells, per distribution and gradient."""
+    labels = list(dict.fromkeys(label for cell in run.cells for label in cell.yardstick))
+    if not labels:
+        return None
+    columns = ["provider"]
+    for label in labels:
+        for norm in NORMS.values():
+            columns += [f"{label}: {norm}", f"{norm} err/ref"]
+    rows = []
+    for name in run.names:
+        row = [name]
+        for label in labels:
+            accuracies = [c.results[name].accuracy.get(label) for c in run.cells if name in c.results]
+            for norm in NORMS:
+                errors = [value for a in accuracies if a is not None and (value := getattr(a, norm)) is not None]
+                ratios = [cell.error_ratio(name, run.reference, label, norm) for cell in run.cells]
+                worst = max((ratio for ratio in ratios if ratio is not None), default=None)
+                row += [f"{max(errors):.2e}" if errors else NOTHING, _ratio(worst)]
+        rows.append(tuple(row))
+    last = ["unfused PyTorch"]
+    for label in labels:
+        for norm in NORMS:
+            errors = [getattr(c.yardstick[label], norm) or 0.0 for c in run.cells if label in c.yardstick]
+            last += [f"{max(errors):.2e}", NOTHING]
+    title = (
+        f"Worst error against fp64, {_directions(run)}: relative Frobenius norm, and largest difference of an element"
+    )
+    return Table(title, tuple(columns), (*rows, tuple(last)))
+
+
+def failures(run: Run) -> list[str]:
+    """The failures of a run: cells in which cute_flash is missing, failed, wrong or not repeatable; an early stop."""
+    oracles = [(cell.key, f"no oracle: {cell.oracle_error}") for cell in run.cells if cell.oracle_error]
+    stopped = [run.stopped] if run.stopped else []
+    return _unavailable(run, True) + stopped + _merged(oracles + _complaints(run, run.ours))
+
+
+def notes(run: Run) -> list[str]:
+    """Notes on peers that are unavailable, failed or were wrong."""
+    return _unavailable(run, False) + _merged(_complaints(run, run.peers))
+
+
+def _unavailable(run: Run, is_ours: bool) -> list[str]:
+    reasons = {n: why for n, why in run.unavailable.items() if n.startswith("cute_flash") == is_ours}
+    return [f"{name} is not available: {why}" for name, why in reasons.items()]
+
+
+def _complaints(run: Run, names: Sequence[str]) -> list[tuple[str, str]]:
+    """(cell, complaint about a peer in it)."""
+    complaints = []
+    for cell in run.cells:
+        for name in names:
+            result = cell.results[name]
+            lines = [f"failed: {result.error}"] if result.error else []
+            lines += [_wrong(label, a) for label, a in result.accuracy.items() if a.is_wrong]
+            lines += ["gives other bits on the same inputs"] if result.is_repeatable is False else []
+            complaints += [(cell.key, f"{name} {line}") for line in lines]
+    return complaints
+
+
+def _wrong(label: str, accuracy: Accuracy) -> str:
+    distribution, _, gradient = label.partition(" ")
+    where = f"in {gradient} on {distribution}" if gradient else f"on {distribution}"
+    return (
+        f"wrong {where} inputs: relative error {accuracy.relative}, max {accuracy.max_abs}, "
+        f"{accuracy.non_finite} entries not finite, distance from the reference {accuracy.distance}"
+    )
+
+
+def _merged(complaints: Sequence[tuple[str, str]]) -> list[str]:
+    """One line per complaint, with its first cell and the number of the others."""
+    cells: dict[str, list[str]] = {}
+    for key, line in complaints:
+        cells.setdefault(line, []).append(key)
+    more = {line: f" and {len(keys) - 1} more" if len(keys) > 1 else "" for line, keys in cells.items()}
+    return [f"{keys[0]}{more[line]}: {line}" for line, keys in cells.items()]
+
+
+def change_table(changes: Sequence[Change], threshold: float) -> Table:
+    rows = [
+        (
+            change.key,
+            _ratio(change.before),
+            _ratio(change.after),
+            f"{100 * change.relative:+.1f} %" if change.after is not None else "failed now",
+            "regression" if change.is_regression(threshold) else "",
+        )
+        for change in changes
+    ]
+    return Table("ours/ref against the base", ("cell", "base", "now", "change", ""), tuple(rows))

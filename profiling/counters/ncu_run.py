@@ -1,0 +1,203 @@
+"""Profiles cases one after the other and writes a record after each, or makes the record from the .csv exports."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cute_flash.spec import arch
+from cute_flash.tools.precompile import precompile_keys
+from cute_flash.tools.progress import steps
+from profiling.counters import ncu_source
+from profiling.counters.expect import expected
+from profiling.counters.ncu import NcuError, NotPermittedError, Tool, choose
+from profiling.counters.ncu_case import BEYOND_L2, LAYOUTS, Case, add_shape, case_of, shape_of
+from profiling.counters.ncu_metrics import parse_raw, raw_of
+from profiling.counters.ncu_report import LEGEND, Finding, record, tables
+from profiling.measure import machine
+from profiling.measure.options import add_jobs, name_list
+from profiling.measure.record import write_json
+from profiling.measure.study import FAILED, OK, Command, target_arch
+from profiling.measure.tables import print_lines, show
+
+RECORD = "ncu.json"
+# The layout of shared memory that every kernel has.
+DEFAULT_LAYOUT = "swizzled"
+# If these facts are the same, an earlier run in the folder is part of this run, and its cases stay in the record.
+SAME_RUN = ("gpu", "driver", "source_digest")
+# Facts of a run that its exports do not have.
+FACTS: dict[str, Any] = {"settings": {}, "machine": {}, "ncu": None}
+
+
+def from_exports(folder: Path) -> list[Finding]:
+    """Every case with a .csv in the folder, and its current prediction. Needs neither ncu nor a GPU."""
+    findings, l2_bytes = [], facts_of(folder)["machine"].get("l2_bytes")
+    for path in sorted(folder.glob("*.csv")):
+        profiles = parse_raw(path.read_text(encoding="utf-8"))
+        if len(profiles) != 1:
+            raise ValueError(f"{path}: {len(profiles)} launches, expected one")
+        case = case_of(path.stem, profiles[0].kernel)
+        spec = arch.by_name(f"sm_{profiles[0].capability.replace('.', '')}")
+        spec = replace(spec, l2_bytes=l2_bytes or spec.l2_bytes)
+        findings.append(Finding(case, expected(case, spec), profiles[0]))
+    return sorted(findings, key=lambda finding: _order(finding.case))
+
+
+def export_record(folder: Path) -> None:
+    """Write the missing .csv of every case in the record; older versions wrote none."""
+    path = folder / RECORD
+    data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": {}}
+    for case_id, case in data["cases"].items():
+        target = folder / f"{case_id}.csv"
+        if case["measured"] and not target.exists():
+            digits = data["machine"]["capability"].removeprefix("sm_")
+            capability = f"{digits[:-1]}.{digits[-1]}"
+            text = raw_of(case["symbol"], capability, case["measured"], case["stalls"])
+            target.write_text(text, encoding="utf-8")
+
+
+def _order(case: Case) -> tuple[int, str, int]:
+    return list(LAYOUTS).index(case.kernel), case.shape.id, LAYOUTS[case.kernel].index(case.layout)
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """The facts of the record in the folder; empty without a record."""
+    path = folder / RECORD
+    data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else FACTS
+    return {name: data[name] for name in FACTS}
+
+
+def from_folder(folder: Path) -> tuple[list[Finding], dict[str, Any]]:
+    """The findings of a folder's exports, and a new record of them. Writes nothing."""
+    findings = from_exports(folder)
+    if not findings:
+        raise ValueError(f"{folder}: no .csv of a profiled case; run without --from-exports first")
+    return findings, record(findings, **facts_of(folder))
+
+
+def earlier_findings(folder: Path, machine: dict[str, Any], running: Sequence[Finding]) -> list[Finding]:
+    """The findings of an earlier part of the same run in the folder, without the cases that run now."""
+    before = facts_of(folder)["machine"]
+    if any(name not in before or before[name] != machine.get(name) for name in SAME_RUN):
+        return []
+    ids = {finding.case.id for finding in running}
+    return [finding for finding in from_exports(folder) if finding.case.id not in ids]
+
+
+def profile_all(
+    tool: Tool, findings: Sequence[Finding], facts: dict[str, Any], step: Callable[[str], None]
+) -> list[Finding]:
+    """Profile all cases. A case that fails is recorded, and the others continue; `NotPermittedError` ends the run."""
+    # Read before this run adds its exports to the folder.
+    done = earlier_findings(tool.folder, facts["machine"], findings)
+    num_earlier = len(done)
+
+    def record_finding(finding: Finding) -> None:
+        done.append(finding)
+        write_json(record(done, **facts), tool.folder / RECORD)
+        step(f"{finding.case.id}: {finding.error or f'{finding.time_cell} us'}")
+
+    def read(finding: Finding) -> None:
+        try:
+            record_finding(replace(finding, profile=tool.read(finding.case)))
+        except NcuError as error:
+            record_finding(replace(finding, error=str(error)))
+
+    # One thread reads reports and writes the record, while the next case runs.
+    with ThreadPoolExecutor(1) as reader:
+        reading = []
+        for finding in findings:
+            try:
+                tool.collect(finding.case)
+            except NotPermittedError:
+                raise
+            except NcuError as error:
+                reading.append(reader.submit(record_finding, replace(finding, error=str(error))))
+            else:
+                reading.append(reader.submit(read, finding))
+    for future in reading:
+        future.result()
+    return done[num_earlier:]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    kernels = tuple(LAYOUTS)
+    add("--kernels", type=name_list, default=kernels, metavar="LIST", help=f"default: {','.join(kernels)}")
+    add("--variants", type=name_list, default=(), metavar="LIST", help="layouts, such as swizzled,plain (default: all)")
+    add_shape(parser)
+    sizes = ", ".join(f"{name} {value}" for name, value in BEYOND_L2.items())
+    add("--beyond-l2", action="store_true", help=f"a shape whose tensors exceed L2: {sizes}, default layouts")
+    add("--by-instruction", action="store_true", help="count shared-memory wavefronts by SASS instruction instead")
+    add("--out", type=Path, default=Path("build/ncu"), metavar="DIR", help="folder of reports (default: %(default)s)")
+    add("--ncu", default="ncu", metavar="PROGRAM", help="path of Nsight Compute (default: %(default)s)")
+    add_jobs(parser)
+    add("--predict-only", action="store_true", help="print the predictions; needs no GPU")
+    add("--from-exports", action="store_true", help="write ncu.json again from the .csv files in DIR; needs no GPU")
+    add("--arch", metavar="sm_xx", help="architecture of --predict-only (default: the GPU here)")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.from_exports:
+        export_record(args.out)
+        findings, data = from_folder(args.out)
+        write_json(data, args.out / RECORD)
+        return _show_findings(findings)
+    target, variants = target_arch(args.arch, args.predict_only, "--predict-only"), args.variants
+    if args.beyond_l2:
+        vars(args).update(BEYOND_L2)
+    if args.beyond_l2 or args.by_instruction:
+        variants = variants or (DEFAULT_LAYOUT,)
+    cases = choose(args.kernels, variants, shape_of(args), args.dtype)
+    findings = [Finding(case, expected(case, target)) for case in cases]
+    if not args.predict_only:
+        tool = Tool(args.out, args.ncu)
+        tool.check()
+        keys = dict.fromkeys(key for case in cases for key in case.keys(target))
+        precompile_keys(list(keys), args.jobs)
+        if args.by_instruction:
+            return _count_instructions(tool, cases)
+        settings = {"kernels": args.kernels, "variants": variants, "jobs": args.jobs}
+        facts = {"settings": settings, "machine": machine.facts(), "ncu": tool.version}
+        with steps("profiling", len(findings)) as done:
+            findings = profile_all(tool, findings, facts, done)
+    return _show_findings(findings)
+
+
+def _count_instructions(tool: Tool, cases: Sequence[Case]) -> int:
+    failures = []
+    for case in cases:
+        try:
+            show([ncu_source.table(case.id, ncu_source.collect(tool, case))])
+        except NotPermittedError:
+            raise
+        except NcuError as error:
+            failures.append(str(error))
+    print_lines("Failures", failures)
+    return FAILED if failures else OK
+
+
+def _show_findings(findings: Sequence[Finding]) -> int:
+    show(tables(findings))
+    print(f"{LEGEND}\n")
+    failures = [f"{one.case.id}: {one.error}" for one in findings if one.error]
+    print_lines("Failures", failures)
+    return FAILED if failures else OK
+
+
+COMMAND = Command(
+    "ncu",
+    "single launches under Nsight Compute: counters beside their predictions",
+    (
+        "--out build/ncu",
+        "--kernels fwd-sm80 --head-dim 96 --mask causal",
+        "--predict-only --arch sm_90  # needs no GPU",
+    ),
+    add_arguments,
+    run,
+)

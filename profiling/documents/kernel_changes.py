@@ -1,0 +1,70 @@
+"""Kernels whose machine code changed since a measurement, by the digests of `tests/lock`.
+
+A file kernels-<commit>.json has the digests at the commit of a run. `python -m profiling all` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from profiling.measure.machine import ROOT
+
+LOCK = ROOT / "tests" / "lock" / "digests.json"
+# Names in a sentence; further names are counted.
+SHOWN = 5
+
+
+def file_name(commit: str) -> str:
+    """The name of the file that has the digests at a commit."""
+    return f"kernels-{commit[:7]}.json"
+
+
+def snapshot(commit: str, source_digest: str, lock: Path = LOCK) -> dict[str, Any]:
+    """The digests of all kernels (toolchain -> kernel -> entry of the lock), and the source that they belong to."""
+    digests = json.loads(lock.read_text(encoding="utf-8"))
+    return {"git_commit": commit, "source_digest": source_digest, "digests": digests}
+
+
+def _of_hosts(entry: str | dict[str, str] | None) -> set[str]:
+    """The digests of a kernel on all hosts; most kernels have one."""
+    if entry is None:
+        return set()
+    return {entry} if isinstance(entry, str) else set(entry.values())
+
+
+def changed(measured: dict[str, Any], patterns: tuple[str, ...] = ("*",), lock: Path = LOCK) -> tuple[int, list[str]]:
+    """(number of measured kernels, names of those whose machine code has changed since).
+
+    Only kernels whose names match one of the patterns (fnmatch) count. A kernel that is no longer in the lock, or was
+    recorded with another toolchain, counts as changed.
+    """
+    now = json.loads(lock.read_text(encoding="utf-8"))
+    chosen = {
+        (toolchain, name): entry
+        for toolchain, digests in measured["digests"].items()
+        for name, entry in digests.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+    differ = [
+        name
+        for (toolchain, name), entry in chosen.items()
+        if not _of_hosts(now.get(toolchain, {}).get(name)) & _of_hosts(entry)
+    ]
+    return len(chosen), differ
+
+
+def sentence(measured: dict[str, Any], patterns: tuple[str, ...] = ("*",), lock: Path = LOCK) -> str:
+    """The commit of measurements, and which of their kernels changed since, as a part of a sentence."""
+    num_kernels, differ = changed(measured, patterns, lock)
+    commit = f"commit `{measured['git_commit'][:7]}`"
+    if not differ and num_kernels == 1:
+        return f"{commit}; the machine code of this kernel is unchanged since"
+    if not differ:
+        return f"{commit}; the machine code of all {num_kernels} of their kernels in the lock is unchanged since"
+    more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
+    names = ", ".join(f"`{name}`" for name in differ[:SHOWN])
+    counts = f"{len(differ)} of {num_kernels} of their kernels in the lock"
+    return f"{commit}; the machine code of {counts} has changed since: {names}{more}"

@@ -1,0 +1,157 @@
+"""Counters of Nsight Compute beside their predictions: bank conflicts by layout, and bytes of HBM.
+
+The figures are drawn from the record of `python -m profiling ncu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from profiling.counters.ncu_case import is_beyond_l2, measured_cases
+from profiling.documents.plot_style import BLUE, DIM, RED, add_legend, new_figure
+
+Case = dict[str, Any]
+
+# Title, and the names of the counters of wavefronts and conflicts, by instruction if there are such counters.
+# The hardware counts no wavefront of cp.async as a conflict.
+LOADS = ("ldmatrix conflicts", "sass_ldsm_wavefronts", "sass_ldsm_conflicts")
+STORES = ("store conflicts", "st_wavefronts", "st_conflicts")
+COPIES = ("cp.async wavefronts", "sass_ldgsts_wavefronts", None)
+COUNTED = {"fwd-sm80": (LOADS, STORES, COPIES), "fwd-sm90": (STORES,)}
+DIRECTIONS = (("read, MB", "dram_read_bytes"), ("written, MB", "dram_write_bytes"))
+# Opacity of predictions.
+PALE = 0.35
+# The part of a panel's width that is left for the numbers beside the longest bar.
+ROOM = 0.45
+
+
+class Bar(NamedTuple):
+    """A predicted and a measured value, each with its conflicts."""
+
+    text: str
+    measured: float | None
+    predicted: float | None = None
+    measured_conflicts: float = 0.0
+    predicted_conflicts: float = 0.0
+
+
+def _groups(record: dict[str, Any]) -> dict[str, list[Case]]:
+    """Kernel and shape -> cases with different layouts, the default first."""
+    groups: dict[str, list[Case]] = {}
+    for case in measured_cases(record):
+        if case["kernel"] in COUNTED:
+            groups.setdefault(f"{case['kernel']}, {_shape(case)}", []).append(case)
+    return {title: cases for title, cases in groups.items() if len(cases) > 1}
+
+
+def _shape(case: Case) -> str:
+    shape = case["shape"]
+    mask = "causal" if shape["causal"] else "full"
+    return f"B {shape['batch']}, H {shape['heads']}, S {shape['seqlen']}, D {shape['head_dim']}, {mask}"
+
+
+def _setting(record: dict[str, Any]) -> str:
+    machine = record["machine"]
+    commit = (machine.get("git_commit") or "unknown")[:7]
+    version = (record["ncu"] or "").removeprefix("Version ").partition(" ")[0]
+    return f"{machine.get('gpu')}, commit {commit}, ncu {version}; numbers: measured (predicted)"
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 1e6:.2f}M" if value >= 1e5 else f"{value:,.0f}"
+
+
+def _count_bar(case: Case, wavefronts: str, conflicts: str | None) -> Bar:
+    measured, predicted = case["measured"], case["predicted"]
+    shown = conflicts or wavefronts
+    return Bar(
+        f"{_count(measured[shown])} ({_count(predicted.get(shown))})",
+        measured[wavefronts],
+        predicted.get(wavefronts),
+        (measured[conflicts] or 0.0) if conflicts else 0.0,
+        (predicted.get(conflicts) or 0.0) if conflicts else 0.0,
+    )
+
+
+def _time_bar(case: Case) -> Bar:
+    microseconds = case["measured"]["duration_ns"] / 1e3
+    return Bar(f"{microseconds:.1f}", microseconds)
+
+
+def _bytes_bar(case: Case, name: str) -> Bar:
+    measured, expected = case["measured"][name], case["predicted"][name]
+    text = "-" if measured is None else f"{measured / 1e6:.2f} ({expected / 1e6:.2f})"
+    return Bar(text, measured, expected)
+
+
+def _draw(axes: Axes, title: str, labels: Sequence[str], bars: Sequence[Bar]) -> None:
+    """A row for each bar: predicted above in pale colours, measured below, conflicts in red."""
+    longest = max([value for bar in bars for value in (bar.measured, bar.predicted) if value], default=1.0)
+    for y, bar in enumerate(bars):
+        pairs = (
+            (y - 0.17, bar.predicted, bar.predicted_conflicts, PALE),
+            (y + 0.17, bar.measured, bar.measured_conflicts, 1.0),
+        )
+        for place, value, conflicts, opacity in pairs:
+            if value is not None:
+                axes.barh(place, value - conflicts, 0.32, color=BLUE, alpha=opacity)
+                if conflicts:
+                    axes.barh(place, conflicts, 0.32, value - conflicts, color=RED, alpha=opacity)
+        end = max(bar.measured or 0.0, bar.predicted or 0.0)
+        axes.annotate(bar.text, (end, y), (4, 0), textcoords="offset points", va="center", size="small")
+    axes.set(title=title, xlim=(0, longest / (1 - ROOM)), ylim=(len(bars) - 0.45, -0.55), xticks=[])
+    axes.set_yticks(range(len(labels)), labels)
+    axes.tick_params(length=0)
+    axes.grid(visible=False)
+    axes.spines["bottom"].set_visible(False)
+
+
+def conflicts(record: dict[str, Any], title: str) -> Figure:
+    """A block for each kernel and shape, a row for each layout: wavefronts by instruction, and time."""
+    groups = _groups(record)
+    num_rows = [len(cases) + 1.2 for cases in groups.values()]
+    figure = new_figure(1.2 + 0.3 * sum(num_rows), _setting(record))
+    num_columns = 1 + max((len(COUNTED[cases[0]["kernel"]]) for cases in groups.values()), default=0)
+    blocks = figure.subfigures(len(groups), 1, squeeze=False, height_ratios=num_rows)[:, 0]
+    for (name, cases), block in zip(groups.items(), blocks, strict=True):
+        block.suptitle(name, x=0.01, ha="left", weight="bold", size="medium", color=DIM)
+        panels = list(block.subplots(1, num_columns, squeeze=False)[0])
+        layouts = [case["layout"] for case in cases]
+        columns = [
+            *((label, [_count_bar(case, *names) for case in cases]) for label, *names in COUNTED[cases[0]["kernel"]]),
+            ("time, us", [_time_bar(case) for case in cases]),
+        ]
+        for index, (axes, (label, bars)) in enumerate(zip(panels, columns)):
+            _draw(axes, label, layouts if index == 0 else [""] * len(layouts), bars)
+        for axes in panels[len(columns) :]:
+            axes.set_axis_off()
+    entries = [
+        Patch(color=BLUE, label="wavefronts, measured"),
+        Patch(color=RED, label="bank conflicts among them"),
+        Patch(facecolor=BLUE, alpha=PALE, label="predicted"),
+    ]
+    add_legend(figure, title, entries)
+    return figure
+
+
+def hbm_bytes(record: dict[str, Any], title: str) -> Figure:
+    """Bytes read and written in all cases but those beyond L2, whose scale is larger; predicted above measured."""
+    cases = [case for case in measured_cases(record) if not is_beyond_l2(case)]
+    figure = new_figure(1.2 + 0.3 * len(cases), f"{_setting(record)}; {_shape(cases[0])}, or D as written")
+    labels = [f"{case['kernel']}, D {case['shape']['head_dim']}, {case['layout']}" for case in cases]
+    panels = figure.subplots(1, len(DIRECTIONS), squeeze=False)[0]
+    for index, (axes, (label, name)) in enumerate(zip(panels, DIRECTIONS, strict=True)):
+        _draw(axes, label, [""] * len(labels) if index else labels, [_bytes_bar(case, name) for case in cases])
+    entries = [
+        Patch(color=BLUE, label="measured, caches cold"),
+        Patch(facecolor=BLUE, alpha=PALE, label="predicted: LRU model of L2"),
+    ]
+    add_legend(figure, title, entries)
+    return figure

@@ -1,0 +1,60 @@
+"""cute_flash as the benchmark calls it, and the features of `attn` that studies measure."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from profiling.peers.peer import BackwardCall, Call, missing, through_autograd
+
+
+@dataclass(frozen=True)
+class CuteFlash:
+    name: str = "cute_flash"
+    kernels: str = "auto"
+    is_ours: ClassVar[bool] = True
+    is_bshd: ClassVar[bool] = False
+
+    def available(self, direction: str = "fwd") -> str | None:
+        return missing(lambda: importlib.import_module("cute_flash").attn)
+
+    def context(self) -> AbstractContextManager[Any]:
+        if self.kernels == "auto":
+            return nullcontext()
+        return importlib.import_module("cute_flash").use_kernels(self.kernels)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        attn = importlib.import_module("cute_flash").attn
+        return lambda: attn(q, k, v, causal=causal)
+
+    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
+        return through_autograd(lambda q, k, v: self.prepare(q, k, v, causal)(), (q, k, v), dout)
+
+
+def _later_keys(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return score + 0.001 * (key - query)
+
+
+def _bias(heads: int, seqlen: int, device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(1, heads, seqlen, seqlen, generator=generator, device=device, dtype=torch.bfloat16)
+
+
+# Name of a feature -> (heads, length, device) -> keyword arguments of `attn`.
+OPTIONS: dict[str, Callable[[int, int, torch.device], dict[str, Any]]] = {
+    "plain": lambda heads, seqlen, device: {},
+    "dropout": lambda heads, seqlen, device: {"dropout": 0.1},
+    "softcap": lambda heads, seqlen, device: {"softcap": 30.0},
+    "alibi": lambda heads, seqlen, device: {"alibi": torch.linspace(0.5, 0.01, heads, device=device)},
+    "sinks": lambda heads, seqlen, device: {"sinks": torch.zeros(heads, device=device)},
+    "score_mod": lambda heads, seqlen, device: {"score_mod": _later_keys},
+    "bias": lambda heads, seqlen, device: {"bias": _bias(heads, seqlen, device)},
+    "bias_gradient": lambda heads, seqlen, device: {"bias": _bias(heads, seqlen, device).requires_grad_()},
+    "deterministic": lambda heads, seqlen, device: {"deterministic": True},
+}

@@ -1,0 +1,118 @@
+"""Members of the flash-attn family: FlashAttention-2, -3 and -4, with (B, S, H, D) tensors in and out."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from profiling.peers.peer import BackwardCall, Call, Gradients, missing, through_autograd, to_bshd
+
+FA4 = "fa4"
+# With this variable FlashAttention-4 keeps compiled kernels in a folder.
+FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+# Functions of the flash-attn family on (B, S, H, D) tensors. They take q, k, v and causal; for gradients q, k, v, dout
+# and causal.
+BshdForward = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+BshdPrepareBackward = Callable[[Tensor, Tensor, Tensor, Tensor, bool], BackwardCall]
+
+
+@cache
+def fa3_ops() -> Any:
+    """FlashAttention-3's ops, from the folder FA3_DIR (`_C.so`) or from its Python package."""
+    folder = os.environ.get("FA3_DIR")
+    if folder and not (Path(folder) / "_C.so").exists():
+        raise FileNotFoundError(
+            f"FA3_DIR={folder} holds no _C.so; name the folder of FlashAttention-3's library, or unset it"
+        )
+    if folder:
+        # The op links the CUDA runtime that it was built with, which may not be torch's.
+        runtime = Path(folder) / "libcudart.so.12"
+        if runtime.exists():
+            ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+        torch.ops.load_library(str(Path(folder) / "_C.so"))
+    else:
+        importlib.import_module("flash_attn_interface")
+    return torch.ops.flash_attn_3
+
+
+def fa3_forward() -> BshdForward:
+    op = fa3_ops().fwd
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return op(q, k, v, softmax_scale=q.shape[-1] ** -0.5, is_causal=causal, num_splits=1)[0]
+
+    return forward
+
+
+def fa3_backward() -> BshdPrepareBackward:
+    """The backward op: the forward op has no autograd formula."""
+    forward, backward = fa3_ops().fwd, fa3_ops().bwd
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
+        options = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": causal}
+        out, lse = forward(q, k, v, num_splits=1, **options)[:2]
+
+        def call() -> Gradients:
+            # The gradients are passed to the op, as its package does: its return values differ between versions.
+            dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+            backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options)
+            return dq, dk, dv
+
+        return call
+
+    return prepare
+
+
+def fa4_module(name: str) -> Any:
+    """A module of FlashAttention-4, which reads the environment when it is imported."""
+    os.environ.setdefault(FA4_CACHE, "1")
+    return importlib.import_module(name)
+
+
+def fa4_forward() -> BshdForward:
+    func = fa4_module("flash_attn.cute").flash_attn_func
+    return lambda q, k, v, causal: func(q, k, v, causal=causal)[0]
+
+
+def fa2_forward() -> BshdForward:
+    func = importlib.import_module("flash_attn").flash_attn_func
+    return lambda q, k, v, causal: func(q, k, v, causal=causal)
+
+
+@dataclass(frozen=True)
+class FlashAttention:
+    """A member of the flash-attn family: (B, S, H, D) in and out."""
+
+    name: str
+    load: Callable[[], BshdForward]
+    load_backward: Callable[[], BshdPrepareBackward] | None = None  # None: by autograd
+    is_ours: ClassVar[bool] = False
+    is_bshd: ClassVar[bool] = True
+
+    def available(self, direction: str = "fwd") -> str | None:
+        return missing((self.load_backward if direction == "bwd" else None) or self.load)
+
+    def context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        forward = self.load()
+        Q, K, V = to_bshd((q, k, v))
+        return lambda: forward(Q, K, V, causal)
+
+    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
+        Q, K, V, dO = to_bshd((q, k, v, dout))
+        if self.load_backward is not None:
+            return self.load_backward()(Q, K, V, dO, causal)
+        forward = self.load()
+        return through_autograd(lambda Q, K, V: forward(Q, K, V, causal), (Q, K, V), dO)

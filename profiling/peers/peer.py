@@ -1,0 +1,112 @@
+"""The peers of the benchmark: cute_flash and its peers, behind one interface.
+
+    available(direction)            None, or the reason why the peer cannot run that direction here
+    context()                       a context manager for its calls, such as a backend switch; entered outside the
+                                    timed part
+    prepare(q, k, v, ...)           returns a call without arguments that returns the output
+    prepare_backward(q, k, v, ...)  runs the forward pass once; returns a call that returns dq, dk and dv
+
+Inputs are (B, H, S, D) tensors, with heads before rows in memory (`bhsd`) or rows before heads (`bshd`). A peer
+that takes (B, S, H, D) gets a contiguous tensor: a view of `bshd`, a copy of `bhsd`. Copies are not timed. A new peer
+is one line in `registry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from profiling.measure.timing import TimedCall
+
+Call = Callable[[], Tensor]
+Gradients = tuple[Tensor, ...]  # dq, dk, dv
+BackwardCall = Callable[[], Gradients]
+
+KERNELS = ("auto", "sm80", "sm90")
+LAYOUTS = ("bhsd", "bshd")
+NO_GPU = "no CUDA device"
+# The largest relative difference, ‖a - b‖ / ‖b‖, of two results of the same function in 16 bits.
+AGREEMENT = 2e-2
+
+
+class Peer(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_ours(self) -> bool: ...
+
+    @property
+    def is_bshd(self) -> bool:
+        """Whether its output is (B, S, H, D)."""
+        ...
+
+    def available(self, direction: str = "fwd") -> str | None: ...
+
+    def context(self) -> AbstractContextManager[Any]: ...
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call: ...
+
+    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall: ...
+
+
+def missing(load: Callable[[], object]) -> str | None:
+    """The reason why `load` fails, or None. Any exception of a peer's import counts."""
+    if not torch.cuda.is_available():
+        return NO_GPU
+    try:
+        load()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def to_bshd(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [x.transpose(1, 2).contiguous() for x in tensors]
+
+
+def in_layout(x: Tensor, layout: str) -> Tensor:
+    """A (B, H, S, D) tensor in the order of memory that `layout` names."""
+    return x if layout == "bhsd" else x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def through_autograd(forward: Forward, inputs: Sequence[Tensor], dout: Tensor) -> BackwardCall:
+    """A call that computes the gradients of one forward pass again."""
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
+    # The benchmark runs under no_grad.
+    with torch.enable_grad():
+        out = forward(q, k, v)
+    # In the stride order of the output, as the next layer's gradient would be, so that no peer copies it.
+    dout = torch.empty_like(out).copy_(dout)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+
+def as_bhsd(peer: Peer, out: Tensor) -> Tensor:
+    """The output of any peer as a (B, H, S, D) view."""
+    return out.transpose(1, 2) if peer.is_bshd else out
+
+
+def gradients_of(forward: Callable[..., Any], inputs: Sequence[Tensor], is_bshd: bool = False) -> TimedCall:
+    """A call that computes the gradients of one forward pass again; dout is the same for all peers.
+
+    They are the gradients of the inputs, and of keyword arguments of a partial function that require one.
+    """
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        out = forward(*leaves)
+    keywords = forward.keywords.values() if isinstance(forward, partial) else ()
+    leaves += [x for x in keywords if isinstance(x, Tensor) and x.requires_grad]
+    shape = out.transpose(1, 2).shape if is_bshd else out.shape
+    generator = torch.Generator(out.device).manual_seed(1)
+    values = torch.randn(shape, generator=generator, device=out.device, dtype=out.dtype)
+    # In the stride order of the output, as the next layer's gradient would be.
+    dout = torch.empty_like(out).copy_(values.transpose(1, 2) if is_bshd else values)
+    return TimedCall(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))

@@ -1,0 +1,51 @@
+"""All peers by name. A new peer is one line in `registry`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.nn.attention import SDPBackend
+
+from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.flash_attention import FA4, FlashAttention, fa2_forward, fa3_backward, fa3_forward, fa4_forward
+from profiling.peers.flex import Flex
+from profiling.peers.peer import Peer
+from profiling.peers.sdpa import Sdpa
+
+
+def registry(kernels: str = "auto") -> dict[str, Peer]:
+    """All peers by name, ours first. `kernels` is the family that `cute_flash` runs."""
+    peers: list[Peer] = [
+        CuteFlash(kernels=kernels),
+        # By name only: to compare the families in one run.
+        CuteFlash("cute_flash-sm80", "sm80"),
+        CuteFlash("cute_flash-sm90", "sm90"),
+        Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION),
+        Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
+        Sdpa("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
+        # By name only: it compiles for every cell.
+        Flex(),
+        FlashAttention("fa3", fa3_forward, fa3_backward),
+        FlashAttention(FA4, fa4_forward),
+        FlashAttention("flash_attn", fa2_forward),
+    ]
+    return {peer.name: peer for peer in peers}
+
+
+BY_NAME_ONLY = ("cute_flash-sm80", "cute_flash-sm90", "flex")
+DEFAULT_NAMES = tuple(name for name in registry() if name not in BY_NAME_ONLY)
+
+
+def select(names: Sequence[str], kernels: str = "auto") -> list[Peer]:
+    known = registry(kernels)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"provider {name!r}: choose from {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+def split_available(peers: Sequence[Peer], direction: str = "fwd") -> tuple[list[Peer], dict[str, str]]:
+    """The peers that can run a direction here, and the reason for each of the others."""
+    reasons = {peer.name: peer.available(direction) for peer in peers}
+    unavailable = {name: reason for name, reason in reasons.items() if reason is not None}
+    return [peer for peer in peers if peer.name not in unavailable], unavailable

@@ -1,0 +1,165 @@
+"""Errors of the GPU kernels against fp64 beside torch's SDPA: fp16, bf16 and fp32, by length and distribution.
+
+Each result is compared on the sample of `oracles.py`. A peer that has no kernel for a dtype is recorded as absent,
+with its message.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from cute_flash.planning.plan import CompileKey
+from profiling.measure.accuracy import random_dout
+from profiling.measure.launches import needed_kernels
+from profiling.measure.options import LIMIT_S
+from profiling.measure.shapes import Shape
+from profiling.measure.study import Record, Step, Study, Tools
+from profiling.measure.timing import describe
+from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.directions import DIRECTIONS, calls_of
+from profiling.peers.peer import Peer
+from profiling.peers.sdpa import Sdpa
+from profiling.studies import numerics, numerics_report
+from profiling.studies.numerics import CPU_DTYPES as DTYPES
+from profiling.studies.numerics import DISTRIBUTIONS, Sizes, draw
+
+# `sdpa-math` is unfused; it computes 16-bit inputs in fp32.
+PEERS: tuple[Peer, ...] = (
+    CuteFlash(),
+    Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION),
+    Sdpa("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
+    Sdpa("sdpa-math", SDPBackend.MATH),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    lengths: tuple[int, ...] = (512, 2048, 8192, 16384)
+    grad_lengths: tuple[int, ...] = (2048,)
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    distributions: tuple[str, ...] = DISTRIBUTIONS
+    heads: int = 4
+    head_dim: int = 128
+    seed: int = 0
+    limit_s: float = LIMIT_S(50.0)
+
+    def shape(self, seqlen: int) -> Shape:
+        return Shape(1, self.heads, self.heads, seqlen, self.head_dim, causal=False)
+
+
+SMALL = Settings((16, 32), (16,), heads=1, head_dim=16)
+
+
+@dataclass(frozen=True)
+class Result:
+    provider: str  # the name of the peer
+    dtype: str
+    distribution: str
+    seqlen: int
+    output: str  # "out", "dq", "dk" or "dv"
+    relative: float | None  # ‖out - exact‖ / ‖exact‖, Frobenius; None if it is not finite, or absent
+    max_abs: float | None  # largest |out - exact|
+    max_exact: float | None
+    absent: str | None = None  # why there is no result
+
+
+def _inputs(settings: Settings, distribution: str, seqlen: int, name: str, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(settings.seed)
+    shape = settings.shape(seqlen)
+    size = (shape.batch, shape.heads, shape.seqlen, shape.head_dim)
+    return [draw(distribution, size, generator).to(DTYPES[name]) for _ in range(3)]
+
+
+@torch.no_grad()
+def measure_case(direction: str, case: tuple[str, str, int], settings: Settings, tools: Tools) -> list[Record]:
+    """The errors of all peers: of the output, or of the gradients."""
+    name, distribution, seqlen = case
+    inputs = tuple(_inputs(settings, distribution, seqlen, name, tools.device))
+    if direction == "bwd":
+        inputs += (random_dout(settings.shape(seqlen), DTYPES[name], tools.device, settings.seed),)
+    oracles = DIRECTIONS[direction].oracles(inputs, False)
+    found = []
+    for peer in PEERS:
+        try:
+            with peer.context():
+                results = DIRECTIONS[direction].named(peer, DIRECTIONS[direction].prepare(peer, inputs, False)())
+            tools.events.synchronize()
+        except Exception as error:
+            found += [Result(peer.name, *case, output, None, None, None, describe(error)) for output in oracles]
+            continue
+        for output, oracle in oracles.items():
+            errors, exact = oracle.errors(results[output]), float(oracle.exact.abs().max())
+            found.append(Result(peer.name, *case, output, errors.relative, errors.max_abs, exact))
+    return [asdict(one) for one in found]
+
+
+def steps(settings: Settings, tools: Tools) -> list[Step]:
+    return [
+        Step(
+            "records", f"{title}, {', '.join(map(str, case))}", partial(measure_case, direction, case, settings, tools)
+        )
+        for direction, title, lengths in (("fwd", "out", settings.lengths), ("bwd", "gradients", settings.grad_lengths))
+        for seqlen in lengths
+        for case in product(settings.dtypes, settings.distributions, (seqlen,))
+    ]
+
+
+def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
+    lengths = {"fwd": settings.lengths, "bwd": settings.grad_lengths}
+    return needed_kernels(
+        call
+        for name in settings.dtypes
+        for direction in lengths
+        for call in calls_of(
+            PEERS, [settings.shape(n) for n in lengths[direction]], (direction,), DTYPES[name], tools.device
+        )
+    )
+
+
+# The command: `--cpu` measures the online softmax, `--gpu` the kernels.
+CPU_STUDY = Study(
+    name="numerics",
+    help="",
+    examples=(),
+    settings=Sizes,
+    parts=lambda settings, tools: {"records": []},
+    steps=numerics.steps,
+    tables=lambda record: numerics_report.cpu_tables(record["records"]),
+    has_own_file=True,
+    small=numerics.SMALL,
+    needs_gpu=False,
+)
+GPU_STUDY = Study(
+    name="numerics",
+    help="errors against fp64 by length, rescales, tile width, distribution and dtype",
+    examples=("--cpu", "--gpu", "--gpu --dry-run  # small shapes on the CPU"),
+    settings=Settings,
+    kernels=kernels,
+    parts=lambda settings, tools: {"records": []},
+    steps=steps,
+    tables=lambda record: [numerics_report.gpu(record["records"])],
+    notes=lambda record: [f"absent: {line}" for line in numerics_report.absent(record["records"])],
+    has_own_file=True,
+    small=SMALL,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--cpu", action="store_true", help="the online softmax on the CPU: about two minutes")
+    where.add_argument("--gpu", action="store_true", help="the kernels beside torch's SDPA: less than a minute")
+    GPU_STUDY.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return CPU_STUDY.run(args) if args.cpu else GPU_STUDY.run(args)
+
+
+COMMAND = replace(GPU_STUDY.command, add_arguments=add_arguments, run=run)

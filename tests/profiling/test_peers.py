@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import importlib
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import flex_attention
+
+from cute_flash import reference
+from cute_flash.spec.band import Band
+from profiling.peers import flash_attention, flex
+from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.flash_attention import FlashAttention
+from profiling.peers.flex import Flex
+from profiling.peers.peer import NO_GPU, as_bhsd
+from profiling.peers.registry import DEFAULT_NAMES, registry, select, split_available
+from profiling.peers.sdpa import Sdpa
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    forget = flash_attention.fa3_ops.cache_clear
+    forget()
+    yield
+    forget()
+
+
+def inputs(heads_kv: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn((2, heads, 33, 16), generator=generator) for heads in (4, heads_kv, heads_kv))
+    return q, k, v
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
+def test_without_a_gpu_all_are_absent_and_say_so():
+    available, absent = split_available(select(DEFAULT_NAMES))
+    assert available == []
+    assert absent == dict.fromkeys(DEFAULT_NAMES, NO_GPU)
+
+
+def test_a_missing_package_is_named(pretend_gpu, monkeypatch):
+    monkeypatch.delenv("FA3_DIR", raising=False)
+    for module in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
+        # None in sys.modules makes the import fail as if nothing were installed.
+        monkeypatch.setitem(sys.modules, module, None)
+    reasons = {name: registry()[name].available() for name in ("fa3", "fa4", "flash_attn")}
+    assert "flash_attn_interface" in str(reasons["fa3"])
+    assert "flash_attn.cute" in str(reasons["fa4"])
+    assert "flash_attn" in str(reasons["flash_attn"])
+
+
+def test_an_fa3_folder_without_the_op_is_named(pretend_gpu, monkeypatch, tmp_path):
+    monkeypatch.setenv("FA3_DIR", str(tmp_path))
+    assert str(registry()["fa3"].available()).startswith(f"FileNotFoundError: FA3_DIR={tmp_path} holds no _C.so;")
+
+
+def test_an_fa3_op_that_does_not_load_is_no_crash(pretend_gpu, monkeypatch, tmp_path):
+    (tmp_path / "_C.so").write_bytes(b"not a library")
+    monkeypatch.setenv("FA3_DIR", str(tmp_path))
+    assert str(registry()["fa3"].available()).startswith("OSError: ")
+
+
+def test_a_package_that_breaks_on_import_is_a_reason(pretend_gpu):
+    def load():
+        raise RuntimeError("built for another torch")
+
+    _, absent = split_available([FlashAttention("peer", load)])
+    assert absent == {"peer": "RuntimeError: built for another torch"}
+
+
+def test_ours_comes_first_and_variants_only_by_name():
+    assert DEFAULT_NAMES[0] == "cute_flash"
+    assert "cute_flash-sm80" not in DEFAULT_NAMES and "flex" not in DEFAULT_NAMES and "flex" in registry()
+    chosen = select(["cute_flash-sm80", "cute_flash", "sdpa-flash", "cute_flash"], kernels="sm90")
+    assert [peer.name for peer in chosen] == ["cute_flash-sm80", "cute_flash", "sdpa-flash"]
+    assert [p.kernels for p in chosen if isinstance(p, CuteFlash)] == ["sm80", "sm90"]
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'fa5'.*sdpa-flash"):
+        select(["cute_flash", "fa5"])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_sdpa_is_attention(causal, heads_kv):
+    peer, tensors = Sdpa("sdpa", SDPBackend.MATH), inputs(heads_kv)
+    with peer.context():
+        out = as_bhsd(peer, peer.prepare(*tensors, causal)())
+    exact, _ = reference.dense(*tensors, Band.of(causal, (None, None)))
+    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_flex_is_attention(monkeypatch, eager_flex, causal, heads_kv):
+    """Uncompiled, because compilation needs a GPU."""
+    monkeypatch.setattr(flex, "_compiled_flex", lambda: flex_attention)
+    peer, tensors = Flex(), inputs(heads_kv)
+    with peer.context():
+        out = as_bhsd(peer, peer.prepare(*tensors, causal)())
+    exact, _ = reference.dense(*tensors, Band.of(causal, (None, None)))
+    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_gradients_of_flex(monkeypatch, causal, heads_kv):
+    """With a stand-in, because FlexAttention has no gradients on the CPU: records its calls."""
+    masks = []
+
+    def attend(q, k, v, block_mask, enable_gqa):
+        masks.append(block_mask)
+        assert enable_gqa == (heads_kv != 4)
+        out, _ = reference.dense(q, k, v, Band.of(block_mask is not None, (None, None)))
+        return out.to(q.dtype)
+
+    monkeypatch.setattr(flex, "_compiled_flex", lambda: attend)
+    tensors, dout, peer = inputs(heads_kv), torch.randn(2, 4, 33, 16), Flex()
+    call = peer.prepare_backward(*tensors, dout, causal)
+    call()
+    assert_gradients(peer, call(), tensors, dout, causal)
+    assert len(masks) == 1 and (masks[0] is not None) == causal
+
+
+def test_flex_compiles_for_every_cell_anew(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: done.append("reset"))
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: done.append((function, dynamic)))
+    flex._compiled_flex()
+    assert done == ["reset", (flex_attention, False)]
+
+
+def test_flex_without_triton_says_so(pretend_gpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "triton" in str(Flex().available())
+
+
+def test_bshd_peers_get_their_own_contiguous_tensors_with_the_same_values():
+    tensors, seen = inputs(), []
+
+    def load():
+        def forward(q, k, v, causal):
+            seen.append((q, k, v, causal))
+            return q
+
+        return forward
+
+    peer = FlashAttention("peer", load)
+    call = peer.prepare(*tensors, True)
+    out = as_bhsd(peer, call())
+    assert torch.equal(out, tensors[0])
+    *got, causal = seen[0]
+    assert causal is True
+    for mine, given in zip(got, tensors, strict=True):
+        assert mine.shape == (2, 33, 4, 16) and mine.is_contiguous()
+        assert torch.equal(mine, given.transpose(1, 2)) and mine.data_ptr() != given.data_ptr()
+    # A second call converts nothing again.
+    call()
+    assert seen[1][0] is seen[0][0]
+
+
+def test_kernels_are_chosen_around_the_calls_not_in_them(monkeypatch):
+    chosen = []
+
+    def use_kernels(family):
+        chosen.append(family)
+        return nullcontext()
+
+    stub = SimpleNamespace(attn=lambda q, k, v, causal: ("attn", causal), use_kernels=use_kernels)
+    monkeypatch.setattr(importlib, "import_module", lambda name: {"cute_flash": stub}[name])
+    CuteFlash().context()
+    assert chosen == []
+    peer = CuteFlash(kernels="sm80")
+    peer.context()
+    assert chosen == ["sm80"]
+    assert peer.prepare(*inputs(), True)() == ("attn", True)
+    assert chosen == ["sm80"]
+
+
+def exact_gradients(tensors, dout, causal) -> list[Tensor]:
+    q, k, v = leaves = [x.double().requires_grad_() for x in tensors]
+    out, _ = reference.dense(q, k, v, Band.of(causal, (None, None)))
+    return list(torch.autograd.grad(out, leaves, dout.double()))
+
+
+def assert_gradients(peer, grads, tensors, dout, causal):
+    exact = exact_gradients(tensors, dout, causal)
+    assert len(grads) == 3
+    for mine, theirs, like in zip(grads, exact, tensors, strict=True):
+        found = as_bhsd(peer, mine)
+        assert found.shape == like.shape and not found.requires_grad
+        torch.testing.assert_close(found.double(), theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+@pytest.mark.parametrize("peer", [CuteFlash(), Sdpa("sdpa", SDPBackend.MATH)], ids=lambda p: p.name)
+def test_gradients_are_those_of_attention_and_can_be_had_again(peer, heads_kv, causal):
+    tensors, dout = inputs(heads_kv), torch.randn((2, 4, 33, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), peer.context():
+        call = peer.prepare_backward(*tensors, dout, causal)
+        first, second = call(), call()
+    assert_gradients(peer, first, tensors, dout, causal)
+    assert all(map(torch.equal, first, second))
+    # The inputs belong to all peers.
+    assert not any(x.requires_grad for x in (*tensors, dout))
+
+
+def dense_bshd(q, k, v, causal):
+    out, _ = reference.dense(*(x.transpose(1, 2) for x in (q, k, v)), Band.of(causal, (None, None)))
+    return out.transpose(1, 2).to(q.dtype)
+
+
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_the_forward_of_a_bshd_peer_runs_once_and_its_gradients_are_bshd(heads_kv):
+    tensors, dout, forwards = inputs(heads_kv), torch.randn(2, 4, 33, 16), []
+
+    def forward(q, k, v, causal):
+        assert q.shape == (2, 33, 4, 16) and all(x.is_contiguous() and x.is_leaf for x in (q, k, v))
+        forwards.append(causal)
+        return dense_bshd(q, k, v, causal)
+
+    peer = FlashAttention("peer", lambda: forward)
+    call = peer.prepare_backward(*tensors, dout, True)
+    call()
+    assert_gradients(peer, call(), tensors, dout, True)
+    assert forwards == [True]
+
+
+class FakeFa3:
+    """A fake of FlashAttention-3's two ops. The backward fills the given tensors and returns something else."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def fwd(self, q, k, v, *, softmax_scale, is_causal, num_splits):
+        self.calls.append("fwd")
+        tensors, band = [x.transpose(1, 2) for x in (q, k, v)], Band.of(is_causal, (None, None))
+        out, lse, _ = reference.forward(*tensors, reference.plain_args(tensors[0], band, softmax_scale))
+        return out.transpose(1, 2).contiguous(), lse, None, None
+
+    def bwd(self, dout, q, k, v, out, softmax_lse, *, dq, dk, dv, softmax_scale, is_causal):
+        self.calls.append("bwd")
+        assert all(x.is_contiguous() for x in (dout, q, k, v, out, dq, dk, dv))
+        dO, Q, K, V, O = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        args = reference.plain_args(Q, Band.of(is_causal, (None, None)), softmax_scale)
+        *grads, _ = reference.backward(dO, None, Q, K, V, O, softmax_lse, args)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad.transpose(1, 2))
+        return softmax_lse, None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_fa3_gives_its_gradients_through_its_op(monkeypatch, heads_kv, causal):
+    fake = FakeFa3()
+    monkeypatch.setattr(flash_attention, "fa3_ops", lambda: fake)
+    tensors, dout, peer = inputs(heads_kv), torch.randn(2, 4, 33, 16), registry()["fa3"]
+    call = peer.prepare_backward(*tensors, dout, causal)
+    first, second = call(), call()
+    assert fake.calls == ["fwd", "bwd", "bwd"]
+    assert_gradients(peer, second, tensors, dout, causal)
+    assert first[0].data_ptr() != second[0].data_ptr()
+
+
+def test_peers_without_a_backward_give_a_reason(pretend_gpu, monkeypatch):
+    # An FA3 that was built without it.
+    monkeypatch.setattr(flash_attention, "fa3_ops", lambda: SimpleNamespace(fwd=None))
+    chosen = select(["cute_flash", "cute_flash-sm80", "sdpa-cudnn", "fa3"])
+    assert split_available(chosen)[1] == {}
+    available, absent = split_available(chosen, "bwd")
+    assert [peer.name for peer in available] == ["cute_flash", "cute_flash-sm80", "sdpa-cudnn"]
+    assert absent["fa3"].startswith("AttributeError: ") and "bwd" in absent["fa3"]
