@@ -40,7 +40,7 @@ def select(names: Sequence[str], kernels: str = "auto") -> list[Peer]:
     known = registry(kernels)
     for name in names:
         if name not in known:
-            raise ValueError(f"provider {name!r}: choose from {', '.join(known)}")
+            raise ValueError(f"peer {name!r}: choose from {', '.join(known)}")
     return [known[name] for name in dict.fromkeys(names)]
 
 

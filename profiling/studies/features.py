@@ -501,6 +501,4 @@ def run(args: argparse.Namespace) -> int:
     return report(merge_parts(args) if args.parts else measure_kinds(args, settings_of(Settings, args)))
 
 
-COMMAND = Command(
-    "features", "calls with a feature beside the same calls without it", ("--head-dims 128",), add_arguments, run
-)
+COMMAND = Command("features", "calls with a feature beside calls without it", ("--head-dims 128",), add_arguments, run)

@@ -338,7 +338,7 @@ def has_failed(record: Record) -> bool:
 
 STUDY = Study(
     name="fp32",
-    help="fp32 attention beside torch's: device time, and errors against fp64",
+    help="fp32 beside torch's: device time, errors against fp64",
     examples=("--out fp32.json", "--head-dims 128 --masks causal --lengths 4096"),
     settings=Settings,
     check=Settings.shapes,

@@ -333,7 +333,7 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "mods",
-    "score_mod, mask_mod, block masks and biases beside FlexAttention and FlashAttention-4",
+    "score_mod, mask_mod and bias beside FlexAttention and FA4",
     ("--functions alibi,causal --peers flex",),
     add_arguments,
     run,

@@ -138,7 +138,7 @@ CPU_STUDY = Study(
 )
 GPU_STUDY = Study(
     name="numerics",
-    help="errors against fp64 by length, rescales, tile width, distribution and dtype",
+    help="errors against fp64 by length, dtype and distribution",
     examples=("--cpu", "--gpu", "--gpu --dry-run  # small shapes on the CPU"),
     settings=Settings,
     kernels=kernels,

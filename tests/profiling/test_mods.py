@@ -90,7 +90,7 @@ def _times(factor):
     return AutogradCall(lambda x: x * factor, (torch.arange(8.0).view(1, 1, 2, 4),))
 
 
-def test_a_side_that_computes_something_else_is_not_timed():
+def test_a_peer_that_computes_something_else_is_not_timed():
     calls = {"wrong": _times(1.1), "right": _times(1.001), "ours": _times(1.0), "none": _times(float("nan"))}
     found = measure_cell(Cell("function", "x", calls, "right", "ours"), FakeTimer(event_ms=1.0), SMALL)
     assert list(found.samples["fwd"]) == list(found.samples["bwd"]) == ["right", "ours"]
