@@ -60,7 +60,7 @@ def test_the_launches_need_every_kernel() -> None:
     statics = [key.static for key in keys if key.kernel == "decode"]
     assert {static.page_lookup for static in statics} == {"", "chunk", "row"}
     assert {static.overlaps_previous for static in statics} == {True, False}, "both families"
-    for flag in ("is_fp8", "ragged", "appends", "rotary", "varlen_keys"):
+    for flag in ("is_fp8", "ragged", "appends", "rotary", "varlen", "heads_first"):
         assert {bool(getattr(static, flag)) for static in statics} == {True, False}, flag
     assert {static.head_dim for static in statics} == {64, 128, 256}
 
