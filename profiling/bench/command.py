@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "bench",
-    "speed and accuracy beside the other libraries that are installed",
+    "speed and accuracy beside other libraries",
     (
         "--suite paper --out paper.json",
         "--suite paper --direction bwd --base paper-bwd.json  # exit status 1 if a cell got slower",

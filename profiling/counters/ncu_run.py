@@ -192,7 +192,7 @@ def _show_findings(findings: Sequence[Finding]) -> int:
 
 COMMAND = Command(
     "ncu",
-    "single launches under Nsight Compute: counters beside their predictions",
+    "Nsight Compute counters beside their predictions",
     (
         "--out build/ncu",
         "--kernels fwd-sm80 --head-dim 96 --mask causal",

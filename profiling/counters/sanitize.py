@@ -207,7 +207,7 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "sanitize",
-    "compute-sanitizer over small launches of every kind of kernel",
+    "compute-sanitizer over every kind of kernel",
     ("--tool racecheck --minutes 8", "--list  # needs no GPU"),
     add_arguments,
     run,

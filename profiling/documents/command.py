@@ -27,6 +27,4 @@ def run(args: argparse.Namespace) -> int:
     return NOT_MEASURED if missing else OK
 
 
-COMMAND = Command(
-    "plots", "draw the figures and fill in the tables of the documents; needs no GPU", ("",), add_arguments, run
-)
+COMMAND = Command("plots", "figures and tables of the documents; needs no GPU", ("",), add_arguments, run)

@@ -222,7 +222,7 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "all",
-    "every command whose results the README and the docs show",
+    "all runs that the README and the docs show",
     (
         "--list  # needs no GPU",
         "--budget-s 600  # leave out runs that would not end in time; a second call resumes",

@@ -104,14 +104,14 @@ def gpu(record: dict[str, Any], title: str) -> Figure:
     settings = record["settings"]
     figure = new_figure(3.8, f"{_setting(record)}; forward, full, H {settings['heads']}, D {settings['head_dim']}")
     found = pick(record["records"], output="out")
-    providers = [name for name in PEER_LOOKS if pick(found, provider=name)]
+    peers = [name for name in PEER_LOOKS if pick(found, provider=name)]
     for axes, distribution in zip(figure.subplots(1, len(DISTRIBUTIONS), sharey=True), DISTRIBUTIONS, strict=True):
-        for provider in providers:
+        for peer in peers:
             for dtype, line in DTYPE_LINES.items():
-                curve = pick(found, provider=provider, dtype=dtype, distribution=distribution)
-                _curve(axes, curve, "seqlen", PEER_LOOKS[provider], line)
+                curve = pick(found, provider=peer, dtype=dtype, distribution=distribution)
+                _curve(axes, curve, "seqlen", PEER_LOOKS[peer], line)
         _axis(axes, distribution, "keys", sorted({one["seqlen"] for one in found}))
     figure.axes[0].set(yscale="log", ylabel="relative error")
-    looks = [PEER_LOOKS[name] for name in providers]
+    looks = [PEER_LOOKS[name] for name in peers]
     add_legend(figure, title, _entries(looks, list(DTYPE_LINES.items())))
     return figure

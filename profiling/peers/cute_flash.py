@@ -5,36 +5,28 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from profiling.peers.peer import BackwardCall, Call, missing, through_autograd
+from profiling.peers.peer import Library, MakeForward
 
 
-@dataclass(frozen=True)
-class CuteFlash:
-    name: str = "cute_flash"
-    kernels: str = "auto"
-    is_ours: ClassVar[bool] = True
-    is_bshd: ClassVar[bool] = False
+def _load() -> MakeForward:
+    attn = importlib.import_module("cute_flash").attn
+    return lambda q, k, causal: lambda q, k, v: attn(q, k, v, causal=causal)
 
-    def available(self, direction: str = "fwd") -> str | None:
-        return missing(lambda: importlib.import_module("cute_flash").attn)
 
-    def context(self) -> AbstractContextManager[Any]:
-        if self.kernels == "auto":
-            return nullcontext()
-        return importlib.import_module("cute_flash").use_kernels(self.kernels)
+def _use_kernels(family: str) -> AbstractContextManager[Any]:
+    return importlib.import_module("cute_flash").use_kernels(family)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        attn = importlib.import_module("cute_flash").attn
-        return lambda: attn(q, k, v, causal=causal)
 
-    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
-        return through_autograd(lambda q, k, v: self.prepare(q, k, v, causal)(), (q, k, v), dout)
+def our_library(name: str = "cute_flash", kernels: str = "auto") -> Library:
+    """`cute_flash.attn` with the kernels of a family; "auto": as the library chooses."""
+    context = nullcontext if kernels == "auto" else partial(_use_kernels, kernels)
+    return Library(name, _load, context=context, is_ours=True)
 
 
 def _later_keys(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

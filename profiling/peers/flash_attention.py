@@ -6,24 +6,20 @@ import ctypes
 import importlib
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from profiling.peers.peer import BackwardCall, Call, Gradients, missing, through_autograd, to_bshd
+from profiling.peers.peer import BackwardCall, Gradients, Library, MakeForward, PrepareBackward
 
 FA4 = "fa4"
 # With this variable FlashAttention-4 keeps compiled kernels in a folder.
 FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-# Functions of the flash-attn family on (B, S, H, D) tensors. They take q, k, v and causal; for gradients q, k, v, dout
-# and causal.
+# q, k and v, (B, S, H, D), and whether the mask is causal -> the output.
 BshdForward = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-BshdPrepareBackward = Callable[[Tensor, Tensor, Tensor, Tensor, bool], BackwardCall]
 
 
 @cache
@@ -54,7 +50,7 @@ def fa3_forward() -> BshdForward:
     return forward
 
 
-def fa3_backward() -> BshdPrepareBackward:
+def fa3_backward() -> PrepareBackward:
     """The backward op: the forward op has no autograd formula."""
     forward, backward = fa3_ops().fwd, fa3_ops().bwd
 
@@ -89,30 +85,13 @@ def fa2_forward() -> BshdForward:
     return lambda q, k, v, causal: func(q, k, v, causal=causal)
 
 
-@dataclass(frozen=True)
-class FlashAttention:
-    """A member of the flash-attn family: (B, S, H, D) in and out."""
+def bshd_library(
+    name: str, load: Callable[[], BshdForward], load_backward: Callable[[], PrepareBackward] | None = None
+) -> Library:
+    """A library whose function takes (B, S, H, D) tensors and whether the mask is causal."""
 
-    name: str
-    load: Callable[[], BshdForward]
-    load_backward: Callable[[], BshdPrepareBackward] | None = None  # None: by autograd
-    is_ours: ClassVar[bool] = False
-    is_bshd: ClassVar[bool] = True
+    def load_forward() -> MakeForward:
+        forward = load()
+        return lambda q, k, causal: lambda q, k, v: forward(q, k, v, causal)
 
-    def available(self, direction: str = "fwd") -> str | None:
-        return missing((self.load_backward if direction == "bwd" else None) or self.load)
-
-    def context(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        forward = self.load()
-        Q, K, V = to_bshd((q, k, v))
-        return lambda: forward(Q, K, V, causal)
-
-    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
-        Q, K, V, dO = to_bshd((q, k, v, dout))
-        if self.load_backward is not None:
-            return self.load_backward()(Q, K, V, dO, causal)
-        forward = self.load()
-        return through_autograd(lambda Q, K, V: forward(Q, K, V, causal), (Q, K, V), dO)
+    return Library(name, load_forward, load_backward, is_bshd=True)

@@ -14,7 +14,8 @@ is one line in `registry`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -87,6 +88,38 @@ def through_autograd(forward: Forward, inputs: Sequence[Tensor], dout: Tensor) -
     # In the stride order of the output, as the next layer's gradient would be, so that no peer copies it.
     dout = torch.empty_like(out).copy_(dout)
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+
+# q, k and whether the mask is causal -> the forward pass. It makes masks, which are not timed.
+MakeForward = Callable[[Tensor, Tensor, bool], Forward]
+# q, k, v, dout and whether the mask is causal -> the call that computes the gradients.
+PrepareBackward = Callable[[Tensor, Tensor, Tensor, Tensor, bool], BackwardCall]
+
+
+@dataclass(frozen=True)
+class Library:
+    """A peer: its functions are loaded when they are needed, and raise an error if the library is missing."""
+
+    name: str
+    load: Callable[[], MakeForward]
+    load_backward: Callable[[], PrepareBackward] | None = None  # None: by autograd
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    is_ours: bool = False
+    is_bshd: bool = False
+
+    def available(self, direction: str = "fwd") -> str | None:
+        return missing((self.load_backward if direction == "bwd" else None) or self.load)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        Q, K, V = to_bshd((q, k, v)) if self.is_bshd else (q, k, v)
+        forward = self.load()(Q, K, causal)
+        return lambda: forward(Q, K, V)
+
+    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
+        Q, K, V, dO = to_bshd((q, k, v, dout)) if self.is_bshd else (q, k, v, dout)
+        if self.load_backward is not None:
+            return self.load_backward()(Q, K, V, dO, causal)
+        return through_autograd(self.load()(Q, K, causal), (Q, K, V), dO)
 
 
 def as_bhsd(peer: Peer, out: Tensor) -> Tensor:

@@ -6,28 +6,28 @@ from collections.abc import Sequence
 
 from torch.nn.attention import SDPBackend
 
-from profiling.peers.cute_flash import CuteFlash
-from profiling.peers.flash_attention import FA4, FlashAttention, fa2_forward, fa3_backward, fa3_forward, fa4_forward
-from profiling.peers.flex import Flex
+from profiling.peers.cute_flash import our_library
+from profiling.peers.flash_attention import FA4, bshd_library, fa2_forward, fa3_backward, fa3_forward, fa4_forward
+from profiling.peers.flex import flex_library
 from profiling.peers.peer import Peer
-from profiling.peers.sdpa import Sdpa
+from profiling.peers.sdpa import sdpa_library
 
 
 def registry(kernels: str = "auto") -> dict[str, Peer]:
     """All peers by name, ours first. `kernels` is the family that `cute_flash` runs."""
     peers: list[Peer] = [
-        CuteFlash(kernels=kernels),
+        our_library(kernels=kernels),
         # By name only: to compare the families in one run.
-        CuteFlash("cute_flash-sm80", "sm80"),
-        CuteFlash("cute_flash-sm90", "sm90"),
-        Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION),
-        Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
-        Sdpa("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
+        our_library("cute_flash-sm80", "sm80"),
+        our_library("cute_flash-sm90", "sm90"),
+        sdpa_library("sdpa-flash", SDPBackend.FLASH_ATTENTION),
+        sdpa_library("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
+        sdpa_library("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
         # By name only: it compiles for every cell.
-        Flex(),
-        FlashAttention("fa3", fa3_forward, fa3_backward),
-        FlashAttention(FA4, fa4_forward),
-        FlashAttention("flash_attn", fa2_forward),
+        flex_library(),
+        bshd_library("fa3", fa3_forward, fa3_backward),
+        bshd_library(FA4, fa4_forward),
+        bshd_library("flash_attn", fa2_forward),
     ]
     return {peer.name: peer for peer in peers}
 
@@ -40,7 +40,7 @@ def select(names: Sequence[str], kernels: str = "auto") -> list[Peer]:
     known = registry(kernels)
     for name in names:
         if name not in known:
-            raise ValueError(f"provider {name!r}: choose from {', '.join(known)}")
+            raise ValueError(f"peer {name!r}: choose from {', '.join(known)}")
     return [known[name] for name in dict.fromkeys(names)]
 
 

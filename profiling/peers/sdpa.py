@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from profiling.peers.peer import NO_GPU, BackwardCall, Call, through_autograd
+from profiling.peers.peer import Forward, Library, MakeForward
 
 
-@dataclass(frozen=True)
-class Sdpa:
-    """One backend of `torch.nn.functional.scaled_dot_product_attention`, called as users call it."""
+def _load() -> MakeForward:
+    sdpa = torch.nn.functional.scaled_dot_product_attention
 
-    name: str
-    backend: SDPBackend
-    is_ours: ClassVar[bool] = False
-    is_bshd: ClassVar[bool] = False
-
-    def available(self, direction: str = "fwd") -> str | None:
-        return None if torch.cuda.is_available() else NO_GPU
-
-    def context(self) -> AbstractContextManager[Any]:
-        return sdpa_kernel(self.backend)
-
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        sdpa = torch.nn.functional.scaled_dot_product_attention
+    def make(q: Tensor, k: Tensor, causal: bool) -> Forward:
         is_grouped = q.shape[1] != k.shape[1]
-        return lambda: sdpa(q, k, v, is_causal=causal, enable_gqa=is_grouped)
+        return lambda q, k, v: sdpa(q, k, v, is_causal=causal, enable_gqa=is_grouped)
 
-    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
-        return through_autograd(lambda q, k, v: self.prepare(q, k, v, causal)(), (q, k, v), dout)
+    return make
+
+
+def sdpa_library(name: str, backend: SDPBackend) -> Library:
+    """One backend, called as users call it."""
+    return Library(name, _load, context=partial(sdpa_kernel, backend))

@@ -222,7 +222,7 @@ def failures(record: Record) -> list[str]:
 
 STUDY = Study(
     name="context-parallel",
-    help=f"the kernels of all ranks on one card beside the unsharded call; about {EXPECTED_SECONDS} s on an H200",
+    help=f"all ranks on one card; about {EXPECTED_SECONDS} s on an H200",
     examples=("--seqlen 65536 --ranks 8 --out context-parallel.json", "--dry-run  # small shapes on the CPU"),
     settings=Settings,
     check=Settings.check,

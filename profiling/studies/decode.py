@@ -345,7 +345,7 @@ def has_failed(record: Record) -> bool:
 
 STUDY = Study(
     name="decode",
-    help=f"attn_decode beside other libraries, and its variants; about {EXPECTED_SECONDS} s on an H200",
+    help=f"attn_decode beside other libraries; about {EXPECTED_SECONDS} s on an H200",
     examples=("--out decode.json", "--rounds 3 --ms 5"),
     settings=Settings,
     kernels=kernels,

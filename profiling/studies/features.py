@@ -39,7 +39,7 @@ from profiling.measure.record import write_json
 from profiling.measure.study import FAILED, OK, Command, need_gpu
 from profiling.measure.tables import Table, print_lines, show
 from profiling.measure.timing import Failure, GraphTimer, Samples, TimedCall, Timer, attempt, measure
-from profiling.peers.cute_flash import OPTIONS, CuteFlash
+from profiling.peers.cute_flash import OPTIONS, our_library
 from profiling.peers.directions import DIRECTIONS
 from profiling.peers.flash_attention import fa3_ops
 from profiling.peers.peer import AGREEMENT, KERNELS, Call, gradients_of
@@ -484,7 +484,7 @@ def measure_kinds(args: argparse.Namespace, settings: Settings, kinds: Mapping[s
     def save(results: Sequence[CellResult]) -> None:
         write_json(to_dict(results, settings, facts), args.out)
 
-    with CuteFlash(kernels=args.kernels).context():
+    with our_library(kernels=args.kernels).context():
         precompile_keys(needed_kernels(cells_of(args.kinds, settings, device, kinds)), args.jobs)
         with steps(f"timing {args.command}", len(args.kinds) * 2 * len(settings.head_dims)) as done:
             return run_features(args.kinds, settings, GraphTimer(), device, done, kinds, lock, save)
@@ -501,6 +501,4 @@ def run(args: argparse.Namespace) -> int:
     return report(merge_parts(args) if args.parts else measure_kinds(args, settings_of(Settings, args)))
 
 
-COMMAND = Command(
-    "features", "calls with a feature beside the same calls without it", ("--head-dims 128",), add_arguments, run
-)
+COMMAND = Command("features", "calls with a feature beside calls without it", ("--head-dims 128",), add_arguments, run)

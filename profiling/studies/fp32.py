@@ -26,10 +26,10 @@ from profiling.measure.shapes import MASKS, Shape
 from profiling.measure.study import Record, Step, Study, Tools
 from profiling.measure.tables import Table, geometric_mean, number
 from profiling.measure.timing import Failure, Samples, TimedCall, attempt, measure
-from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.cute_flash import our_library
 from profiling.peers.directions import calls_of, timed_call
 from profiling.peers.peer import Peer
-from profiling.peers.sdpa import Sdpa
+from profiling.peers.sdpa import sdpa_library
 
 OURS, EFFICIENT, MATH = "cute_flash", "sdpa-efficient", "sdpa-math"
 SUITE = Suite(16384, 2048, (1024, 2048, 4096, 8192, 16384), (64, 128))
@@ -75,7 +75,11 @@ class Settings:
 
 
 def peers() -> list[Peer]:
-    return [CuteFlash(OURS), Sdpa(EFFICIENT, SDPBackend.EFFICIENT_ATTENTION), Sdpa(MATH, SDPBackend.MATH)]
+    return [
+        our_library(OURS),
+        sdpa_library(EFFICIENT, SDPBackend.EFFICIENT_ATTENTION),
+        sdpa_library(MATH, SDPBackend.MATH),
+    ]
 
 
 def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
@@ -338,7 +342,7 @@ def has_failed(record: Record) -> bool:
 
 STUDY = Study(
     name="fp32",
-    help="fp32 attention beside torch's: device time, and errors against fp64",
+    help="fp32 beside torch's: device time, errors against fp64",
     examples=("--out fp32.json", "--head-dims 128 --masks causal --lengths 4096"),
     settings=Settings,
     check=Settings.shapes,

@@ -194,9 +194,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    "host",
-    "host time of calls beside SDPA and beside the bare launches",
-    ("--out host.json", "--start"),
-    add_arguments,
-    run,
+    "host", "host time of calls beside SDPA and bare launches", ("--out host.json", "--start"), add_arguments, run
 )

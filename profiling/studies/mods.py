@@ -10,16 +10,36 @@ call whose results differ from ours is not timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cute_flash.tools.progress import steps
+from profiling.counters.ncu import run_command
+from profiling.measure.options import name_list, settings_of
+from profiling.measure.study import FAILED, OK, Command, need_gpu
+from profiling.measure.tables import Table, geometric_mean, print_unavailable
 from profiling.peers import fa4_mods
-from profiling.studies.features import AutogradCall, Cell, Cells, Implementation, Settings, random_qkv
+from profiling.studies import features
+from profiling.studies.features import (
+    DIRECTIONS,
+    AutogradCall,
+    Cell,
+    CellResult,
+    Cells,
+    Implementation,
+    Settings,
+    random_qkv,
+)
 
 NUM_DOCUMENTS = 8
 # Softcap; index of distance 0 in the relative-position table, and its length; lengths of prefix and window.
@@ -179,3 +199,142 @@ def bias_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
 
 
 KINDS: dict[str, Cells] = {"function": function_cells, "documents": document_cells, "bias": bias_cells}
+
+
+# ---- the summary
+# -------------------------------------------------------------------------------------------------------
+
+
+SUMMARY_COLUMNS = ("geometric mean (lowest)", "cells", "fwd", "bwd", "both")
+
+
+def _row(label: str, results: Iterable[CellResult], call: str, base: str) -> tuple[str, ...] | None:
+    """One mean for each direction; None if no cell has both calls."""
+    cells = list(results)
+    texts, counts = [], []
+    for direction in (*DIRECTIONS, "both"):
+        ratios = [x for x in (one.ratio(call, direction, base) for one in cells) if x is not None]
+        counts.append(len(ratios))
+        texts.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})" if ratios else "-")
+    if not any(counts):
+        return None
+    # If the directions differ, some cells failed; the failures are printed after the tables.
+    number = f"{counts[0]}" if len(set(counts)) == 1 else f"{counts[0]}, {counts[1]}"
+    return (label, number, *texts)
+
+
+def summary(results: Sequence[CellResult]) -> Table:
+    """Ours over each peer with the same function, with a block mask over without, each bias over plain."""
+
+    def of(kind: str) -> list[CellResult]:
+        return [one for one in results if one.kind == kind]
+
+    biases = dict.fromkeys(call for one in of("bias") for call in one.samples["fwd"] if call != PLAIN)
+    rows = [
+        *(_row(f"functions: {OURS} over {peer}", of("function"), OURS, peer) for peer in PEERS),
+        *(
+            _row(f"documents: {WITH_BLOCK_MASK} over {base}", of("documents"), WITH_BLOCK_MASK, base)
+            for base in (WITHOUT_BLOCK_MASK, *PEERS)
+        ),
+        *(_row(f"{bias} over {PLAIN}", of("bias"), bias, PLAIN) for bias in biases),
+    ]
+    return Table("summary", SUMMARY_COLUMNS, tuple(row for row in rows if row is not None))
+
+
+# ---- one process for each kind of cell, head dim and function (--parallel)
+# -------------------------------------------------------------------------------------------------------
+
+
+PROCESS_LIMIT_S = 600.0
+# Arguments of `python -m profiling` -> exit status and output.
+ProcessRunner = Callable[[Sequence[str]], tuple[int, str]]
+
+
+# FlexAttention and FlashAttention-4 compile each function at its first call, for 10 to 30 s. The processes compile at
+# the same time and measure one after another (`GpuLock`). Each writes a file; the files are then merged.
+def choices(kinds: Sequence[str], head_dims: Sequence[int], functions: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The options by which the processes differ."""
+    for head_dim in head_dims:
+        for kind in kinds:
+            options = ("--kinds", kind, "--head-dims", str(head_dim))
+            if kind == "function":
+                yield from ((*options, "--functions", name) for name in functions)
+            else:
+                yield options
+
+
+def run_all(
+    common: Sequence[str],
+    chosen: Sequence[Sequence[str]],
+    folder: Path,
+    run_process: ProcessRunner,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[Path]:
+    """Run `mods` with the common options and those of each process; return the files. A lost process is an error."""
+    paths = [folder / f"{i}.json" for i in range(len(chosen))]
+
+    def measure(i: int) -> str | None:
+        own = ("--jobs", "1", "--lock", str(folder / "lock"), "--out", str(paths[i]))
+        status, output = run_process(("mods", *common, *chosen[i], *own))
+        progress(" ".join(chosen[i][1::2]))
+        lines = output.strip().splitlines()[-5:]
+        has_ended = status in (OK, FAILED) and paths[i].exists()
+        return None if has_ended else f"{' '.join(chosen[i])}: exit status {status}: {' / '.join(lines)}"
+
+    # All at once: a process that started later would make the others wait until it has compiled.
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        errors = [error for error in pool.map(measure, range(len(chosen))) if error is not None]
+    if errors:
+        print("\n".join(errors), file=sys.stderr)
+        raise ValueError(f"--parallel: {len(errors)} of {len(chosen)} processes did not end")
+    return paths
+
+
+# ---- the command
+# -------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    features.add_arguments(parser, KINDS)
+    add("--functions", type=name_list, default=(), metavar="LIST", help=f"default: {','.join(FUNCTIONS)}")
+    add("--peers", type=name_list, default=(), metavar="LIST", help=f"default: {','.join(PEERS)}")
+    add("--parallel", action="store_true", help="compile in a process for each function and head dim")
+
+
+def _run_in_processes(args: argparse.Namespace, settings: features.Settings, folder: Path) -> list[Path]:
+    chosen = list(choices(args.kinds, settings.head_dims, settings.functions or FUNCTIONS))
+    values = {"kernels": args.kernels, "rounds": settings.rounds, "ms": settings.ms, "seed": settings.seed}
+    common = [f"--{name}={x}" for name, x in values.items()]
+    common += [f"--peers={','.join(settings.peers)}"] * bool(settings.peers)
+
+    def run_process(arguments: Sequence[str]) -> tuple[int, str]:
+        return run_command([sys.executable, "-m", "profiling", *arguments], PROCESS_LIMIT_S)
+
+    with steps("measuring mods", len(chosen)) as done:
+        return run_all(common, chosen, folder, run_process, done)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = replace(settings_of(features.Settings, args), functions=args.functions, peers=args.peers)
+    if args.parallel and not args.parts:
+        need_gpu()
+        with tempfile.TemporaryDirectory() as folder:
+            args.parts = _run_in_processes(args, settings, Path(folder))
+            results = features.merge_parts(args, KINDS)
+    elif args.parts:
+        results = features.merge_parts(args, KINDS)
+    else:
+        need_gpu()
+        print_unavailable(unavailable(settings))
+        results = features.measure_kinds(args, settings, KINDS)
+    return features.report(results, [summary(results)])
+
+
+COMMAND = Command(
+    "mods",
+    "score_mod, mask_mod and bias beside FlexAttention and FA4",
+    ("--functions alibi,causal --peers flex",),
+    add_arguments,
+    run,
+)

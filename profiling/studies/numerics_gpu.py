@@ -22,20 +22,20 @@ from profiling.measure.options import LIMIT_S
 from profiling.measure.shapes import Shape
 from profiling.measure.study import Record, Step, Study, Tools
 from profiling.measure.timing import describe
-from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.cute_flash import our_library
 from profiling.peers.directions import DIRECTIONS, calls_of
 from profiling.peers.peer import Peer
-from profiling.peers.sdpa import Sdpa
+from profiling.peers.sdpa import sdpa_library
 from profiling.studies import numerics, numerics_report
 from profiling.studies.numerics import CPU_DTYPES as DTYPES
 from profiling.studies.numerics import DISTRIBUTIONS, Sizes, draw
 
 # `sdpa-math` is unfused; it computes 16-bit inputs in fp32.
 PEERS: tuple[Peer, ...] = (
-    CuteFlash(),
-    Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION),
-    Sdpa("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
-    Sdpa("sdpa-math", SDPBackend.MATH),
+    our_library(),
+    sdpa_library("sdpa-flash", SDPBackend.FLASH_ATTENTION),
+    sdpa_library("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
+    sdpa_library("sdpa-math", SDPBackend.MATH),
 )
 
 
@@ -138,7 +138,7 @@ CPU_STUDY = Study(
 )
 GPU_STUDY = Study(
     name="numerics",
-    help="errors against fp64 by length, rescales, tile width, distribution and dtype",
+    help="errors against fp64 by length, dtype and distribution",
     examples=("--cpu", "--gpu", "--gpu --dry-run  # small shapes on the CPU"),
     settings=Settings,
     kernels=kernels,

@@ -71,11 +71,11 @@ def gpu(records: Records, outputs: Sequence[str] = ("out", "dq", "dk", "dv")) ->
         of_output = pick(records, output=output)
         seqlen = max((one["seqlen"] for one in of_output), default=0)
         for dtype in CPU_DTYPES:
-            for provider in dict.fromkeys(one["provider"] for one in records):
-                conditions = {"provider": provider, "dtype": dtype, "seqlen": seqlen}
+            for peer in dict.fromkeys(one["provider"] for one in records):
+                conditions = {"provider": peer, "dtype": dtype, "seqlen": seqlen}
                 cells = [_cell(pick(of_output, distribution=name, **conditions)) for name in DISTRIBUTIONS]
                 if any(cell != "-" for cell in cells):
-                    rows.append((f"{output}, S {seqlen}, {dtype}, {provider}", *cells))
+                    rows.append((f"{output}, S {seqlen}, {dtype}, {peer}", *cells))
     return Table("GPU", ("relative, largest", *DISTRIBUTIONS), tuple(rows))
 
 
@@ -84,7 +84,7 @@ def gpu_out(records: Records) -> Table:
 
 
 def absent(records: Records) -> list[str]:
-    """The providers without a result, once for each dtype and message."""
+    """The peers without a result, once for each dtype and message."""
     lines = (f"{one['provider']}, {one['dtype']}: {one['absent']}" for one in records if one["absent"])
     return list(dict.fromkeys(lines))
 

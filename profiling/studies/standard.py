@@ -8,10 +8,9 @@ pass over the N x N matrix is wasted.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +23,9 @@ from profiling.measure.options import LIMIT_S, MS, ROUNDS, option
 from profiling.measure.shapes import DTYPES, MASKS, Shape
 from profiling.measure.study import Record, Step, Tools
 from profiling.measure.timing import TimedCall, describe, measure
-from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.cute_flash import our_library
 from profiling.peers.directions import calls_of, timed_call
-from profiling.peers.peer import BackwardCall, Call, Peer, through_autograd
+from profiling.peers.peer import Forward, Library, Peer
 
 DTYPE = "bf16"
 DIRECTIONS = ("fwd", "bwd")
@@ -37,41 +36,22 @@ MAX_SCORE_BYTES = 8 << 30
 MAX_GRAPH_SCORE_BYTES = 2 << 30
 
 
-@dataclass(frozen=True)
-class Standard:
-    """Unfused attention as a peer."""
+def standard_forward(q: Tensor, k: Tensor, causal: bool) -> Forward:
+    """Unfused attention."""
+    # The mask is an input: it is made before anything is measured.
+    length = q.shape[2]
+    mask = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1) if causal else None
 
-    name: str = STANDARD
-    is_ours: ClassVar[bool] = False
-    is_bshd: ClassVar[bool] = False
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        S = (q * q.shape[-1] ** -0.5) @ k.mT
+        if mask is not None:
+            S.masked_fill_(mask, -torch.inf)
+        return torch.softmax(S, dim=-1) @ v
 
-    def available(self, direction: str = "fwd") -> str | None:
-        return None
-
-    def context(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def _forward(self, seqlen: int, causal: bool, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        # The mask is an input: it is made before anything is measured.
-        mask = torch.ones(seqlen, seqlen, dtype=torch.bool, device=device).triu_(1) if causal else None
-
-        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            S = (q * q.shape[-1] ** -0.5) @ k.mT
-            if mask is not None:
-                S.masked_fill_(mask, -torch.inf)
-            return torch.softmax(S, dim=-1) @ v
-
-        return forward
-
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        forward = self._forward(q.shape[2], causal, q.device)
-        return lambda: forward(q, k, v)
-
-    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
-        return through_autograd(self._forward(q.shape[2], causal, q.device), (q, k, v), dout)
+    return forward
 
 
-PEERS: tuple[Peer, ...] = (Standard(), CuteFlash())
+PEERS: tuple[Peer, ...] = (Library(STANDARD, lambda: standard_forward), our_library())
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def _must_run(run: ncu.Runner, line: Sequence[str]) -> str:
 
 STUDY = Study(
     name="standard",
-    help="standard (unfused) attention beside cute_flash: time, memory and HBM bytes",
+    help="standard (unfused) attention: time, memory, HBM bytes",
     examples=(
         "",
         "--bytes  # count HBM bytes with Nsight Compute, into the same file",

@@ -262,8 +262,7 @@ def has_failed(record: Record) -> bool:
 
 STUDY = Study(
     name="training",
-    help="training steps of a Llama through each integration and other libraries; "
-    f"about {EXPECTED_SECONDS} s on an H200",
+    help=f"training steps of a Llama; about {EXPECTED_SECONDS} s on an H200",
     examples=("--out training.json", "--dry-run  # a small model on the CPU"),
     settings=Settings,
     kernels=kernels,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -247,38 +247,18 @@ class TilePeer:
         return lambda: backward(dout, q, k, v, out, lse)
 
 
-@dataclass(frozen=True)
 class _Noted:
-    """A peer that reports its name to the parent process before it runs."""
+    """A peer that reports its name to the parent process before it runs: all its calls are inside `context`."""
 
-    peer: Peer
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
 
-    @property
-    def name(self) -> str:
-        return self.peer.name
-
-    @property
-    def is_ours(self) -> bool:
-        return self.peer.is_ours
-
-    @property
-    def is_bshd(self) -> bool:
-        return self.peer.is_bshd
-
-    def available(self, direction: str = "fwd") -> str | None:
-        return self.peer.available(direction)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._peer, name)
 
     def context(self) -> AbstractContextManager[Any]:
-        note(self.name)
-        return self.peer.context()
-
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        note(self.name)
-        return self.peer.prepare(q, k, v, causal)
-
-    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
-        note(self.name)
-        return self.peer.prepare_backward(q, k, v, dout, causal)
+        note(self._peer.name)
+        return self._peer.context()
 
 
 @torch.no_grad()
@@ -288,6 +268,6 @@ def time_cell(
     """The cell with the results of variants and peers, timed interleaved."""
     timed: list[Peer] = [*select(peers), *(TilePeer(variant, arch) for variant in variants)]
     try:
-        return run_cell(cell, [_Noted(peer) for peer in timed], settings, tools(settings.graph))
+        return run_cell(cell, [cast(Peer, _Noted(peer)) for peer in timed], settings, tools(settings.graph))
     except DeviceLost as lost:
         raise Unusable(str(lost)) from lost

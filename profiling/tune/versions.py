@@ -352,7 +352,7 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "versions",
-    "versions of cute_flash beside each other, such as before and after a change",
+    "versions of cute_flash: before and after a change",
     (
         "before=main after=. --directions bwd --head-dims 128  # a commit and a folder",
         "a=../one b=../two --features deterministic,dropout --lengths 4096 --out versions.json",

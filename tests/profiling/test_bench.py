@@ -36,7 +36,7 @@ def test_speeds_ratios_and_errors_of_a_good_run():
     assert run.is_complete and report.failures(run) == [] and report.notes(run) == []
 
 
-def test_a_provider_that_fails_in_one_cell_is_recorded_there_and_runs_in_the_next():
+def test_a_peer_that_fails_in_one_cell_is_recorded_there_and_runs_in_the_next():
     timer = FakeTimer()
 
     def refuse_causal(out):
@@ -54,7 +54,7 @@ def test_a_provider_that_fails_in_one_cell_is_recorded_there_and_runs_in_the_nex
     assert first.key in failure and "causal is not here yet" in failure
 
 
-def test_a_wrong_provider_is_flagged_and_never_the_best_peer():
+def test_a_wrong_peer_is_flagged_and_never_the_best_peer():
     timer = FakeTimer()
 
     def double(out):

@@ -16,10 +16,10 @@ from profiling.bench.bench import run_bench
 from profiling.measure.launches import needed_kernels
 from profiling.measure.record import Run
 from profiling.measure.shapes import Shape
-from profiling.peers.cute_flash import CuteFlash
+from profiling.peers.cute_flash import our_library
 from profiling.peers.directions import calls_of
-from profiling.peers.sdpa import Sdpa
-from tests.fakes.cuda import claiming_cuda, own_workspaces
+from profiling.peers.sdpa import sdpa_library
+from tests.fakes.cuda import claiming_cuda
 from tests.profiling.fakes import SETTINGS, SMALL, CpuGpu, FakePeer, FakeTimer, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
@@ -61,8 +61,8 @@ def test_speeds_and_errors_of_a_good_run(shape):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_real_peers_through_autograd(causal):
-    peer = Sdpa("sdpa-flash", SDPBackend.MATH)
-    run = bench(FakeTimer(), [CuteFlash(), peer], [replace(GROUPED, causal=causal)])
+    peer = sdpa_library("sdpa-flash", SDPBackend.MATH)
+    run = bench(FakeTimer(), [our_library(), peer], [replace(GROUPED, causal=causal)])
     (cell,) = run.cells
     for result in cell.results.values():
         assert result.error is None and not result.is_wrong and len(result.accuracy) == 3
@@ -208,8 +208,8 @@ def test_kernels_of_a_run_are_all_compiled_before_it(direction, kernels):
                 operands[name].zero_()
 
     shapes = [SMALL, GROUPED, replace(GROUPED, causal=True)]
-    settings, ours = replace(SETTINGS, direction=direction, kernels=kernels), [CuteFlash(kernels=kernels)]
-    with use_gpu(CpuGpu(ARCHS["sm_90"], launch)), claiming_cuda(), own_workspaces():
+    settings, ours = replace(SETTINGS, direction=direction, kernels=kernels), [our_library(kernels=kernels)]
+    with use_gpu(CpuGpu(ARCHS["sm_90"], launch)), claiming_cuda():
         peers = [*ours, FakePeer("fa3", FakeTimer(), 1.0)]
         keys = needed_kernels(calls_of(peers, shapes, (direction,), torch.bfloat16, torch.device("cpu")))
         assert not launched
@@ -223,4 +223,4 @@ def test_kernels_of_a_run_are_all_compiled_before_it(direction, kernels):
 def test_a_refused_call_does_not_stop_the_run():
     wide = replace(GROUPED, head_dim=512)
     with use_gpu(CpuGpu(ARCHS["sm_90"], lambda key, operands: None)), claiming_cuda():
-        assert needed_kernels(calls_of([CuteFlash()], [wide], ("fwd",), torch.bfloat16, torch.device("cpu"))) == []
+        assert needed_kernels(calls_of([our_library()], [wide], ("fwd",), torch.bfloat16, torch.device("cpu"))) == []

@@ -210,7 +210,7 @@ def test_the_summary_shows_the_speed_over_the_best_peer() -> None:
     assert list(figure.axes[0].lines[0].get_ydata()) == pytest.approx(ratios)
 
 
-def test_every_provider_of_a_run_has_a_look() -> None:
+def test_every_peer_of_a_run_has_a_look() -> None:
     for path in (figures.FORWARD, figures.BACKWARD):
         assert set(figures._run(path).names) <= set(LOOKS)
     assert len({look[1:] for look in LOOKS.values()}) == len(LOOKS)

@@ -81,7 +81,7 @@ def test_host_time_is_the_median_of_warm_loops_without_the_synchronisation():
     assert gc.isenabled()
 
 
-def test_a_contender_that_fails_is_left_out():
+def test_a_call_that_fails_is_left_out():
     def fail() -> None:
         raise RuntimeError("no kernel")
 

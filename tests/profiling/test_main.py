@@ -139,4 +139,4 @@ def test_examples_of_the_help_can_be_typed(name, capsys):
 def test_the_list_of_commands_fits_on_a_screen(capsys):
     assert cli.main(()) == NOT_MEASURED
     printed = capsys.readouterr().out
-    assert all(f"    {one.name}" in printed for one in cli.COMMANDS) and len(printed.splitlines()) <= 40
+    assert all(f"    {one.name}" in printed for one in cli.COMMANDS) and len(printed.splitlines()) <= 30

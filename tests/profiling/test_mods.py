@@ -17,7 +17,7 @@ from profiling.measure.record import write_json
 from profiling.measure.study import NOT_MEASURED, OK
 from profiling.measure.timing import Samples
 from profiling.peers import fa4_mods
-from profiling.studies import features, mods, mods_command, mods_summary
+from profiling.studies import features, mods
 from profiling.studies.features import AutogradCall, Cell, CellResult, Settings, measure_cell, run_features
 from tests.profiling.fakes import FakeTimer
 
@@ -37,14 +37,14 @@ def test_all_cells_run():
         # Without compiling, FlexAttention on the CPU has no gradient.
         assert all(name == "flex bwd" for name in one.errors), one.errors
         assert len(one.samples["fwd"]) >= 2
-    rows = {row[0]: row[1:] for row in mods_summary.summary(found).rows}
+    rows = {row[0]: row[1:] for row in mods.summary(found).rows}
     assert rows["functions: cute_flash over flex"][0] == "12, 0"
     assert rows["documents: with a block mask over without a block mask"][0] == "2"
     assert len([name for name in rows if name.startswith("bias")]) == 5
     assert not any("fa4" in name for name in rows)
 
 
-def test_sides_compute_the_same():
+def test_peers_compute_the_same():
     for make in (mods.function_cells, mods.document_cells):
         for cell in make(SMALL, CPU):
             first, *others = (call.prepare("fwd").call() for call in cell.calls.values())
@@ -90,7 +90,7 @@ def _times(factor):
     return AutogradCall(lambda x: x * factor, (torch.arange(8.0).view(1, 1, 2, 4),))
 
 
-def test_a_side_that_computes_something_else_is_not_timed():
+def test_a_peer_that_computes_something_else_is_not_timed():
     calls = {"wrong": _times(1.1), "right": _times(1.001), "ours": _times(1.0), "none": _times(float("nan"))}
     found = measure_cell(Cell("function", "x", calls, "right", "ours"), FakeTimer(event_ms=1.0), SMALL)
     assert list(found.samples["fwd"]) == list(found.samples["bwd"]) == ["right", "ours"]
@@ -231,8 +231,8 @@ RUN = [
 
 
 def test_the_summary_is_of_geometric_means():
-    assert mods_summary.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
-    assert mods_summary.summary(RUN).rows == (
+    assert mods.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+    assert mods.summary(RUN).rows == (
         ("functions: cute_flash over flex", "2", "4.00 (2.00)", "1.41 (1.00)", "2.19 (2.00)"),
         ("functions: cute_flash over fa4", "2, 0", "2.00 (1.00)", "-", "-"),
         ("documents: with a block mask over without a block mask", "1, 0", "6.00 (6.00)", "-", "-"),
@@ -252,7 +252,7 @@ def test_parts_make_a_whole(tmp_path, capsys):
     assert [cell["kind"] for cell in whole["cells"]] == ["function", "function", "documents", "bias"]
     assert [cell["name"] for cell in whole["cells"]][:2] == ["D=64 a", "D=128 b"]
     assert whole["settings"]["head_dims"] == [64, 128] and whole["machine"] == {"gpu": "none"}
-    assert mods_summary.summary(features.from_dict(whole)) == mods_summary.summary(RUN)
+    assert mods.summary(features.from_dict(whole)) == mods.summary(RUN)
     assert cli.main(("mods", "--parts", parts[0], parts[0])) == NOT_MEASURED
     assert "in common" in capsys.readouterr().err
     write_json(features.to_dict(RUN[1:2], replace(SMALL, seqlen=1), {}), tmp_path / "other.json")
@@ -273,7 +273,7 @@ def test_processes_measure_different_cells_and_are_merged(tmp_path, monkeypatch,
         write_json(features.to_dict([one], settings, {"gpu": "none"}), args.out)
         return (137 if lost and lost[0] in args.functions else 0), "killed"
 
-    monkeypatch.setattr(mods_command, "run_command", run_command)
+    monkeypatch.setattr(mods, "run_command", run_command)
     out = tmp_path / "whole.json"
     assert cli.main(("mods", "--parallel", "--ms", "3", "--peers", "flex", "--out", str(out))) == OK
     cells = [(cell["kind"], cell["name"]) for cell in json.loads(out.read_text())["cells"]]

@@ -18,7 +18,7 @@ from profiling.counters import sanitize, sanitize_case
 from profiling.counters.sanitize_case import Launch, launches
 from profiling.measure import machine
 from profiling.measure.study import NOT_MEASURED, OK
-from tests.fakes.cuda import claiming_cuda, launching_operators, own_workspaces
+from tests.fakes.cuda import claiming_cuda, launching_operators
 from tests.profiling.fakes import CpuGpu
 
 TWO = launches(only="sm90-d64-*-dropout")
@@ -47,7 +47,7 @@ def test_every_kind_of_kernel_is_launched() -> None:
 def test_the_launches_need_every_kernel() -> None:
     """Nothing runs: the kernels that the calls would launch are recorded."""
     gpu = CpuGpu(ARCHS["sm_90"], lambda key, operands: None)
-    with use_gpu(gpu), claiming_cuda(), launching_operators(), own_workspaces():
+    with use_gpu(gpu), claiming_cuda(), launching_operators():
         keys = sanitize_case.needed_kernels(launches(), "cpu")
     assert {key.kernel for key in keys} == set(KERNELS)
     tiles = {type(key.tile).__name__ for key in keys}
@@ -57,10 +57,10 @@ def test_the_launches_need_every_kernel() -> None:
     assert {(96, 128), (96, 192)} <= {(tile.head_dim, tile.tile_m) for tile in plain}, "for few and for many keys"
     ways = {(key.tile.warp_pairs, key.tile.speculative_max) for key in keys if key.kernel == "fwd_sm80"}
     assert ways == {(False, False), (False, True), (True, True)}
-    statics = [key.static for key in keys if key.kernel == "decode"]
+    statics = [key.static for key in keys if key.kernel in ("decode", "fwd_split_kv")]
     assert {static.page_lookup for static in statics} == {"", "chunk", "row"}
     assert {static.overlaps_previous for static in statics} == {True, False}, "both families"
-    for flag in ("is_fp8", "ragged", "appends", "rotary", "varlen"):
+    for flag in ("is_fp8", "ragged", "appends", "rotary", "varlen", "heads_first"):
         assert {bool(getattr(static, flag)) for static in statics} == {True, False}, flag
     assert {static.head_dim for static in statics} == {64, 128, 256}
 

@@ -22,7 +22,7 @@ from profiling.measure.accuracy import random_inputs
 from profiling.measure.shapes import Shape
 from profiling.measure.study import NOT_MEASURED, OK, Tools
 from profiling.studies import standard, standard_bytes, standard_case, standard_report
-from profiling.studies.standard import OURS, STANDARD, Settings, Standard
+from profiling.studies.standard import OURS, PEERS, STANDARD, Settings
 from tests.fakes.cuda import claiming_cuda
 from tests.fakes.gpu import fake_gpu
 from tests.profiling.fakes import FakePeer, FakeTimer, tools
@@ -39,7 +39,7 @@ def test_standard_attention_is_attention(causal: bool) -> None:
     shape = Shape(2, 3, 3, 40, 16, causal)
     q, k, v = random_inputs(shape, torch.float64, CPU, 0)
     exact = reference.dense(q, k, v, Band.of(causal, (None, None)))[0]
-    torch.testing.assert_close(Standard().prepare(q, k, v, causal)(), exact)
+    torch.testing.assert_close(PEERS[0].prepare(q, k, v, causal)(), exact)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -48,7 +48,7 @@ def test_gradients_of_standard_attention(causal: bool) -> None:
     q, k, v = (x.requires_grad_() for x in random_inputs(shape, torch.float64, CPU, 0))
     dout = torch.randn(q.shape, dtype=torch.float64)
     exact = torch.autograd.grad(reference.dense(q, k, v, Band.of(causal, (None, None)))[0], (q, k, v), dout)
-    for found, expected in zip(Standard().prepare_backward(q, k, v, dout, causal)(), exact, strict=True):
+    for found, expected in zip(PEERS[0].prepare_backward(q, k, v, dout, causal)(), exact, strict=True):
         torch.testing.assert_close(found, expected)
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
 
-from profiling.measure import machine, study
+import cute_flash
+from profiling.measure import launches, machine, options, study, tables, timing
 from profiling.measure.options import LIMIT_S, ROUNDS, add_options, option, settings_of
 from profiling.measure.study import FAILED, OK, Step, Study, Tools, target_arch
 from profiling.measure.tables import Table
-from tests.profiling.fakes import FakeTimer, tools
+from tests.profiling.fakes import FakeTimer
+from tests.profiling.fakes import tools as fake_tools
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def gpu(monkeypatch):
     facts = {"gpu": "NVIDIA H200", "torch": "2", "git_commit": "c", "source_digest": "d", "date": "today"}
     monkeypatch.setattr(study.arch, "has_gpu", lambda: True)
     monkeypatch.setattr(study, "precompile_keys", lambda keys, jobs: compiled.extend(keys))
-    monkeypatch.setattr(study, "Tools", lambda: tools(FakeTimer(), facts=lambda: facts))
+    monkeypatch.setattr(study, "Tools", lambda: fake_tools(FakeTimer(), facts=lambda: facts))
     return compiled
 
 
@@ -88,7 +92,7 @@ def test_options_are_the_fields_of_the_settings():
 
 def test_the_record_is_saved_after_every_step():
     saved, lines = [], []
-    run = tools(FakeTimer(), save=lambda record: saved.append(json.dumps(record)), progress=lines.append)
+    run = fake_tools(FakeTimer(), save=lambda record: saved.append(json.dumps(record)), progress=lines.append)
     record = TOY.measure(Settings(), run)
     assert record["cells"] == [{"seqlen": 16, "us": 32}, {"seqlen": 32, "us": 64}] and record["errors"] == {"out": 0.5}
     assert record["settings"]["window"] == 1024 and record["method"] == {"time": "by hand"}
@@ -100,7 +104,7 @@ def test_the_record_is_saved_after_every_step():
 def test_steps_beyond_the_time_limit_are_left_out(capsys):
     # The clock is read once at the start and before each step; the second step is too late.
     clock = count(step=40.0)
-    record = TOY.measure(Settings(), tools(FakeTimer(), clock=lambda: next(clock)))
+    record = TOY.measure(Settings(), fake_tools(FakeTimer(), clock=lambda: next(clock)))
     assert len(record["cells"]) == 1 and record["left_out"] == ["S = 32", "errors"]
     assert TOY.report(record, None) == FAILED
     assert "S = 32: left out, the time was up" in capsys.readouterr().out
@@ -166,3 +170,16 @@ def test_the_target_is_the_gpu_or_a_named_architecture(monkeypatch):
     for name, is_without in (("sm_90", False), (None, True)):
         with pytest.raises(ValueError, match="--predict-only"):
             target_arch(name, is_without, "--predict-only")
+
+
+def test_the_example_of_the_readme(capsys):
+    """A new study is one file: that of profiling/README.md runs in a dry run."""
+    text = (machine.ROOT / "profiling" / "README.md").read_text(encoding="utf-8")
+    code = text.partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {"dataclass": dataclass, "partial": partial, "torch": torch, "cute_flash": cute_flash}
+    for module in (launches, options, study, tables, timing):
+        names |= vars(module)
+    namespace = names | {"__name__": __name__}
+    exec(f"from __future__ import annotations\n{code}", namespace)
+    assert namespace["STUDY"].run(parsed(namespace["STUDY"], "--dry-run")) == OK
+    assert "| 32 |" in capsys.readouterr().out

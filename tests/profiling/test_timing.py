@@ -27,7 +27,7 @@ from tests.profiling.fakes import FakeTimer
 
 
 class Recorder:
-    """Contenders on one fake clock. Records the caller of each call, and whether its context was active."""
+    """Calls on one fake clock. Records the caller of each call, and whether its context was active."""
 
     def __init__(self) -> None:
         self.timer = FakeTimer(event_ms=0.0)
@@ -62,7 +62,7 @@ def batches_of(calls: list[str]) -> list[str]:
     return [name for i, name in enumerate(calls) if i == 0 or calls[i - 1] != name]
 
 
-def test_every_round_times_every_contender_once():
+def test_every_round_times_every_call_once():
     recorder = Recorder()
     timed_calls = {name: recorder.timed_call(name, 1.0) for name in "abcd"}
     measured = measure(timed_calls, recorder.timer, rounds=4, budget_ms=10)
@@ -74,7 +74,7 @@ def test_every_round_times_every_contender_once():
 
 
 @pytest.mark.parametrize("names", ["", "a", "ab", "abc", "abcd", "abcde", "abcdef"])
-def test_no_contender_always_follows_the_same_one(names):
+def test_no_call_always_follows_the_same_one(names):
     rounds = len(names) * (1 + len(names) % 2)
     orders = [balanced(names, i) for i in range(rounds)]
     assert all(sorted(order) == list(names) for order in orders)
@@ -113,7 +113,7 @@ def test_number_of_calls_is_bounded():
 
 
 @pytest.mark.parametrize("when", [0, 1, 4, 7], ids=["first call", "estimate", "first round", "second round"])
-def test_a_failing_contender_leaves_and_the_others_go_on(when):
+def test_a_failing_call_leaves_and_the_others_go_on(when):
     recorder = Recorder()
     bad = recorder.timed_call("bad", *[2.5] * when, float("inf"))
     timed_calls = {"a": recorder.timed_call("a", 1.0), "bad": bad, "b": recorder.timed_call("b", 1.0)}

@@ -148,8 +148,8 @@ def _share(job: Job, names: Any) -> list[tuple[str, int]]:
 
 def time_all(job: Job) -> None:
     """Device time in CUDA graphs. The time of the backward is the time of both passes less that of the forward."""
+    from profiling.measure.tables import geometric_mean
     from profiling.measure.timing import GraphTimer, TimedCall, measure
-    from profiling.studies.mods_summary import geometric_mean
 
     timer = GraphTimer()
     rows: list[dict[str, Any]] = []
