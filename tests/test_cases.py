@@ -52,11 +52,13 @@ def reachable_rows() -> dict[Row, str]:
     return {row_of(case.direction, case.family, compile_key(case)): case.name for case in wanted}
 
 
+@pytest.mark.slow
 def test_every_row_that_a_plain_call_can_take_has_a_case() -> None:
     tested = rows_of(list(gpu_problems()))
     assert {name for row, name in reachable_rows().items() if row not in tested} == set()
 
 
+@pytest.mark.slow
 def test_a_missing_case_is_noticed() -> None:
     """The unmasked tile of D = 256 for more than 2048 keys."""
     few_keys = [problem for problem in gpu_problems() if problem.seqlen_k <= 2048]

@@ -51,6 +51,7 @@ def test_machine_code_is_as_recorded(name: str) -> None:
 # Coverage of the list.
 
 
+@pytest.mark.slow
 def test_every_row_and_bounds_that_a_plain_call_can_reach_is_locked() -> None:
     pairs = {row_and_bounds(case) for case in plain()}
     # Deterministic gradients lock every row, but not with every set of bounds.
@@ -60,6 +61,7 @@ def test_every_row_and_bounds_that_a_plain_call_can_reach_is_locked() -> None:
         assert found[:-1] in rows if case.deterministic else found in pairs, case.name
 
 
+@pytest.mark.slow
 def test_every_row_of_fp32_is_locked() -> None:
     tiles = {(case.direction, case.arch, compile_key(case).tile) for case in CASES.values() if case.dtype == "fp32"}
     for case in reachable():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cute_flash.planning import varlen
-from cute_flash.planning.decode import DecodeStatic, decode_tile, plan_decode, splits_keys
+from cute_flash.planning.decode import DecodeStatic, decode_tile, plan_split_kv, splits_keys
 from cute_flash.planning.plan import Plan, plan_backward, plan_forward
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band, ceil_div
@@ -73,8 +73,8 @@ def test_rows_of_decode_tiles(head_dim: int, rows: int, tile_m: int) -> None:
 @pytest.mark.parametrize("lengths", [[1] * 9, [40, 1, 1], [17, 0, 33]])
 def test_query_tiles_of_a_ragged_batch_are_bounded(lengths: list[int]) -> None:
     group, heads_kv = 4, 2
-    static = DecodeStatic("bfloat16", 128, ragged=True)
-    plan = plan_decode(static, SM90, len(lengths), sum(lengths), group * heads_kv, heads_kv, 4096, None)
+    problem = Problem(len(lengths), group * heads_kv, heads_kv, sum(lengths), 4096, 128, varlen=True)
+    plan = plan_split_kv(problem, SM90)
     assert plan.num_query_tiles >= heads_kv * sum(ceil_div(group * length, plan.tile.tile_m) for length in lengths)
 
 

@@ -28,6 +28,7 @@ def exact(
     return inputs, out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=ids)
 def test_oracle_is_attention_on_its_sample(shape):
     inputs, out = exact(shape)

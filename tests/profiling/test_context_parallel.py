@@ -30,6 +30,7 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "sum / unsharded" in capsys.readouterr().out and path.with_suffix(".txt").exists()
 
 
+@pytest.mark.slow
 def test_the_ratio_sums_over_ranks() -> None:
     record = context_parallel.STUDY.measure(DRY_SETTINGS, tools(FakeTimer()))
     for found in record["directions"].values():
@@ -42,6 +43,7 @@ def test_the_ratio_sums_over_ranks() -> None:
     assert context_parallel.meets_goal(record)
 
 
+@pytest.mark.slow
 def test_groups_are_those_of_the_ring() -> None:
     settings = replace(DRY_SETTINGS, ranks=8, heads=4, heads_kv=1)
     record = context_parallel.STUDY.measure(settings, tools(FakeTimer()))
@@ -58,6 +60,7 @@ def test_lengths_must_divide(capsys: pytest.CaptureFixture[str]) -> None:
     assert "use a multiple of 16" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_table_of_the_model() -> None:
     rows = plot_cp.table().rows
     assert [row[1] for row in rows] == 2 * [str(n) for n in plot_cp.RANKS]

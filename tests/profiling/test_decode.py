@@ -125,6 +125,7 @@ def test_elements_that_are_not_written_are_seen(run):
     json.dumps(record, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_a_wrong_or_failing_peer_is_not_the_best(run):
     def fail(out):
         raise RuntimeError("no kernel")

@@ -176,6 +176,7 @@ def test_newest_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         figures.newest("nothing", "results/x")
 
 
+@pytest.mark.slow
 def test_commands_need_no_results() -> None:
     """Only `plots` reads the results of the repository."""
     readers = {"profiling.documents.figures", "profiling.documents.doc_tables"}

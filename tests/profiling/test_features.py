@@ -34,6 +34,7 @@ def short_sequences(monkeypatch):
     monkeypatch.setattr(features, "LONGEST", 20)
 
 
+@pytest.mark.slow
 def test_all_cells_run_and_what_fails_is_reported(short_sequences, tmp_path, capsys):
     found = run_features(tuple(features.KINDS), SMALL, FakeTimer(event_ms=1.0), torch.device("cpu"))
     assert [one.kind for one in found] == ["feature"] * 2 + ["window"] + ["equal"] * 2 + ["ragged"] * 2 + [

@@ -54,6 +54,7 @@ def test_a_figure_is_drawn_from_checked_in_files(name: str) -> None:
         assert numbers == pytest.approx(stored_numbers, abs=1e-3), f"{name} is not up to date: make plots"
 
 
+@pytest.mark.slow
 def test_a_changed_value_changes_a_figure(monkeypatch) -> None:
     """The comparison above detects one point that moved by a thousandth."""
     before = figures.draw("forward.svg")

@@ -30,6 +30,7 @@ def without_fa4(monkeypatch, eager_flex):
     monkeypatch.setattr(fa4_mods, "missing", lambda: "ImportError: none here")
 
 
+@pytest.mark.slow
 def test_all_cells_run():
     found = run_features(tuple(mods.KINDS), SMALL, FakeTimer(event_ms=1.0), CPU, cells=mods.KINDS)
     assert [one.kind for one in found] == ["function"] * 12 + ["documents"] * 2 + ["bias"]

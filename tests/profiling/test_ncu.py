@@ -185,6 +185,7 @@ def test_a_large_cache_reads_every_tensor_once_and_writes_nothing(kernel: str) -
     assert bytes_of(kernel, SHAPE, 1 << 40) == (found.least_read_bytes, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ncu_case.LAYOUTS)
 def test_outputs_beyond_the_cache_are_written(kernel: str) -> None:
     shape = Shape(**ncu_case.BEYOND_L2, heads_kv=ncu_case.BEYOND_L2["heads"], head_dim=128, causal=False)

@@ -78,6 +78,7 @@ def test_dout_counts():
         torch.testing.assert_close(doubled[name].exact, 2 * doubled[name].pick(grad), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", ["normal", "outliers"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=ids)
@@ -149,6 +150,7 @@ SPOILS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
 def test_a_wrong_gradient_is_found_and_the_others_are_not_blamed(spoil):
     inputs = tensors(GROUPED)

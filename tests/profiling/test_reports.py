@@ -18,6 +18,7 @@ MAX_REPORT_BYTES, MAX_BYTES = 300_000, 4_000_000
 pytestmark = pytest.mark.skipif(not (DATA / COUNTERS).exists(), reason=f"waits for {COUNTERS}")
 
 
+@pytest.mark.slow
 def test_the_record_is_what_the_exports_say() -> None:
     before = {path.name: path.stat().st_mtime_ns for path in FOLDER.iterdir()}
     _, record = ncu_run.from_folder(FOLDER)
@@ -28,6 +29,7 @@ def test_the_record_is_what_the_exports_say() -> None:
     assert written == found, "out of date: run python -m profiling ncu --from-exports --out profiling/reports/h200"
 
 
+@pytest.mark.slow
 def test_a_record_whose_export_is_gone_is_noticed(tmp_path) -> None:
     for path in FOLDER.iterdir():
         if path.suffix in (".csv", ".json"):

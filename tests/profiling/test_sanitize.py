@@ -44,6 +44,7 @@ def test_every_kind_of_kernel_is_launched() -> None:
     assert len({one.name for one in found}) == len(found)
 
 
+@pytest.mark.slow
 def test_the_launches_need_every_kernel() -> None:
     """Nothing runs: the kernels that the calls would launch are recorded."""
     gpu = CpuGpu(ARCHS["sm_90"], lambda key, operands: None)
@@ -78,6 +79,7 @@ def test_decode_launches_have_several_splits() -> None:
         assert features >= set(sanitize_case.DECODE) - set(sanitize_case.SPLIT_CALLS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launch", [*launches(families=("sm80",)), *launches(only="sm90-*-decode-attn*")], ids=lambda launch: launch.name
 )

@@ -89,6 +89,7 @@ def test_every_field_of_a_tile_can_be_written(family):
     assert known.kernels in KERNEL_FAMILIES
 
 
+@pytest.mark.slow
 @runnable
 @pytest.mark.parametrize("head_dim", [32, 64, 72, 96, 128, 160, 192, 256])
 def test_every_neighbour_survives_the_round_trip(family, arch, head_dim):

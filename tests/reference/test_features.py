@@ -110,6 +110,7 @@ def check(case: Combination) -> None:
         assert_error_within(f"d{name}", found[name], oracle[name], yardstick.to(x.dtype))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6))
 def test_varlen_combinations(seed: int) -> None:

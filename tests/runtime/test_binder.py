@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_flash.planning import plan as planning
 from cute_flash.planning.plan import CompileKey, plan_forward
 from cute_flash.planning.registry import KERNELS
 from cute_flash.runtime import launcher
@@ -54,6 +55,8 @@ def test_calls_that_differ_in_values_share_one_source(gpu: FakeGpu) -> None:
 def test_an_operand_without_a_value_is_an_error(sm_90: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any launch: a kernel that takes an operand must get one."""
     spec = KERNELS["fwd_sm90"]
+    # Without its cache, which would keep the launches of this test for others.
+    monkeypatch.setattr(planning, "_fwd_launches", planning._fwd_launches.__wrapped__)
     monkeypatch.setitem(KERNELS, "fwd_sm90", spec._replace(operands=(*spec.operands, Operand("forgotten", "i32"))))
     with pytest.raises(LookupError, match="the operand forgotten of fwd_sm90 has no value"):
         launcher.forward(*inputs(), plain())

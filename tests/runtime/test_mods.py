@@ -529,6 +529,7 @@ def test_a_bias_and_a_block_mask_of_varlen_batches_are_refused(gpu: FakeGpu) -> 
             launcher.forward(q, k, v, args)
 
 
+@pytest.mark.slow
 def test_calls_that_differ_in_one_thing_have_signatures_of_their_own(gpu: FakeGpu) -> None:
     qkv = inputs()
     heads, sq, sk = qkv[0].shape[1], qkv[0].shape[2], qkv[1].shape[2]

@@ -110,6 +110,7 @@ def causal(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
 
 
+@pytest.mark.slow
 def test_masks_of_flex_attention() -> None:
     near = masks.sliding_window(3)
     both = flex_attention.and_masks(causal, near)
