@@ -57,7 +57,7 @@ def test_the_launches_need_every_kernel() -> None:
     assert {(96, 128), (96, 192)} <= {(tile.head_dim, tile.tile_m) for tile in plain}, "for few and for many keys"
     ways = {(key.tile.warp_pairs, key.tile.speculative_max) for key in keys if key.kernel == "fwd_sm80"}
     assert ways == {(False, False), (False, True), (True, True)}
-    statics = [key.static for key in keys if key.kernel == "decode"]
+    statics = [key.static for key in keys if key.kernel in ("decode", "fwd_split_kv")]
     assert {static.page_lookup for static in statics} == {"", "chunk", "row"}
     assert {static.overlaps_previous for static in statics} == {True, False}, "both families"
     for flag in ("is_fp8", "ragged", "appends", "rotary", "varlen", "heads_first"):
