@@ -48,17 +48,6 @@ def by_cpu_path(
     return {name: named[name] for name in tensors}
 
 
-def assert_outputs(
-    attend: Attend, case: AnyCombination, tensors: dict[str, Tensor], scale: float | None = None
-) -> None:
-    """Compare out and LSE of a call with the oracle."""
-    with torch.no_grad():
-        found, (oracle, oracle_lse) = attend(tensors), case.dense(reference.dense, tensors, scale)
-        low, _ = case.dense(reference.dense_low_precision, tensors, scale)
-    cases.assert_lse_close(found[1], oracle_lse)
-    cases.assert_error_within("out", found[0], oracle, low)
-
-
 def assert_feature_gradients(
     attend: Attend, case: AnyCombination, tensors: dict[str, Tensor], douts: Outputs, scale: float | None = None
 ) -> dict[str, Tensor]:

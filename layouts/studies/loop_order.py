@@ -3,7 +3,7 @@
     Q outer     FlashAttention-2: a CTA owns a tile of Br queries; O, m and l stay on chip
     K/V outer   FlashAttention: a CTA owns a head; every K/V block of Bc keys reloads and rewrites O, m and l
 
-`reference.tiled_q_outer` and `reference.tiled_kv_outer` run the same loops and count the same bytes.
+`loops.tiled_q_outer` and `loops.tiled_kv_outer` run the same loops and count the same bytes.
 
 The time is a lower bound: each unit works alone on the SMs that have a CTA, and the slowest unit decides. Two times are
 computed, because the bytes of the loops pass through L2: one as if every byte came from HBM, as the papers count, and
@@ -47,7 +47,7 @@ def _harmonic(n: int) -> float:
 
 @dataclass(frozen=True)
 class LoopOrder:
-    """One loop order of a problem: the counts of `reference.Traffic`, and the time on a GPU."""
+    """One loop order of a problem: the counts of `loops.Traffic`, and the time on a GPU."""
 
     name: str
     problem: Problem

@@ -94,6 +94,14 @@ def traced_results(cases: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tenso
     return results.view(len(cases), 4, 6)
 
 
+@pytest.mark.parametrize(("sq", "sk"), [(100, 100), (100, 333), (333, 100), (1, 700)])
+def test_the_diagonal_block_has_the_key_of_the_last_row(sq: int, sk: int) -> None:
+    """Hopper tiles with a speculative row max visit this block first, where scores tend to be large."""
+    for m_block in range(spec.ceil_div(sq, 64)):
+        own_key = min(64 * m_block + 63, sq - 1) + sk - sq
+        assert Band(None, 0).diagonal_block(m_block, 64, 48, sq, sk) == max(own_key, 0) // 48
+
+
 @pytest.mark.compiles
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(4, 8), (8, 3)])
 def test_traced_integers_agree_with_python(tile_m: int, tile_n: int) -> None:

@@ -120,8 +120,8 @@ def produced_masks(draws: list[Draw]) -> Iterator[torch.Tensor]:
         for thread in cutlass.range(128, unroll=1):
             for w in cutlass.range_constexpr(2):
                 rectangle = (first_row + 64 * w) // 32
-                where = 1, w, thread // 32, thread % 32
-                pipeline.produce(dropout, Int32(8), rectangle, first_column, where)
+                warp, lane = thread // 32, thread % 32
+                pipeline.produce(dropout, Int32(8), rectangle, first_column, 1, w, warp, lane)
         mma = make_mma(cutlass.BFloat16, columns, True, OperandMajorMode.K, OperandMajorMode.K)
         for thread in cutlass.range(128, unroll=1):
             thr_mma = mma.get_slice(thread)

@@ -41,7 +41,7 @@ STEP = 0.5
 class Staircase(ScoreFormula):
     """A toy: adds STEP to the scores of every even row of a thread. It has no other method."""
 
-    def apply(self, acc_S_mn: Any, mask: Any, first_col: Any, scale: Any, looks_near: Any) -> None:
+    def apply(self, acc_S_mn: Any, tile: Any, scale: Any) -> None:
         for r in range(0, cute.size(acc_S_mn, mode=[0]), 2):
             for c in range(cute.size(acc_S_mn, mode=[1])):
                 acc_S_mn[r, c] = acc_S_mn[r, c] + STEP

@@ -16,7 +16,7 @@ from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.device.gradients import gradient_sums, mods_bwd
 from cute_flash.device.gradients.bias_bwd import BwdBiasParams, BwdBlockBias
-from cute_flash.device.gradients.mods_bwd import BwdGraphs, BwdModParams
+from cute_flash.device.gradients.mods_bwd import BwdGraphs, BwdModParams, CaptureTerms, ModArguments
 from cute_flash.device.gradients.score_bwd import BwdScoreParams
 from cute_flash.device.memory.views import as_mn
 from cute_flash.device.scores.band import Band
@@ -152,12 +152,12 @@ def block(  # type: ignore[no-untyped-def]
         dropout = (threshold, numbers[2], rng) if "dropout" in names else (None, None, None)
         captures, floats, dcaptures = (() if x is None else tuple(x) for x in (captures, floats, dcaptures))
         num = [len(x[1]) for x in (parts.score, parts.mask)]
-        of_score = captures[: split[0]], floats[: num[0]]
-        of_mask = captures[split[0] : sum(split)], floats[num[0] :]
+        of_score = ModArguments(captures[: split[0]], floats[: num[0]])
+        of_mask = ModArguments(captures[split[0] : sum(split)], floats[num[0] :])
         bias_params = None if mBias is None else BwdBiasParams(mBias, mdBias, varies, accumulates, False)
         mods = BwdModParams(
             graphs, numbers[0], softcap, of_score, of_mask, of_score, bias_params, dcaptures,
-            dcapture_terms=None if terms is None else tuple(terms),
+            dcapture_terms=None if terms is None else CaptureTerms(*terms),
         )  # fmt: skip
         score = Score.of(numbers[0], softcap, True)
         params = BwdScoreParams(score, Int32(HEADS), slopes if "alibi" in names else None, None, *dropout, mods)

@@ -94,7 +94,7 @@ def scoring(shape: Any, has_softcap: bool, has_slope: bool, reference: float | N
                 coords = as_mn(tScS)
                 of_rows = (Float32(coords[r, 0][0]) for r in range(cute.size(acc_mn, mode=[0])))
                 references = tuple((row + Float32(reference)) * LOG2_E for row in of_rows)
-                score.apply_relative(acc_mn, mask, ScoreTile(sizes[3], rows, columns), references)
+                score.apply_relative(acc_mn, ScoreTile(mask, sizes[3], rows, columns), references)
             for i in cutlass.range_constexpr(cute.size(acc)):
                 out[tScS[i]] = acc[i] * LN_2
 
@@ -213,11 +213,11 @@ def test_fused_exp2_of_products(softcap: float | None, slope: float | None, plac
                 acc[i] = products[tScS[i]]
             band = Band(None, Int32(0)) if cutlass.const_expr(step == "causal k-step") else Band()
             mask, acc_P = Mask(band, sizes[0], sizes[1], sizes[2], tScS), cute.make_fragment_like(acc)
-            tile = ScoreTile(sizes[3], rows, columns)
+            tile = ScoreTile(mask, sizes[3], rows, columns, has_alibi_step=step != "")
             if cutlass.const_expr(step != ""):
                 word = cutlass.select_(fits(score.slope_log2, score.scale_log2), Int32(1), Int32(0))
-                signs[0] = score.alibi.step_word(word, mask, tile)
-            fused = score.fused_exp2(as_mn(acc), mask, tile, step != "")
+                signs[0] = score.alibi.step_word(word, tile)
+            fused = score.fused_exp2(as_mn(acc), tile)
             for i in cutlass.range_constexpr(cute.size(acc)):
                 row, column = tScS[i]
                 acc[i] = -Float32.inf if row + column == 9 else acc[i]

@@ -44,8 +44,3 @@ def launching_operators() -> Iterator[None]:
             library.impl("attention_fwd", forward, "CPU", allow_override=True)
             library.impl("attention_bwd", backward, "CPU", allow_override=True)
         yield
-
-
-@contextmanager
-def own_workspaces() -> Iterator[None]:
-    yield

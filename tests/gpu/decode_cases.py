@@ -19,7 +19,6 @@ from cute_flash.spec.band import Band
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.family import FAMILIES, use_kernels
 from tests.decode.cases import DecodeCase, random_cases
-from tests.fakes.cuda import own_workspaces
 from tests.fakes.recording import RecordingGpu, backward_keys, forward_keys
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -107,7 +106,7 @@ def decode_keys(case: DecodeCase, dtype: torch.dtype, family: str, arch: ArchSpe
     short = replace(case, seqlens=tuple(min(length, DRY_LENGTH) for length in case.seqlens))
     call = short.build("cpu", dtype)
     gpu = RecordingGpu(arch)
-    with use_gpu(gpu), use_kernels(family), own_workspaces():
+    with use_gpu(gpu), use_kernels(family):
         decode._bind(*bind(*call.tensors, **call.options))
     return gpu.keys
 
@@ -184,8 +183,7 @@ def split_keys(arch: ArchSpec) -> Iterator[CompileKey]:
             alibi=tensors.get("alibi"),
             sinks=tensors.get("sinks"),
         )
-        with own_workspaces():
-            yield from forward_keys(q, k, v, args, arch)
+        yield from forward_keys(q, k, v, args, arch)
         yield from backward_keys(q, k, v, args, arch)
 
 

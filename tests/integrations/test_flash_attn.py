@@ -303,3 +303,20 @@ def test_compile() -> None:
 
     found = torch.compile(f, fullgraph=True, backend="aot_eager")(*inputs)
     torch.testing.assert_close(found, f(*inputs))
+
+
+@pytest.mark.parametrize(("head_dim", "padded"), [(20, 24), (64, 64)])
+def test_attn_gets_a_head_dim_that_its_kernels_have(
+    head_dim: int, padded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels need multiples of 8, with zeros in the columns after the original ones."""
+    taken, attn = [], fa.attn
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
+        taken.append(q.shape[-1])
+        assert not any(x[..., head_dim:].any() for x in (q, k, v))
+        return attn(q, k, v, **keywords)
+
+    monkeypatch.setattr(fa, "attn", spy)
+    x = torch.randn(2, 9, 4, head_dim)
+    assert fa.flash_attn_func(x, x, x).shape == x.shape and taken == [padded]

@@ -291,15 +291,16 @@ class Aux(NamedTuple):
         (dict(query=[1]), ValueError, "query is a builtins.list"),
         (dict(key=torch.zeros(2, 2, S, 16)), ValueError, "query has 4 heads and key has 2: set enable_gqa=True"),
         (dict(key=torch.zeros(2, 3, S, 16), value=torch.zeros(2, 3, S, 16), enable_gqa=True), ValueError, "heads"),
-        (dict(block_mask=block_mask_of(Case(causal), 128, S)), ValueError, "block_mask has 128 queries"),
-        (dict(block_mask=block_mask_of(Case(causal, batch=3))), ValueError, "block_mask has batch=3"),
-        (dict(block_mask=block_mask_of(Case(causal))[:, :, :5]), cute_flash.TraceError, "sliced BlockMask"),
+        (dict(block_mask=lambda: block_mask_of(Case(causal), 128, S)), ValueError, "block_mask has 128 queries"),
+        (dict(block_mask=lambda: block_mask_of(Case(causal, batch=3))), ValueError, "block_mask has batch=3"),
+        (dict(block_mask=lambda: block_mask_of(Case(causal))[:, :, :5]), cute_flash.TraceError, "sliced BlockMask"),
     ],
 )  # fmt: skip
 def test_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     q, k, v = tensors(torch.float32)
+    made = {name: x() if callable(x) else x for name, x in arguments.items()}
     with pytest.raises(error, match=message):
-        flex_attention(**{"query": q, "key": k, "value": v, **arguments})
+        flex_attention(**{"query": q, "key": k, "value": v, **made})
 
 
 def test_nested_tensors_are_refused() -> None:

@@ -78,40 +78,26 @@ def grads(out: Tensor, inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
 # ---- dense
 
 
+@pytest.mark.parametrize("window", [None, (5, 3)])
 @pytest.mark.parametrize(("heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "keywords"), DENSE)
-def test_sdpa_operator(on_cpu, heads, heads_kv, seqlen_q, seqlen_k, head_dim, keywords) -> None:  # type: ignore[no-untyped-def]
+def test_dense_operators(on_cpu, heads, heads_kv, seqlen_q, seqlen_k, head_dim, keywords, window) -> None:  # type: ignore[no-untyped-def]
+    """SDPA's operator, and with a window the operator of flash attention."""
     qkv = tensors(heads, heads_kv, seqlen_q, seqlen_k, head_dim)
-    found = aten._scaled_dot_product_flash_attention(*qkv, **keywords)
-    out, lse, cum_seq_q, cum_seq_k, max_q, max_k, _, _, _ = found
-    wanted, wanted_lse = expected(*qkv, **keywords)
+    if window is None:
+        out, lse, *sizes, _, _, _ = aten._scaled_dot_product_flash_attention(*qkv, **keywords)
+        assert sizes == [None, None, seqlen_q, seqlen_k]
+        wanted, wanted_lse = expected(*qkv, **keywords)
+    else:
+        arguments = *(x.transpose(1, 2) for x in qkv), None, None, seqlen_q, seqlen_k, 0.0
+        sides = dict(zip(("window_size_left", "window_size_right"), window), scale=keywords.get("scale"))
+        is_causal = keywords.get("is_causal", False)
+        out, lse, *_ = aten._flash_attention_forward(*arguments, is_causal, False, **sides)
+        out = out.transpose(1, 2)
+        wanted, wanted_lse = expected(*qkv, **keywords, window=window)
     assert_close(out, wanted)
     assert_close(lse, wanted_lse)
-    assert (cum_seq_q, cum_seq_k, max_q, max_k) == (None, None, seqlen_q, seqlen_k)
     weights = torch.randn_like(out)
     assert_close(grads(out, qkv, weights), grads(wanted, qkv, weights))
-
-
-@pytest.mark.parametrize(("heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "keywords"), DENSE)
-def test_flash_operator(on_cpu, heads, heads_kv, seqlen_q, seqlen_k, head_dim, keywords) -> None:  # type: ignore[no-untyped-def]
-    qkv = tensors(heads, heads_kv, seqlen_q, seqlen_k, head_dim)
-    arguments = [x.transpose(1, 2) for x in qkv], (None, None, seqlen_q, seqlen_k, 0.0)
-    is_causal, scale = keywords.get("is_causal", False), keywords.get("scale")
-    sides = {"window_size_left": 5, "window_size_right": 3}
-    found = aten._flash_attention_forward(*arguments[0], *arguments[1], is_causal, False, scale=scale, **sides)
-    wanted, wanted_lse = expected(*qkv, **keywords, window=(5, 3))
-    out = found[0].transpose(1, 2)
-    assert_close(out, wanted)
-    assert_close(found[1], wanted_lse)
-    weights = torch.randn_like(out)
-    assert_close(grads(out, qkv, weights), grads(wanted, qkv, weights))
-
-
-def test_results_are_those_of_torchs_cpu_operator(on_cpu: None) -> None:
-    qkv = tensors(4, 4, 33, 33, 16)
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(*qkv, 0.0, True)
-    wanted, wanted_lse = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, 0.0, True)
-    assert_close(out, wanted)
-    assert_close(lse, wanted_lse)
 
 
 @pytest.mark.parametrize("head_dim", [16, 30])
@@ -418,15 +404,6 @@ def test_activate_and_restore(clean: None) -> None:
         restore()
         restore()
         assert attention.current_flash_attention_impl() is None and overridden() == []
-
-
-def test_torchs_own_functions_know_the_name(clean: None) -> None:
-    register()
-    attention.activate_flash_attention_impl(NAME)
-    attention.activate_flash_attention_impl(NAME)
-    assert overridden() == OPS
-    restore()
-    assert overridden() == []
 
 
 def test_context_manager(clean: None) -> None:

@@ -259,6 +259,17 @@ def test_dropout_in_training() -> None:
     assert torch.equal(results[2], results[3])
 
 
+def test_a_position_bias_and_a_mask_of_numbers_are_added() -> None:
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    bias, mask = torch.randn(1, 2, 5, 5), torch.zeros(1, 1, 5, 5)
+    mask[..., 3:] = -torch.inf
+    module = torch.nn.Module()
+    found, _ = attention(module, q, k, v, mask, position_bias=bias)
+    torch.testing.assert_close(found, attn(q, k, v, bias=bias + mask).transpose(1, 2))
+    found, _ = attention(module, q, k, v, None, is_causal=False, position_bias=bias)
+    torch.testing.assert_close(found, attn(q, k, v, bias=bias).transpose(1, 2))
+
+
 def test_refused() -> None:
     for name in ("cute_flash", "sdpa", "paged|cute"):
         with pytest.raises(ValueError, match="transformers reserves it; use a name such as 'cute_attention'"):

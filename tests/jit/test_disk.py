@@ -50,11 +50,6 @@ def test_files_are_for_their_user_alone(cache: DiskCache) -> None:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_nothing_temporary_is_left(cache: DiskCache) -> None:
-    cache.store("entry", CONTENT, ".so")
-    assert sorted(path.name for path in cache.folder.iterdir()) == ["entry.so", "entry.so.sha256"]
-
-
 def test_a_new_entry_replaces_the_old_one(cache: DiskCache) -> None:
     cache.store("entry", CONTENT, ".so")
     with open(cache.folder / "entry.so", "rb") as old:

@@ -179,16 +179,6 @@ def test_logical_divide_refuses() -> None:
         logical_divide(Layout((8, 8), (8, 1)), (2, 2, 2))
 
 
-def test_tile_to_shape_goes_down_the_rows_first() -> None:
-    atom = Layout((8, 32), (32, 1))
-    tiled = tile_to_shape(atom, (24, 64, 2))
-    for row in range(24):
-        for col in range(64):
-            for stage in range(2):
-                block = row // 8 + 3 * (col // 32) + 6 * stage
-                assert tiled(row, col, stage) == atom(row % 8, col % 32) + 256 * block
-
-
 @pytest.mark.parametrize("shape", [(12, 64), (8, 63), (8,)])
 def test_tile_to_shape_refuses(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="not a multiple of the atom"):

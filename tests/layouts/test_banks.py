@@ -109,42 +109,6 @@ def test_report_agrees_with_brute_force(rows: int, cols: int, variant: str) -> N
     assert {name: access.wavefronts for name, access in report.items()} == brute_force(variant, rows, cols)
 
 
-# (rows, cols, variant): wavefronts of ldmatrix and fragment stores, of row loads, and of cp.async.
-NUMBERS = {
-    (64, 64, "swizzled"): (64, 64, 64),
-    # Of eight lines, one is aligned (1 wavefront), three straddle two lines (2), four also straddle sectors (3 or 4).
-    (64, 64, "padded"): (64, 64, 64 * 21 // 8),
-    (64, 64, "plain"): (8 * 64, 64, 64),
-    (128, 128, "swizzled"): (256, 256, 256),
-    (128, 128, "padded"): (256, 256, 256 * 21 // 8),
-    (128, 128, "plain"): (8 * 256, 256, 256),
-    # Half a line at a time.
-    (64, 96, "swizzled"): (96, 96, 2 * 96),
-    # A row is 13 chunks: the end of the second 64 bytes is in the same group of banks as the start of the first.
-    (64, 96, "padded"): (96, 2 * 96, 2 * 96 * 15 // 8),
-    # A row is 12 chunks: eight rows start in two groups of banks.
-    (64, 96, "plain"): (4 * 96, 96, 2 * 96),
-    (64, 32, "swizzled"): (32, 32, 32),
-    (64, 32, "padded"): (32, 2 * 32, 32 * 24 // 8),
-    (64, 32, "plain"): (4 * 32, 32, 32),
-}
-
-
-@pytest.mark.parametrize(("case", "expected"), NUMBERS.items(), ids=str)
-def test_the_numbers(case: tuple[int, int, str], expected: tuple[int, int, int]) -> None:
-    rows, cols, variant = case
-    by_matrix, by_row, by_line = expected
-    report = tile_report(SmemTile(rows, cols, variant=variant))
-    assert list(report) == list(ACCESSES)
-    by_name = {"load_rows": by_row, "cp_async_write": by_line}
-    for name, access in report.items():
-        # Each access moves the tile once, 128 bytes at best per wavefront; at D=96 cp.async has half lines.
-        halves = 2 if name == "cp_async_write" and cols == 96 else 1
-        assert access.ideal == halves * rows * cols * 2 // 128
-        assert access.wavefronts == by_name.get(name, by_matrix), name
-        assert access.conflicts == access.wavefronts - access.ideal
-
-
 # Head dim, keys of a block, variant -> cp.async wavefronts of the forward, counted by instruction: 16
 # heads of 2048 queries and keys, 256 tiles of 128 rows.
 COUNTED = {
@@ -193,46 +157,12 @@ def test_a_phase_takes_as_many_wavefronts_as_serving_it(width: int, places: list
     assert Phase(width, lanes).wavefronts == serve([address for _, address in lanes], width)
 
 
-@pytest.mark.parametrize(
-    ("stride_words", "expected"),
-    # The same word is shared; an odd stride visits every bank; a power of two leaves 32 / stride banks.
-    [(0, 1), (1, 1), (2, 2), (3, 1), (4, 4), (8, 8), (16, 16), (32, 32), (33, 1)],
-)
-def test_strided_words(stride_words: int, expected: int) -> None:
-    layout = Layout((32, 1), (stride_words, 1))
-    access = warp_access(layout, [(lane, 0) for lane in range(32)], Vector(4, element_bytes=4))
-    assert (access.wavefronts, access.ideal, access.conflicts) == (expected, 1, expected - 1)
-
-
-@pytest.mark.parametrize(("width", "num_phases"), [(4, 1), (8, 2), (16, 4)])
-def test_phases_by_width(width: int, num_phases: int) -> None:
-    row = Layout((1, 512), (0, 1))
-    coords = [(0, lane * width // 2) for lane in range(32)]
-    access = warp_access(row, coords, Vector(width), first_thread=64)
-    assert (access.wavefronts, access.ideal) == (num_phases, num_phases)
-    assert [thread for phase in access.phases for thread, _ in phase.lanes] == list(range(64, 96))
-
-
 def test_idle_lanes_take_no_wavefronts() -> None:
     tile = SmemTile(64, 64, variant="plain")
     coords = [(lane, 0) if lane in (0, 3, 9) else None for lane in range(32)]
     access = warp_access(layout_of(tile), coords)
     assert [phase.lanes for phase in access.phases] == [((0, 0), (3, 3 * 128)), ((9, 9 * 128),)]
     assert access.wavefronts == 3
-
-
-def test_detail_of_a_conflict() -> None:
-    plain, swizzled = (
-        ldmatrix_a(layout_of(SmemTile(64, 64, variant=v)), 0, 8).phases[0] for v in ("plain", "swizzled")
-    )
-    # Chunk 1 of every row: banks 4 to 7, eight words in each.
-    assert plain.banks == {4 + w: [(t, 128 * t + 16 + 4 * w) for t in range(8)] for w in range(4)}
-    # Row t holds its chunk 1 in group 1 XOR t: a word in every bank.
-    assert swizzled.banks == {
-        4 * (1 ^ t) + w: [(t, 128 * t + 16 * (1 ^ t) + 4 * w)]
-        for t in sorted(range(8), key=lambda t: 1 ^ t)
-        for w in range(4)
-    }
 
 
 def test_order_of_the_matrices() -> None:

@@ -11,7 +11,7 @@ import pytest
 import layouts
 from layouts import ACCESSES, VARIANTS, SmemTile, conflict_table, svg_picture, text_picture
 from layouts.__main__ import FIGURES, main
-from layouts.draw import svg_banks, text_banks
+from layouts.draw import text_banks
 
 README = Path(layouts.__file__).with_name("README.md")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -19,38 +19,6 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def first_phase(tile: SmemTile, access: str = "ldmatrix_a"):
     return ACCESSES[access](tile).phases[0]
-
-
-def test_text_picture_of_a_swizzle() -> None:
-    tile = SmemTile(16, 64)
-    assert (
-        text_picture(tile, first_phase(tile), num_rows=4)
-        == """\
-swizzled 16 x 64, 2-byte elements: S<3,3,3> o 0 o ((8,2),(64,1)):((64,512),(1,0))
-cell = 16 bytes, number = group of 4 banks, [ ] = threads 0 to 7 together: 1 wavefront
-     col   0   8  16  24  32  40  48  56
-row    0  [0]  1   2   3   4   5   6   7
-row    1  [1]  0   3   2   5   4   7   6
-row    2  [2]  3   0   1   6   7   4   5
-row    3  [3]  2   1   0   7   6   5   4
-row    4  [4]  5   6   7   0   1   2   3
-row    5  [5]  4   7   6   1   0   3   2
-row    6  [6]  7   4   5   2   3   0   1
-row    7  [7]  6   5   4   3   2   1   0
-rows 8 to 15 repeat the numbers of rows 0 to 7
-"""
-    )
-
-
-def test_text_picture_of_a_padded_tile() -> None:
-    picture = text_picture(SmemTile(16, 32, variant="padded"), num_rows=3)
-    assert picture.splitlines()[2:] == [
-        "     col   0   8  16  24",
-        "row    0   0   1   2   3",
-        "row    1   5   6   7   0",
-        "row    2   2   3   4   5",
-        "rows 3 to 15 repeat the numbers of rows 0 to 7",
-    ]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -96,18 +64,6 @@ def test_svg_picture(variant: str, access: str, labels: set[str]) -> None:
     assert len({colour_at[r.get("x"), r.get("y")] for r in framed}) == 8 // phase.wavefronts
     assert {text.text for text in root.iter(f"{SVG}text") if (text.text or "").startswith("t")} == labels
     assert all(float(r.get("x", 0)) + float(r.get("width", 0)) <= float(root.get("width", 0)) for r in rects)
-
-
-def test_svg_without_an_access() -> None:
-    assert len(ElementTree.fromstring(svg_picture(SmemTile(8, 64))).findall(f"{SVG}rect")) == 1 + 8 * 8
-
-
-def test_conflict_table() -> None:
-    lines = conflict_table(64, 96).splitlines()
-    assert lines[1].split() == ["access", "ideal", *VARIANTS]
-    assert lines[2].split() == ["ldmatrix_a", "96", "96", "(0)", "96", "(0)", "384", "(288)"]
-    assert lines[5].split() == ["cp_async_write", "192", "192", "(0)", "360", "(168)", "192", "(0)"]
-    assert lines[-1].split() == ["bytes", "12288", "12288", "13296", "12288"]
 
 
 def test_main_prints_and_writes(capsys, tmp_path) -> None:
@@ -185,15 +141,6 @@ wavefront 0       t0      t1      t2      t3       .      t4      t5      t6
 wavefront 1       t7       .       .       .       .       .       .       .
 """
     )
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_svg_banks(variant: str) -> None:
-    phase = first_phase(SmemTile(64, 64, variant=variant))
-    root = ElementTree.fromstring(svg_banks("8 x 8", phase))
-    assert len(root.findall(f"{SVG}rect")) == 1 + 8 * phase.wavefronts
-    labels = [text.text for text in root.iter(f"{SVG}text") if (text.text or "").startswith("t")]
-    assert sorted(labels) == [f"t{i}" for i in range(8)]
 
 
 def test_main_draws_a_kernel(capsys) -> None:

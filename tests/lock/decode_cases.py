@@ -16,7 +16,6 @@ from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
 from cute_flash.spec.family import use_kernels
-from tests.fakes.cuda import own_workspaces
 from tests.fakes.recording import RecordingGpu, forward_keys
 
 MASKS: dict[str, tuple[int | None, int | None]] = {"full": (None, None), "causal": (None, 0), "window": (100, 0)}
@@ -110,7 +109,7 @@ def decode_key(case: DecodeCase) -> CompileKey:
     caches = [torch.empty(*rows, HEADS_KV, width, dtype=stored) for width in (case.head_dim, width_v)]
     call = bind(torch.empty(*leading, HEADS, case.head_dim, dtype=dtype), *caches, **options)
     gpu = RecordingGpu(ARCHS[case.arch])
-    with use_gpu(gpu), use_kernels(case.family), own_workspaces():
+    with use_gpu(gpu), use_kernels(case.family):
         decode._bind(*call)
     (key,) = gpu.keys
     return key
@@ -127,5 +126,4 @@ def _attention_keys(case: DecodeCase) -> list[CompileKey]:
     if varlen:
         offsets = torch.zeros(BATCH + 1, dtype=torch.int32)
         args = args._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-    with own_workspaces():
-        return forward_keys(q, k, v, args, ARCHS[case.arch])
+    return forward_keys(q, k, v, args, ARCHS[case.arch])

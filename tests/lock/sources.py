@@ -78,7 +78,8 @@ def _by_name() -> dict[str, AnyCase]:
 @cache
 def kernel_of(name: str) -> str:
     """The kernel of a case, by the case's name. Gates may have decode cases that the lock does not have."""
-    return "decode" if name.startswith("decode/") else compile_key(_by_name()[name]).kernel
+    case = _by_name().get(name)
+    return "decode" if case is None else compile_key(case).kernel
 
 
 @cache

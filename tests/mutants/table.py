@@ -47,6 +47,7 @@ _DEVICE_MASK = _of("device/test_parts.py::test_mask_is_the_band", "device/test_b
 _SCORE_BWD = _of("device/test_score_bwd.py")
 _REFERENCE = _of("reference/test_features.py", "reference/test_dense.py")
 _FORWARD, _BACKWARD = _of("planning/test_forward.py"), _of("planning/test_backward.py")
+_DECISIONS = _of("planning/test_decisions.py")
 _OPERANDS = _of("runtime/test_forward.py", "runtime/test_backward.py")
 _DECODE = _of("decode/test_reference.py")
 _SHARDS = _of("distributed/test_calls.py", "distributed/test_accumulate.py", "distributed/test_large_groups.py")
@@ -76,9 +77,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # Scores in kernels.
     *_mutants(
-        "cute_flash/device/scores/score.py",
+        "cute_flash/device/scores",
         _DEVICE_SCORES,
-        ("score = score - self.slope_log2 * from_key", "score = score + self.slope_log2 * from_key"),
+        ("score = score - slope * cute.math.absf", "score = score + slope * cute.math.absf"),
         ("(x * cap - cap) * y", "(x * cap + cap) * y"),
         ("inverse_ab, inverse_cd = inverse * cd, inverse * ab", "inverse_ab, inverse_cd = inverse * ab, inverse * cd"),
         ("acc[i] * (c0 + squared * (c1 + squared * c2))", "acc[i] * (c0 + squared * (c1 - squared * c2))"),
@@ -105,23 +106,23 @@ MUTANTS: tuple[Mutant, ...] = (
         ("return m, torch.ones_like(m)", "return m, torch.zeros_like(m)"),
     ),
     *_mutants(
-        "cute_flash/reference/loops.py",
-        _of("reference/test_dense.py", "reference/test_cpu.py", "reference/test_loops.py"),
+        "cute_flash/reference/formulas.py",
+        _of("reference/test_dense.py", "reference/test_cpu.py", "layouts/test_loops.py"),
         ("mask &= distance >= -band.left", "mask &= distance > -band.left"),
         ("mask &= distance <= band.right", "mask &= distance < band.right"),
         ("alpha * l + P.sum(dim=-1, keepdim=True)", "l + P.sum(dim=-1, keepdim=True)"),
     ),
     Mutant(
         "cute_flash/reference/merge.py",
-        "torch.exp(finite - lse).masked_fill(empty, 0.0)",
-        "torch.exp(finite - lse)",
+        "finite = stacked.masked_fill(empty, 0.0)",
+        "finite = stacked",
         _of("reference/test_merge.py"),
     ),
     # Planning.
     *_mutants(
         "cute_flash/planning/plan.py",
-        (*_FORWARD, *_BACKWARD),
-        ("rows < tile_m and ceil_div(group * rows, tile_m) < group", "ceil_div(group * rows, tile_m) < group"),
+        (*_DECISIONS, *_FORWARD, *_BACKWARD, *_of("runtime/test_backward.py", "runtime/test_varlen.py")),
+        ("ceil_div(group * rows, tile_m) < group", "ceil_div(group * rows, tile_m) <= group"),
         ("min(num_tiles, arch.num_sms) if is_sm90 else num_tiles", "num_tiles"),
         ("if kv_heads % n == 0)", "if n)"),
         ("is_zeroed = deterministic and", "is_zeroed = not deterministic and"),
@@ -131,7 +132,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *_mutants(
         "cute_flash/planning/tiles/__init__.py",
-        _of("planning/test_tiles.py", "planning/test_forward.py", "planning/test_backward.py", "planning/test_mods.py"),
+        _of("planning"),
         ("row.serves(static) and row.fits(arch)", "row.serves(static)"),
         ("return SM80_BWD_FP32[arch.name] if", "return SM80_BWD[arch.name] if"),
         ('"dropout" not in features', '"dropout" in features'),
@@ -139,14 +140,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *_mutants(
         "cute_flash/planning/varlen.py",
-        _of("kernels/test_varlen_scheduler.py", "runtime/test_varlen.py", "planning/test_forward.py"),
+        _of("planning/test_decisions.py", "kernels/test_varlen_scheduler.py", "runtime/test_varlen.py"),
         ("(2 if has_unused else 1) * batch + 1", "batch + 1"),
         ("return begin // tile_rows + sequence", "return begin // tile_rows"),
         ("visited.end - visited.begin", "visited.end"),
     ),
     *_mutants(
         "cute_flash/planning/decode.py",
-        _of("runtime/test_decode.py", "planning"),
+        _of("planning/test_decisions.py", "runtime/test_decode.py"),
         ("32 if rows > 16 and head_dim <= 128 else 16", "32 if rows > 16 else 16"),
         ("ceil_div(tokens * group, tile.tile_m) + batch", "ceil_div(tokens * group, tile.tile_m)"),
         ("rows <= MAX_SPLIT_ROWS and keys >= MIN_SPLIT_KEYS", "keys >= MIN_SPLIT_KEYS"),
@@ -195,6 +196,16 @@ MUTANTS: tuple[Mutant, ...] = (
         ("rows = s.seqlen_before, s.seqlen", "rows = 0, s.seqlen - s.seqlen_before"),
     ),
     # Adapters.
+    # Keywords that an entry drops in silence.
+    *_mutants(
+        "cute_flash",
+        _of("test_entries.py"),
+        ("softcap=softcap, alibi=alibi, sinks=sinks, dropout=dropout, return", "alibi=alibi, sinks=sinks, return"),
+        ("values.mask_mod, values.score_mod_bwd)", "values.mask_mod, None)"),
+        ("        alibi=_local(alibi, first),\n", ""),
+        ("dict.fromkeys(names, ((None, False), remedy))", "dict.fromkeys(names, ((None, False, True), remedy))"),
+        ('refuse("cute_attention", keywords', 'refuse("cute_attention", {}'),
+    ),
     *_mutants(
         "cute_flash/integrations/flash_attn_args.py",
         (*_FLASH, *_of("integrations/test_flash_attn_kvcache.py")),

@@ -18,7 +18,7 @@ WORDS = {
     "turns": "WarpgroupOrder", "turn": "WarpgroupOrder", "tell": "publish", "told": "read", "follow": "consumer",
     "drawn": "dropout mask", "kept": "dropout mask", "draws": "dropout producer", "span": "seqlen info",
     "walk": "block iterator", "cut": "masked", "cuts": "masked", "whole": "full", "hide": "apply_mask",
-    "hides": "apply_mask", "formula": "fused score-to-exp2 pass", "suspicious": "speculative row max",
+    "hides": "apply_mask", "suspicious": "speculative row max",
     "weight": "feature_cost", "ordered": "deterministic", "around": "preprocess, postprocess",
     "extras": "score params", "ranges": "nvtx", "ticker": "progress", "memo": "tensor cache",
     "launchable": "ensure_aligned",

@@ -19,7 +19,7 @@ from profiling.measure.shapes import Shape
 from profiling.peers.cute_flash import our_library
 from profiling.peers.directions import calls_of
 from profiling.peers.sdpa import sdpa_library
-from tests.fakes.cuda import claiming_cuda, own_workspaces
+from tests.fakes.cuda import claiming_cuda
 from tests.profiling.fakes import SETTINGS, SMALL, CpuGpu, FakePeer, FakeTimer, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
@@ -209,7 +209,7 @@ def test_kernels_of_a_run_are_all_compiled_before_it(direction, kernels):
 
     shapes = [SMALL, GROUPED, replace(GROUPED, causal=True)]
     settings, ours = replace(SETTINGS, direction=direction, kernels=kernels), [our_library(kernels=kernels)]
-    with use_gpu(CpuGpu(ARCHS["sm_90"], launch)), claiming_cuda(), own_workspaces():
+    with use_gpu(CpuGpu(ARCHS["sm_90"], launch)), claiming_cuda():
         peers = [*ours, FakePeer("fa3", FakeTimer(), 1.0)]
         keys = needed_kernels(calls_of(peers, shapes, (direction,), torch.bfloat16, torch.device("cpu")))
         assert not launched

@@ -13,7 +13,7 @@ from cute_flash.spec import arch
 from profiling.documents import doc_results
 from profiling.studies import decode, decode_cases
 from profiling.studies.decode_cases import CUDNN, FA3, FLASH, OURS, VARIANTS, Call, Inputs, Shape, Sizes
-from tests.fakes.cuda import claiming_cuda, own_workspaces
+from tests.fakes.cuda import claiming_cuda
 from tests.profiling.fakes import CpuGpu, FakeTimer, tools
 
 CPU, SIZES = torch.device("cpu"), Sizes(heads=4, heads_kv=2, head_dim=32)
@@ -147,7 +147,7 @@ def test_kernels_of_a_run_are_all_compiled_before_it(monkeypatch):
         operands["out"].zero_()
 
     monkeypatch.setattr(decode_cases, "unavailable", lambda: dict.fromkeys(decode.PEERS, "none"))
-    with use_gpu(CpuGpu(arch.ARCHS["sm_90"], launch)), claiming_cuda(), own_workspaces():
+    with use_gpu(CpuGpu(arch.ARCHS["sm_90"], launch)), claiming_cuda():
         keys = decode.kernels(SMALL, tools(FakeTimer()))
         assert not launched
         decode.STUDY.measure(SMALL, tools(FakeTimer()))

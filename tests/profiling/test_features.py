@@ -10,7 +10,7 @@ from profiling.measure.record import write_json
 from profiling.measure.timing import Samples
 from profiling.studies import features
 from profiling.studies.features import AutogradCall, Cell, CellResult, Settings, measure_cell, run_features
-from tests.fakes.cuda import claiming_cuda, launching_operators, own_workspaces
+from tests.fakes.cuda import claiming_cuda, launching_operators
 from tests.fakes.gpu import fake_gpu
 from tests.profiling.fakes import FakeTimer
 
@@ -113,7 +113,7 @@ def test_needed_kernels():
         return q * 2
 
     settings = replace(SMALL, pairs=((64, 64),), hidden=64)
-    with fake_gpu("sm_90") as gpu, claiming_cuda(), launching_operators(), own_workspaces():
+    with fake_gpu("sm_90") as gpu, claiming_cuda(), launching_operators():
         cells = list(features.head_dim_cells(settings, torch.device("cpu")))
         keys = features.needed_kernels(cells)
         assert not gpu.launches

@@ -18,7 +18,7 @@ from profiling.counters import sanitize, sanitize_case
 from profiling.counters.sanitize_case import Launch, launches
 from profiling.measure import machine
 from profiling.measure.study import NOT_MEASURED, OK
-from tests.fakes.cuda import claiming_cuda, launching_operators, own_workspaces
+from tests.fakes.cuda import claiming_cuda, launching_operators
 from tests.profiling.fakes import CpuGpu
 
 TWO = launches(only="sm90-d64-*-dropout")
@@ -47,7 +47,7 @@ def test_every_kind_of_kernel_is_launched() -> None:
 def test_the_launches_need_every_kernel() -> None:
     """Nothing runs: the kernels that the calls would launch are recorded."""
     gpu = CpuGpu(ARCHS["sm_90"], lambda key, operands: None)
-    with use_gpu(gpu), claiming_cuda(), launching_operators(), own_workspaces():
+    with use_gpu(gpu), claiming_cuda(), launching_operators():
         keys = sanitize_case.needed_kernels(launches(), "cpu")
     assert {key.kernel for key in keys} == set(KERNELS)
     tiles = {type(key.tile).__name__ for key in keys}

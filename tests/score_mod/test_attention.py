@@ -15,10 +15,8 @@ from cute_flash import BlockMask, attn, attn_varlen, masks, reference, supports
 from cute_flash.reference import tiled
 from cute_flash.reference.dense import band_mask
 from cute_flash.score_mod.bound import mod_arguments
-from cute_flash.spec.args import to_schema
 from cute_flash.spec.band import Band
 from tests.arguments import call_args
-from tests.opchecks import assert_opcheck, each_part
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -380,18 +378,3 @@ def test_shapes_on_cuda() -> None:
         ):
             out, lse = attn(x, x, x, return_lse=True, **{name: value})
             assert out.shape == x.shape and lse.shape == (1, 4, 8)
-
-
-@each_part
-def test_opcheck(part: tuple[str, ...]) -> None:
-    q, k, v = inputs(CASES[0])
-    table = normal(H, seed=1).requires_grad_()
-    bias = normal(1, 1, 37, 37).requires_grad_()
-    args = call_args(
-        q,
-        bias=bias,
-        score_mod=lambda s, b, h, i, j: s * table[h] * WIDTH,
-        mask_mod=masks.causal(),
-        block_mask=BlockMask.of(masks.causal(), (2, H, 37, 37), tile=(16, 16)),
-    )
-    assert_opcheck(part, torch.ops.cute_flash.attention_fwd, q, k, v, *to_schema(args))

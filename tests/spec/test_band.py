@@ -29,6 +29,7 @@ def check_blocks(found: BlockRange, visible: list[list[bool]], tile_n: int, sk: 
     # Exactly the blocks with a visible key, without gaps.
     assert list(range(found.begin, found.end)) == touched
     assert list(range(found.full_begin, found.full_end)) == full
+    assert [n for n in range(num_blocks) if not found.is_masked(n)] == full
 
 
 @pytest.mark.parametrize("left", SIDES)

@@ -16,7 +16,7 @@ from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import CompileKey
 from cute_flash.runtime import gpu
 from cute_flash.spec.arch import H200
-from tests.fakes.cuda import claiming_cuda, launching_operators, own_workspaces
+from tests.fakes.cuda import claiming_cuda, launching_operators
 from tests.fakes.recording import RecordingGpu
 from tests.upstream.jobs import Job
 
@@ -41,7 +41,7 @@ def recording() -> Iterator[list[CompileKey]]:
     with ExitStack() as stack:
         stack.enter_context(gpu.use_gpu(recorder))
         if not HAS_GPU:
-            for fake in (claiming_cuda, launching_operators, own_workspaces):
+            for fake in (claiming_cuda, launching_operators):
                 stack.enter_context(fake())
             # Zeros are fast, and do not advance the CPU's generator, as randn on a GPU does not. So tests that draw a
             # window from this generator draw the same one with and without a GPU.

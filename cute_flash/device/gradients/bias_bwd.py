@@ -13,10 +13,12 @@ queries: half of a 32-byte sector of 16-bit elements per query. The next access 
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
 
 from cute_flash.device.gradients.gradient_sums import GradientSums
 from cute_flash.device.memory.stmatrix import lane_offset, load_step, load_two_tiles, store_steps
@@ -24,9 +26,23 @@ from cute_flash.device.memory.tma import TmaTiles
 from cute_flash.device.ptx import add_if, rederived, store_if
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.scores.bias_stages import BiasStages
-from cute_flash.device.scores.position import BwdBlockPosition
+from cute_flash.device.scores.position import BwdBlockPosition, ScoreBlock
 from cute_flash.score_mod.graph import COLUMN, ROW
 from cute_flash.smem.tile import SmemTile
+
+
+class ThreadSize(NamedTuple):
+    """The rows and the columns of a thread in a block."""
+
+    rows: int
+    columns: int
+
+
+class Lengths(NamedTuple):
+    """The lengths of a sequence."""
+
+    queries: Int32
+    keys: Int32
 
 
 @dataclass(frozen=True)
@@ -39,11 +55,8 @@ class BwdBiasParams:
     accumulates: cutlass.Constexpr  # several scores add to one entry of the gradient
     tma_stores_gradient: cutlass.Constexpr  # TMA stores dS as the gradient; otherwise threads store or add it
 
-    def block(self, position: BwdBlockPosition, size: tuple, lengths: tuple) -> "BwdBlockBias":
-        """This thread's bias in the block at `position`.
-
-        `size`: rows and columns of the thread. `lengths`: queries and keys of the sequence.
-        """
+    def block(self, position: BwdBlockPosition, size: ThreadSize, lengths: Lengths) -> "BwdBlockBias":
+        """This thread's bias in the block at `position`."""
         rows, columns = size
         of_rows, of_columns = (COLUMN, ROW) if position.is_transposed else (ROW, COLUMN)
         shape = rows if self.varies & of_rows else 1, columns if self.varies & of_columns else 1
@@ -57,9 +70,9 @@ class BwdBlockBias:
 
     params: BwdBiasParams
     position: BwdBlockPosition
-    lengths: tuple  # of the sequence: queries, keys
+    lengths: Lengths
     rBias: cute.Tensor  # (rows, columns), of size 1 in a dimension in which the bias broadcasts
-    size: cutlass.Constexpr  # rows and columns of this thread
+    size: cutlass.Constexpr  # ThreadSize
 
     def at(self, r: int, c: int) -> Float32:
         rows, columns = self.rBias.shape
@@ -87,10 +100,10 @@ class BwdBlockBias:
                 self.rBias[r, c] = pointer.load()
 
     def _query(self, r: int, c: int) -> Int32:
-        return cutlass.min(self.position.query_at(r, c), self.lengths[0] - 1)
+        return cutlass.min(self.position.query_at(r, c), self.lengths.queries - 1)
 
     def _key(self, r: int, c: int) -> Int32:
-        return cutlass.min(self.position.key_at(r, c), self.lengths[1] - 1)
+        return cutlass.min(self.position.key_at(r, c), self.lengths.keys - 1)
 
     def add_gradient(self, dS: Float32, r: int, c: int, sums: GradientSums) -> None:
         """Add dS to the gradient, if the bias has one and TMA does not store it."""
@@ -107,9 +120,8 @@ class BwdBlockBias:
             self._store(gdBias, dS, r, c)
 
     def _store(self, gdBias: cute.Tensor, dS: Float32, r: int, c: int) -> None:
-        position, (num_queries, num_keys) = self.position, self.lengths
-        query, key = position.query_at(r, c), position.key_at(r, c)
-        exists = (query < num_queries) & (key < num_keys)
+        query, key = self.position.query_at(r, c), self.position.key_at(r, c)
+        exists = (query < self.lengths.queries) & (key < self.lengths.keys)
         target = gdBias.iterator + cute.crd2idx((query, key), gdBias.layout)
         if self.params.accumulates:
             add_if(Int32(exists), target.toint(), dS)
@@ -133,18 +145,23 @@ class BwdBiasPipeline:
 
     @staticmethod
     def allocate(
-        smem, dtype, tile: SmemTile, size: tuple[int, int], keeps_gradient: bool, is_transposed: bool
+        smem: SmemAllocator,
+        dtype: type,
+        tile: SmemTile,
+        num_warpgroups: int,
+        num: int,
+        keeps_gradient: bool,
+        is_transposed: bool,
     ) -> "BwdBiasPipeline":
         """Allocate stages and barriers.
 
-        `size`: the number of warpgroups, and of stages of each. `keeps_gradient`: stages also hold the gradient.
-        `is_transposed`: rows of accumulators are keys.
+        `num`: stages of a warpgroup. `keeps_gradient`: stages also hold the gradient. `is_transposed`: rows of
+        accumulators are keys.
         """
         assert not (keeps_gradient and is_transposed), "`write_gradient` does not transpose"
-        num_warpgroups, stages = size
-        found = BiasStages.allocate(smem, dtype, tile, num_warpgroups, stages, splits_rows=False)
-        gradient_ready = Pipeline.allocate(smem, num_warpgroups * stages) if keeps_gradient else None
-        return BwdBiasPipeline(found, gradient_ready, is_transposed)
+        stages = BiasStages.allocate(smem, dtype, tile, num_warpgroups, num, splits_rows=False)
+        gradient_ready = Pipeline.allocate(smem, num_warpgroups * num) if keeps_gradient else None
+        return BwdBiasPipeline(stages, gradient_ready, is_transposed)
 
     @cute.jit
     def init_barriers(self):
@@ -160,13 +177,13 @@ class BwdBiasPipeline:
         return self.gradient_ready.part(warpgroup, self.stages.num)
 
     @cute.jit
-    def store_gradient(self, tma: TmaTiles, iteration: Int32, block: tuple, head_batch: tuple):
-        """Store the gradient of the block (m_block, n_block), then release its stages. Called by one warp."""
+    def store_gradient(self, tma: TmaTiles, iteration: Int32, block: ScoreBlock):
+        """Store the gradient of a block, then release its stages. Called by one warp."""
         for w in cutlass.range_constexpr(self.stages.num_warpgroups):
             self.ready(w).wait_full(iteration)
             sX, (row, column) = self.stages.stage(w, iteration), self.stages.coord(block, w)
             with cute.arch.elect_one():
-                tma.store(sX, row, *head_batch, column)
+                tma.store(sX, row, block.head, block.batch, column)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.stages.pipeline(w).release(iteration)
@@ -206,12 +223,12 @@ class BwdSmemBias:
         if c % 4 == 0:
             first = Int32(self.owner.stages.sBias.iterator.toint()) + self.stage
             if self.owner.is_transposed:
-                found = load_two_tiles(first + lane_offset(self.thread), c // 2)
+                four = load_two_tiles(first + lane_offset(self.thread), c // 2)
             else:
-                found = load_step(first, self.owner.stages.tile, self.thread, c // 4)
+                four = load_step(first, self.owner.stages.tile, self.thread, c // 4)
             for i in range(4):
-                self.words[c + i] = found[i]
-            self.loaded[0] = self.loaded[0] | found[0]
+                self.words[c + i] = four[i]
+            self.loaded[0] = self.loaded[0] | four[0]
 
     def at(self, r: int, c: int) -> Float32:
         index, dtype = c // 2 * 2 + r, self.owner.stages.sBias.element_type

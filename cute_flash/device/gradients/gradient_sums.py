@@ -78,13 +78,13 @@ def is_first(lanes: int) -> Boolean:
     return (cute.arch.lane_idx() & lanes) == 0
 
 
-def add_at(gradient: cute.Tensor, coord, value: Float32) -> None:
+def add_at(gradient: cute.Tensor, coord: cute.Coord, value: Float32) -> None:
     """Add to an entry of `gradient` in global memory, atomically."""
     target = gradient.iterator + cute.crd2idx(coord, gradient.layout)
     cute.arch.atomic_add(target, value, sem="relaxed", scope="gpu")
 
 
-def add_once(gradient: cute.Tensor, coord, value: Float32, lanes: int) -> None:
+def add_once(gradient: cute.Tensor, coord: cute.Coord, value: Float32, lanes: int) -> None:
     """Add from the first of the lanes that share the entry, unless the value is 0."""
     target = gradient.iterator + cute.crd2idx(coord, gradient.layout)
     add_if(Int32(is_first(lanes) & (value != 0.0)), target.toint(), value)

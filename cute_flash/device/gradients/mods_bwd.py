@@ -16,12 +16,13 @@ and -inf without one.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
-from cute_flash.device.gradients.bias_bwd import BwdBiasParams, BwdBlockBias, BwdSmemBias
+from cute_flash.device.gradients.bias_bwd import BwdBiasParams, BwdBlockBias, BwdSmemBias, Lengths, ThreadSize
 from cute_flash.device.gradients.gradient_sums import GradientSums
 from cute_flash.device.gradients.score_bwd import BlockScores, PlainScores, store_pair
 from cute_flash.device.memory.views import as_mn
@@ -33,7 +34,7 @@ from cute_flash.device.scores.position import BwdBlockPosition
 from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.score_mod.bound import Graphs
 from cute_flash.score_mod.derive import LoadGradient
-from cute_flash.score_mod.evaluate import Evaluator
+from cute_flash.score_mod.evaluate import Evaluator, Part
 from cute_flash.score_mod.graph import COLUMN, ROW, Graph
 from cute_flash.score_mod.lower import lowered
 
@@ -41,6 +42,21 @@ from cute_flash.score_mod.lower import lowered
 COLUMNS_AT_ONCE = 8
 # The sentinel NaN of masked scores. Arithmetic returns NaNs with other bits.
 MASKED_BITS = 0x7FC0DEAD
+Outputs = tuple[Any, ...]  # of a graph: DSL scalars
+
+
+class ModArguments(NamedTuple):
+    """The values that a graph captured. None: it captured none; kernels take no empty tuples."""
+
+    captures: tuple[cute.Tensor, ...] | None = None
+    scalars: tuple[Float32 | Int32, ...] | None = None
+
+
+class CaptureTerms(NamedTuple):
+    """The terms of the gradients of captured tensors, (loads, B, H, Sq, Sk) each."""
+
+    terms: cute.Tensor  # fp32
+    elements: cute.Tensor  # the indices of the elements that they are added to
 
 
 @dataclass(frozen=True)
@@ -66,7 +82,7 @@ class BwdGraphs:
         nodes = () if self.gradient is None else self.gradient.nodes
         return any(node.op == "input" and node.value == "score" for node in nodes)
 
-    def output(self, outputs: tuple, i: int, is_zero) -> Float32:
+    def output(self, outputs: Outputs, i: int, is_zero: Boolean) -> Float32:
         """The i-th output of the gradient graph; 0 where P is 0, because the derivative may not be finite there."""
         assert self.gradient is not None
         node, value = self.gradient.nodes[self.gradient.outputs[i]], Float32(outputs[i])
@@ -92,33 +108,31 @@ class BwdGraphs:
 class BwdModParams:
     """The bias and the user mods of a launch.
 
-    `score`, `mask` and `gradient` are (captures, scalars) of those graphs; None: the graph is absent or has neither.
+    `score`, `mask` and `gradient` are the arguments of those graphs; None: the graph is absent or has none.
     """
 
     graphs: cutlass.Constexpr  # BwdGraphs
     scale: Float32
     softcap: Float32 | None
-    score: tuple | None
-    mask: tuple | None
-    gradient: tuple | None
+    score: ModArguments | None
+    mask: ModArguments | None
+    gradient: ModArguments | None
     bias: BwdBiasParams | None
-    dcaptures: tuple | None  # fp32 gradients of the captured tensors that need one
+    dcaptures: tuple[cute.Tensor, ...] | None  # fp32 gradients of the captured tensors that need one
     block_indices: BwdBlockIndices | None = None  # of a block mask
     prefetches_bias: cutlass.Constexpr = True  # registers suffice to load a block's bias while S is computed
-    # For deterministic gradients: the fp32 terms, and the indices of the elements that they are added to, (loads, B, H,
-    # Sq, Sk) each.
-    dcapture_terms: tuple | None = None
+    dcapture_terms: CaptureTerms | None = None  # for deterministic gradients
 
     def block(self, plain: BlockScores, mask: Mask, head: Int32, batch: Int32, first_col: Int32):
         """`plain` with the bias and the user mods, for the rows of `mask` and the columns from `first_col` on."""
         coords = as_mn(mask.tScS)
-        (row, column), size = coords[0, 0], tuple(cute.size(coords, mode=[i]) for i in range(2))
+        (row, column), size = coords[0, 0], ThreadSize(*(cute.size(coords, mode=[i]) for i in range(2)))
         if plain.is_transposed:
             position = BwdBlockPosition(head, batch, first_col + column, mask.first_row + row, plain.row_step)
-            lengths = mask.seqlen_k, mask.seqlen_q
+            lengths = Lengths(mask.seqlen_k, mask.seqlen_q)
         else:
             position = BwdBlockPosition(head, batch, mask.first_row + row, first_col + column, plain.row_step, False)
-            lengths = mask.seqlen_q, mask.seqlen_k
+            lengths = Lengths(mask.seqlen_q, mask.seqlen_k)
         bias = None if self.bias is None else self.bias.block(position, size, lengths)
         return ModScores(plain, self, position, size, bias)
 
@@ -126,8 +140,8 @@ class BwdModParams:
 class ModEvaluator:
     """A graph in one block, with the values of its subexpressions that depend on a row of this thread."""
 
-    def __init__(self, graph: Graph, arguments: tuple | None, position: BwdBlockPosition, num_rows: int) -> None:
-        captures, scalars = (tuple(x or ()) for x in arguments or ((), ()))
+    def __init__(self, graph: Graph, arguments: ModArguments | None, position: BwdBlockPosition, num_rows: int) -> None:
+        captures, scalars = (tuple(x or ()) for x in arguments or ModArguments())
         self.evaluator = Evaluator(graph, CuteArithmetic(), captures, scalars)
         self.position = position
         self.head = self.evaluator.at_head(position.batch, position.head)
@@ -139,12 +153,12 @@ class ModEvaluator:
         self.rows = [at_row(self.head, *x) for x in rows]
         self.first_column = Float32(position.first_column)
 
-    def column(self, c: int):
+    def column(self, c: int) -> Part:
         """The values of the subexpressions that depend on the thread's c-th column."""
         offset = column_offset(c)
         return self.at_column(self.head, self.position.first_column + offset, self.first_column + Float32(offset))
 
-    def at(self, r: int, column, score=None, grad=None) -> tuple:
+    def at(self, r: int, column: Part, score: Float32 | None = None, grad: Float32 | None = None) -> Outputs:
         """The outputs of the graph in the thread's r-th row."""
         parts = (column, self.rows[r]) if self.position.is_transposed else (self.rows[r], column)
         return self.evaluator.at(self.head, *parts, score, grad)
@@ -157,7 +171,7 @@ class ModScores:
     plain: BlockScores
     params: BwdModParams
     position: BwdBlockPosition
-    size: cutlass.Constexpr  # rows and columns of this thread
+    size: cutlass.Constexpr  # ThreadSize
     bias: BwdBlockBias | BwdSmemBias | None
 
     # ---- compile-time properties
@@ -218,10 +232,10 @@ class ModScores:
         if cutlass.const_expr(self.has_softcap):
             self.plain.score.apply_cap(acc_S)
         if cutlass.const_expr(self.scales and self.keeps_score):
-            for c in cutlass.range_constexpr(self.size[1]):
+            for c in cutlass.range_constexpr(self.size.columns):
                 if cutlass.const_expr(self.bias is not None and not self.params.prefetches_bias):
                     self.bias.load_column(c)
-                for r in cutlass.range_constexpr(self.size[0]):
+                for r in cutlass.range_constexpr(self.size.rows):
                     S_mn[r, c] = self.with_alibi_and_bias(S_mn[r, c] * self.params.scale, r, c)
 
     def with_alibi_and_bias(self, x: Float32, r: int, c: int) -> Float32:
@@ -229,7 +243,7 @@ class ModScores:
             x = x - self.plain.score.slope_log2 * (1 / LOG2_E) * self.plain.distance(r, c)
         return x if self.bias is None else x + self.bias.at(r, c)
 
-    def masked_value(self, acc_S: cute.Tensor) -> tuple:
+    def masked_value(self, acc_S: cute.Tensor) -> tuple[cute.Tensor, Int32 | Float32]:
         """The view that masks write to, and the value that they write."""
         if self.masks_by_bits:
             return bits_of(acc_S), Int32(MASKED_BITS)
@@ -243,7 +257,7 @@ class ModScores:
         mask.apply_to_tail_rows(S_mn, masked)
 
     @cute.jit
-    def apply_mask(self, acc_S: cute.Tensor, is_partial=None):
+    def apply_mask(self, acc_S: cute.Tensor, is_partial: Boolean | None = None):
         """Apply mask_mod. `is_partial`: with a block mask, whether this block needs it."""
         if cutlass.const_expr(is_partial is None):
             self.apply_mask_mod(acc_S)
@@ -255,13 +269,13 @@ class ModScores:
         mask_mod = self.mod("mask")
         if cutlass.const_expr(mask_mod is not None):
             S_mn, masked = self.masked_value(acc_S)
-            for c in cutlass.range_constexpr(self.size[1]):
-                if cutlass.const_expr(self.size[1] > 2 * COLUMNS_AT_ONCE and c % COLUMNS_AT_ONCE == 0):
+            for c in cutlass.range_constexpr(self.size.columns):
+                if cutlass.const_expr(self.size.columns > 2 * COLUMNS_AT_ONCE and c % COLUMNS_AT_ONCE == 0):
                     # The compiler does not move loads across this barrier. Loading all columns at once would spill
                     # registers.
                     cute.arch.sync_warp()
                 column = mask_mod.column(c)
-                for r in cutlass.range_constexpr(self.size[0]):
+                for r in cutlass.range_constexpr(self.size.rows):
                     (is_visible,) = mask_mod.at(r, column)
                     S_mn[r, c] = select_if(is_visible, S_mn[r, c], masked)
 
@@ -274,16 +288,16 @@ class ModScores:
         """
         S_mn, bits = as_mn(acc_S), bits_of(acc_S)
         score_mod, bias = self.mod("score"), None if self.params.prefetches_bias else self.bias
-        for c in cutlass.range_constexpr(0, self.size[1], 2):
+        for c in cutlass.range_constexpr(0, self.size.columns, 2):
             if cutlass.const_expr(bias is not None and (self.keeps_tanh or self.masks_probs)):
                 bias.load_column(c)
                 bias.load_column(c + 1)
             columns = [None if score_mod is None else score_mod.column(c + j) for j in range(2)]
-            for r in cutlass.range_constexpr(self.size[0]):
+            for r in cutlass.range_constexpr(self.size.rows):
                 pair = []
                 for j in cutlass.range_constexpr(2):
                     x = S_mn[r, c + j]
-                    P = self.prob(x, (r, c + j), rLSE, score_mod, columns[j], bits)
+                    P = self.prob(x, r, c + j, rLSE, score_mod, columns[j], bits)
                     if cutlass.const_expr(not self.keeps_score):
                         S_mn[r, c + j] = P * tanh_derivative(x) if cutlass.const_expr(self.has_softcap) else P
                     pair.append(P)
@@ -296,11 +310,11 @@ class ModScores:
     def pack_probs(self, acc_P: cute.Tensor, rP: cute.Tensor):
         """Pack P after dropout into rP. Called after the masks if these apply to P."""
         P_mn = as_mn(acc_P)
-        for c in cutlass.range_constexpr(0, self.size[1], 2):
-            for r in cutlass.range_constexpr(self.size[0]):
+        for c in cutlass.range_constexpr(0, self.size.columns, 2):
+            for r in cutlass.range_constexpr(self.size.rows):
                 self.pack_pair(rP, [P_mn[r, c + j] for j in range(2)], P_mn, r, c)
 
-    def pack_pair(self, rP: cute.Tensor, pair: list, S_mn: cute.Tensor, r: int, c: int) -> None:
+    def pack_pair(self, rP: cute.Tensor, pair: list[Float32], S_mn: cute.Tensor, r: int, c: int) -> None:
         dropout = self.plain.dropout_bits
         if dropout is not None:
             pair = [dropout.select(P, r, c + j) for j, P in enumerate(pair)]
@@ -309,7 +323,7 @@ class ModScores:
     def mod(self, name: str) -> ModEvaluator | None:
         """The graph "score", "mask" or "gradient" in this block; None: absent."""
         graph, arguments = getattr(self.graphs, name), getattr(self.params, name)
-        return None if graph is None else ModEvaluator(graph, arguments, self.position, self.size[0])
+        return None if graph is None else ModEvaluator(graph, arguments, self.position, self.size.rows)
 
     def mod_input(self, x: Float32, r: int, c: int) -> Float32:
         """The input of score_mod, from the value in a register of S."""
@@ -318,9 +332,17 @@ class ModScores:
             return self.with_alibi_and_bias(x * scale, r, c)
         return x
 
-    def prob(self, x: Float32, at: tuple, rLSE, score_mod: ModEvaluator | None, column, bits) -> Float32:
+    def prob(
+        self,
+        x: Float32,
+        r: int,
+        c: int,
+        rLSE: cute.Tensor,
+        score_mod: ModEvaluator | None,
+        column: Part | None,
+        bits: cute.Tensor,
+    ) -> Float32:
         """P = exp(score_mod(S) - LSE), from the value x in a register of S."""
-        r, c = at
         lse = self.plain.of_query(rLSE, r, c)
         if score_mod is None:
             S, unit = self.mod_input(x, r, c), Float32(LOG2_E)
@@ -332,7 +354,14 @@ class ModScores:
         return cutlass.select_(bits[r, c] == MASKED_BITS, Float32(0.0), P) if self.masks_by_bits else P
 
     @cute.jit
-    def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rDelta: cute.Tensor, dalibi):
+    def differentiate(
+        self,
+        acc_S: cute.Tensor,
+        acc_dP: cute.Tensor,
+        rLSE: cute.Tensor,
+        rDelta: cute.Tensor,
+        dalibi: cute.Tensor | None,
+    ):
         """Replace the values that `exponentiate` kept by dS, and sum the gradients of slope, bias and captured tensors.
 
         Returns the sums, which the caller passes to `finish`.
@@ -341,19 +370,19 @@ class ModScores:
         opaque, zero = self.opaque(dP_mn)
         score_mod = opaque.mod("score") if cutlass.const_expr(self.keeps_score) else None
         gradient, sums = opaque.mod("gradient"), GradientSums(self.position.is_transposed)
-        for c in cutlass.range_constexpr(self.size[1]):
+        for c in cutlass.range_constexpr(self.size.columns):
             if cutlass.const_expr(self.keeps_tanh and self.bias is not None):
                 opaque.bias.load_column(c)
             score_column = None if score_mod is None else score_mod.column(c)
             gradient_column = None if gradient is None else gradient.column(c)
-            for r in cutlass.range_constexpr(self.size[0]):
+            for r in cutlass.range_constexpr(self.size.rows):
                 x, dP = S_mn[r, c], dP_mn[r, c]
                 if cutlass.const_expr(self.plain.dropout_bits is not None):
                     dP = self.plain.dropout_bits.select(dP, r, c) * self.plain.dropout_scale
                 P, S = x, None
                 if cutlass.const_expr(self.keeps_score):
                     shifted = x + zero
-                    P = opaque.prob(shifted, (r, c), rLSE, score_mod, score_column, bits)
+                    P = opaque.prob(shifted, r, c, rLSE, score_mod, score_column, bits)
                     S = opaque.mod_input(shifted, r, c)
                 dS = P * (dP - self.plain.of_query(rDelta, r, c))
                 if cutlass.const_expr(gradient is not None):
@@ -385,7 +414,7 @@ class ModScores:
         """Finish the sums of `differentiate`."""
         sums.finish()
 
-    def add_capture_gradients(self, sums: GradientSums, outputs: tuple, is_zero, r: int, c: int) -> None:
+    def add_capture_gradients(self, sums: GradientSums, outputs: Outputs, is_zero: Boolean, r: int, c: int) -> None:
         """Add the gradients of captured tensors, or store their terms, which torch then sums in a fixed order."""
         for i, load in enumerate(self.graphs.loads):
             grad = self.graphs.output(outputs, load.output, is_zero)
@@ -398,15 +427,15 @@ class ModScores:
 
     def store_term(self, i: int, grad: Float32, element: Int32, r: int, c: int) -> None:
         """Store a score's term of the gradient of the i-th load, and the index of the element it is added to."""
-        position, (mTerms, mElements) = self.position, self.params.dcapture_terms
+        position, terms = self.position, self.params.dcapture_terms
         query, key = position.query_at(r, c), position.key_at(r, c)
-        gTerms, gElements = (mX[i, position.batch, position.head, None, None] for mX in (mTerms, mElements))
+        gTerms, gElements = (mX[i, position.batch, position.head, None, None] for mX in terms)
         exists = Int32((query < gTerms.shape[0]) & (key < gTerms.shape[1]))
         offset = cute.crd2idx((query, key), gTerms.layout)
         store_if(exists, (gTerms.iterator + offset).toint(), grad, Float32)
         store_if(exists, (gElements.iterator + offset).toint(), Int32(element), Int32)
 
-    def opaque(self, dP_mn: cute.Tensor) -> tuple:
+    def opaque(self, dP_mn: cute.Tensor) -> tuple["ModScores", Float32 | None]:
         """The same scores at a position that the compiler cannot recognise, and a float 0 that it cannot fold.
 
         Otherwise the compiler would merge the second computation of P with the first, and keep the common

@@ -28,7 +28,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from cute_flash.device.memory.views import as_mn
 from cute_flash.device.mma.wgmma import convert
@@ -122,26 +122,42 @@ def compute_probs(
         scores.pack_probs(acc_S, rP)
 
 
+class NoMods:
+    """The steps of a block of scores without a bias, user mods and a block mask."""
+
+    masks_probs = False
+
+    def prefetch(self) -> None:
+        """Nothing: there is no bias."""
+
+    def apply_band(self, acc_S: cute.Tensor, mask: Mask, first_col: Int32) -> None:
+        apply_band(acc_S, mask, first_col, self.is_transposed)
+
+    def apply_mask(self, acc_S: cute.Tensor, is_partial: Boolean | None = None) -> None:
+        """Nothing: there is no mask_mod."""
+
+    def finish_bias(self, rdS: cute.Tensor) -> None:
+        """Nothing: there is no bias."""
+
+    def finish(self, sums: None) -> None:
+        """Nothing: there is no bias and no captured tensor."""
+
+    def of_query(self, rX: cute.Tensor, r: int, c: int) -> Float32:
+        """LSE or Δ of the query of an element."""
+        return rX[c if self.is_transposed else r]
+
+
 @dataclass(frozen=True)
-class PlainScores:
+class PlainScores(NoMods):
     """This thread's scores of one block, without score features."""
 
     scale: Float32  # the softmax scale; if `by_vectors`, times LOG2_E
     is_transposed: cutlass.Constexpr  # rows are keys: LSE and Δ belong to columns
     by_vectors: cutlass.Constexpr = False  # operate on whole rows, in mma.sync kernels; requires `is_transposed` and rP
-    masks_probs = keeps_score = False
-
-    def prefetch(self) -> None:
-        """Nothing: there is no bias."""
+    keeps_score = False
 
     def apply_softcap(self, acc_S: cute.Tensor) -> None:
         """Nothing: there is no softcap."""
-
-    def apply_band(self, acc_S: cute.Tensor, mask: Mask, first_col: Int32) -> None:
-        apply_band(acc_S, mask, first_col, self.is_transposed)
-
-    def apply_mask(self, acc_S: cute.Tensor, is_partial=None) -> None:
-        """Nothing: there is no mask_mod."""
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor | None, rLSE: cute.Tensor):
@@ -159,7 +175,14 @@ class PlainScores:
                 convert(acc_S, rP)
 
     @cute.jit
-    def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rDelta: cute.Tensor, dalibi):
+    def differentiate(
+        self,
+        acc_S: cute.Tensor,
+        acc_dP: cute.Tensor,
+        rLSE: cute.Tensor | None,
+        rDelta: cute.Tensor,
+        dalibi: cute.Tensor | None,
+    ):
         """P -> dS = P (dP - Δ), in place."""
         P_mn, dP_mn = as_mn(acc_S), as_mn(acc_dP)
         if cutlass.const_expr(self.by_vectors):
@@ -169,21 +192,11 @@ class PlainScores:
             for r, c in self.elements(P_mn):
                 P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - self.of_query(rDelta, r, c))
 
-    def finish_bias(self, rdS: cute.Tensor) -> None:
-        """Nothing: there is no bias."""
-
-    def finish(self, sums) -> None:
-        """Nothing: there is no bias and no captured tensor."""
-
     def elements(self, S_mn: cute.Tensor) -> list[tuple[int, int]]:
         """(row, column) of each element, query by query."""
         rows, columns = (range(cute.size(S_mn, mode=[i])) for i in range(2))
         by_column = self.is_transposed
         return [(r, c) for c in columns for r in rows] if by_column else [(r, c) for r in rows for c in columns]
-
-    def of_query(self, rX: cute.Tensor, r: int, c: int) -> Float32:
-        """LSE or Δ of the query of an element."""
-        return rX[c if self.is_transposed else r]
 
 
 @cute.jit
@@ -198,7 +211,7 @@ def apply_band(acc_S: cute.Tensor, mask: Mask, first_col: Int32, is_transposed: 
         mask.apply_to_tail_rows(as_mn(acc_S))
 
 
-def store_pair(rP: cute.Tensor, pair: list, index: int, mask: Callable[[], Int32] | None = None) -> None:
+def store_pair(rP: cute.Tensor, pair: list[Float32], index: int, mask: Callable[[], Int32] | None = None) -> None:
     """Store P of two neighbouring columns, which are neighbouring registers, in the type of rP.
 
     `mask`: computes the bits to keep of a packed pair.
@@ -211,7 +224,7 @@ def store_pair(rP: cute.Tensor, pair: list, index: int, mask: Callable[[], Int32
 
 
 @dataclass(frozen=True)
-class BlockScores:
+class BlockScores(NoMods):
     """This thread's scores of one block. Rows are keys if `is_transposed`, else queries."""
 
     score: Score  # of the block's head
@@ -221,7 +234,6 @@ class BlockScores:
     dropout_scale: Float32 | None  # 1 / (1 - dropout)
     is_transposed: cutlass.Constexpr  # rows are keys: LSE and Δ belong to columns
     row_step: cutlass.Constexpr
-    masks_probs = False
 
     @property
     def has_no_transform(self) -> bool:
@@ -238,9 +250,6 @@ class BlockScores:
         """Whether `differentiate` computes P again, from the LSE."""
         return self.keeps_tanh
 
-    def prefetch(self) -> None:
-        """Nothing: there is no bias."""
-
     @cute.jit
     def apply_softcap(self, acc_S: cute.Tensor):
         """Replace Q K^T by t. Called before the mask."""
@@ -248,18 +257,6 @@ class BlockScores:
             # With ALiBi or dropout there are not enough registers for both methods of tanh.
             looks_near = self.score.slope_log2 is None and self.dropout_bits is None
             self.score.apply_cap(acc_S, looks_near)
-
-    def apply_band(self, acc_S: cute.Tensor, mask: Mask, first_col: Int32) -> None:
-        apply_band(acc_S, mask, first_col, self.is_transposed)
-
-    def apply_mask(self, acc_S: cute.Tensor, is_partial=None) -> None:
-        """Nothing: there is no mask_mod."""
-
-    def finish_bias(self, rdS: cute.Tensor) -> None:
-        """Nothing: there is no bias."""
-
-    def finish(self, sums) -> None:
-        """Nothing: there is no bias and no captured tensor."""
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):
@@ -288,7 +285,14 @@ class BlockScores:
         return P if self.dropout_bits is None or self.has_no_transform else self.dropout_bits.select(P, r, c)
 
     @cute.jit
-    def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rDelta: cute.Tensor, dalibi):
+    def differentiate(
+        self,
+        acc_S: cute.Tensor,
+        acc_dP: cute.Tensor,
+        rLSE: cute.Tensor | None,
+        rDelta: cute.Tensor,
+        dalibi: cute.Tensor | None,
+    ):
         """Replace the values that `exponentiate` kept by dS, and add the gradient of the slope to dalibi[0]."""
         S_mn, dP_mn = as_mn(acc_S), as_mn(acc_dP)
         opaque = self.opaque(dP_mn)
@@ -331,7 +335,3 @@ class BlockScores:
         """The absolute distance of query and key, for ALiBi."""
         offset = r // 2 * self.row_step + r % 2 * 8 - column_offset(c)
         return cute.math.absf(self.first_distance + Float32(offset))
-
-    def of_query(self, rX: cute.Tensor, r: int, c: int) -> Float32:
-        """LSE or Δ of the query of an element."""
-        return rX[c if self.is_transposed else r]

@@ -1,4 +1,4 @@
-"""Stores of an output tile, of the LSE of its rows, and of the largest logit."""
+"""Stores of the results: an output tile, the LSE of its rows, the largest logit."""
 
 from dataclasses import dataclass
 

@@ -67,7 +67,7 @@ class MmaOperand:
         return replace(self, address=rederived(self.address))
 
     def load(self, column_step: int, stage: Int32) -> None:
-        """Load the fragments of all this warp's sub-tiles of rows at one step of columns."""
+        """Load one step of columns, for all rows of this warp."""
         slot = (None, column_step, None) if self.is_transposed else (None, None, column_step)
         target = self.view[slot]
         layout = cute.make_layout(
@@ -88,7 +88,7 @@ class MmaOperand:
             cute.copy(self.copy, source, self.view[None, column_step, k])
 
     def _pointer(self, column_step: int, stage: Int32) -> cute.Pointer:
-        """The address of this thread's 16 bytes in the first sub-tile of rows at a step of columns."""
+        """The address from which this thread loads a step of columns, in its warp's first sub-tile of rows."""
         tile, dtype = self.tile, self.fragment.element_type
         flipped, added = tile.column(column_step * self.column_stride)
         address = (self.address + stage * tile.bytes) ^ (flipped * tile.element_bytes)

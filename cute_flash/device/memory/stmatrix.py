@@ -26,7 +26,7 @@ _TRANS = "trans."
 def lane_offset(thread: Int32 | int) -> Int32 | int:
     """Byte offset from the first row to this lane's column of the first two n8 tiles.
 
-    The 16 rows of a warp are two 16-byte chunks of a row of the tile, permuted by the swizzle.
+    A warp's 16 rows are two 16-byte chunks of a tile row, permuted by the swizzle.
     """
     lane, warp = thread % 32, thread // 32
     column, half, second = lane % MATRIX, lane // MATRIX % 2, lane // (2 * MATRIX)

@@ -22,7 +22,7 @@ from cute_flash.device.memory.ldmatrix import MmaOperand
 from cute_flash.device.memory.views import as_operand_a
 from cute_flash.device.ptx import instruction
 
-# P is at most 2^3 (`softmax.RESCALE_THRESHOLD`). It is multiplied by this factor before it is split.
+# The factor of P before it is split. P is at most 2^3 (`softmax.RESCALE_THRESHOLD`).
 PROB_SCALE = 2.0**12
 # The exponent of the largest row norm after division by the factor.
 NORM_BITS = 13

@@ -1,4 +1,4 @@
-"""Two warps that share the rows of a tile: each has half of the keys of S, and half of the columns of O.
+"""Two warps share the rows of a tile. A warp computes S for half of the keys, and half of the columns of O.
 
 P and the row statistics of both warps pass through shared memory. All barriers are those of the CTA. The one after
 Q K^T, which K and V need anyway, also orders P and carries a vote.

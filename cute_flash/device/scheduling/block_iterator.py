@@ -77,7 +77,7 @@ class OutwardBlockIterator:
 
 
 def share_of(total: Int32, i: Int32, shares: Int32) -> tuple[Int32, Int32]:
-    """(begin, end) of the i-th of `shares` parts of range(total); the first parts may have one number more.
+    """Divide range(total) into `shares` parts: (begin, end) of part i. The first parts may have one number more.
 
     The products are at most `total`, so they fit in 32 bits.
     """

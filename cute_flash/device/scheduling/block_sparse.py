@@ -22,7 +22,7 @@ M_BLOCK_MASK = (1 << (HEAD_SHIFT - M_BLOCK_SHIFT)) - 1
 
 
 class BlockCounts(NamedTuple):
-    """The numbers of full and of partial blocks of keys of a query block."""
+    """How many blocks of keys a query block sees in full, and how many in part."""
 
     full: Int32
     partial: Int32
@@ -30,7 +30,7 @@ class BlockCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockIndices:
-    """For every block of queries of the mask, its full and its partial blocks of keys."""
+    """The blocks of keys that each query block of a block mask sees, in full or in part."""
 
     num_full: cute.Tensor  # (B, H, query blocks)
     full: cute.Tensor  # (B, H, query blocks, key blocks)
@@ -117,10 +117,7 @@ class BwdBlockIndices:
     mRanks: cute.Tensor | None = None  # (B, H, m_blocks, n_blocks), for deterministic gradients
 
     def rank(self, batch: Int32, head: Int32, m_block: Int32, n_block: Int32) -> Int32:
-        """The number of K/V tiles that add to dQ of the m_block before this tile does.
-
-        These are the tiles that list the m_block and have a larger n_block.
-        """
+        """How many K/V tiles add to dQ of the m_block before this one: those that list it, with a larger n_block."""
         return self.mRanks[batch, head, m_block, n_block]
 
     @cute.jit

@@ -1,4 +1,4 @@
-"""Divides the keys of all sequences of a decode call among the CTAs of the grid, on the device.
+"""Divides the keys of a decode call among the CTAs, on the device.
 
 A *query tile* is a tile of query rows of one sequence and K/V head. Its visible keys are divided into *units*: 32 keys
 each, or `num_splits` equal parts if the caller passes `num_splits`. The units of all query tiles are numbered
@@ -61,8 +61,8 @@ class Division:
     head: Int32  # this CTA's index among the `heads_at_once` heads
     interval: Int32  # the index of this CTA's interval
     per_cta: Int32  # units of a CTA
-    # The number of units of a query tile is rounded up to a multiple of this. 1: no change. `per_cta`: every query tile
-    # begins at a new CTA, so no CTA has units of two query tiles. The added units have no keys.
+    # A query tile has a multiple of this number of units; the units that rounding up adds have no keys. 1: no change.
+    # `per_cta`: every query tile begins at a new CTA, so no CTA has units of two query tiles.
     multiple: Int32
     first_counts: TileCounts  # of the first sequences, one per lane
 

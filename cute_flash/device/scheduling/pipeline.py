@@ -75,7 +75,7 @@ class Pipeline:
     def release_per_thread(self, iteration: Int32, loaded: Int32 | None = None):
         """Arrive at the `empty` barrier once per thread, for data that threads have read with plain loads.
 
-        `loaded`: see `empty_barrier`. It may be None if every loaded value has been used before, or if the memory is
+        `loaded`: see `empty_barrier`; None is allowed if every loaded value has been used before, or if the memory is
         written again only after a later release of the same thread (published tiles have two slots).
         """
         cute.arch.mbarrier_arrive(self.empty_barrier(iteration, loaded))

@@ -29,112 +29,88 @@ class Alibi(ScoreFormula):
 
     slope_log2: Float32  # in the units of `Score.unit`
 
-    def apply(
-        self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, scale: Float32 | None, looks_near: cutlass.Constexpr
-    ) -> None:
-        self.apply_abs(acc_S_mn, mask, first_col, scale)
+    def apply(self, S_mn: cute.Tensor, tile: ScoreTile, scale: Float32 | None) -> None:
+        self.apply_abs(S_mn, tile, scale)
 
     @cute.jit
-    def apply_relative(
-        self,
-        acc_S_mn: cute.Tensor,
-        mask: Mask,
-        tile: ScoreTile,
-        scale: Float32 | None,
-        reference: RowValues,
-        looks_near: cutlass.Constexpr,
-    ):
+    def apply_relative(self, S_mn: cute.Tensor, tile: ScoreTile, scale: Float32 | None, reference: RowValues):
         """`looks_near` allows the linear formula if the whole block is on one side of the diagonal."""
-        if cutlass.const_expr(not looks_near):
-            self.apply_abs(acc_S_mn, mask, tile.column, scale, reference)
+        if cutlass.const_expr(not tile.looks_near):
+            self.apply_abs(S_mn, tile, scale, reference)
         else:
-            is_before, is_after = self.sides(mask, tile, False)
+            is_before, is_after = self.sides(tile)
             if is_before | is_after:
                 slope = self.slope_log2 if is_before else -self.slope_log2
-                self.apply_linear(acc_S_mn, mask, tile.column, scale, slope, reference)
+                self.apply_linear(S_mn, tile, scale, slope, reference)
             else:
-                self.apply_abs(acc_S_mn, mask, tile.column, scale, reference)
+                self.apply_abs(S_mn, tile, scale, reference)
 
     @cute.jit
-    def fused_exp2(
-        self, acc_S_mn: cute.Tensor, mask: Mask, tile: ScoreTile, scale: Float32, has_alibi_step: cutlass.Constexpr
-    ) -> "LinearExp2 | RowExp2":
+    def fused_exp2(self, S_mn: cute.Tensor, tile: ScoreTile, scale: Float32) -> "LinearExp2 | RowExp2":
         """The fused pass. A block across the diagonal is transformed here, in place."""
-        is_before, is_after = self.sides(mask, tile, has_alibi_step)
+        is_before, is_after = self.sides(tile)
         is_linear = is_before | is_after
-        if cutlass.const_expr(has_alibi_step):
+        if cutlass.const_expr(tile.has_alibi_step):
             is_linear = is_linear & fits(self.slope_log2, scale)
         if not is_linear:
-            self.apply_abs(acc_S_mn, mask, tile.column, scale)
+            self.apply_abs(S_mn, tile, scale)
         factor = cutlass.select_(is_linear, scale, Float32(1.0))
         slope = cutlass.select_(is_before, self.slope_log2, -self.slope_log2)
         slope = cutlass.select_(is_linear, slope, Float32(0.0))
-        rows = range(cute.size(acc_S_mn, mode=[0]))
-        if cutlass.const_expr(has_alibi_step):
-            return RowExp2(factor, tuple(-slope * self.middle_distance(mask, r, tile) for r in rows))
-        return LinearExp2(factor, slope, tuple(-slope * self.first_distance(mask, r, tile.column) for r in rows))
+        rows = range(cute.size(S_mn, mode=[0]))
+        if cutlass.const_expr(tile.has_alibi_step):
+            return RowExp2(factor, tuple(-slope * self.middle_distance(tile, r) for r in rows))
+        return LinearExp2(factor, slope, tuple(-slope * self.first_distance(tile.mask, r, tile.column) for r in rows))
 
-    def step_word(self, word: Int32, mask: Mask, tile: ScoreTile) -> Int32:
+    def step_word(self, word: Int32, tile: ScoreTile) -> Int32:
         """The operand of the k-step for a block. `word`: the operand before the diagonal (`alibi_step.row_word`).
 
         Blocks that are on neither side, and slopes that do not fit, have an operand of 0.
         """
-        is_before, is_after = self.sides(mask, tile, True)
+        is_before, is_after = self.sides(tile)
         return cutlass.select_(is_before, word, cutlass.select_(is_after, word ^ SIGNS, Int32(0)))
 
-    def sides(self, mask: Mask, tile: ScoreTile, has_alibi_step: bool) -> tuple[cutlass.Boolean, cutlass.Boolean]:
+    def sides(self, tile: ScoreTile) -> tuple[cutlass.Boolean, cutlass.Boolean]:
         """Whether all keys of a block are at or before the positions of its rows, and whether all are at or after.
 
         With the k-step, a right bound of at most 0 puts all blocks before: the mask hides the other keys afterwards.
         """
+        mask = tile.mask
         first = mask.first_row + mask.seqlen_k - mask.seqlen_q
         is_before = tile.column + tile.columns <= first + 1
-        if has_alibi_step and mask.band.right is not None:
+        if tile.has_alibi_step and mask.band.right is not None:
             is_before = is_before | (mask.band.right <= 0)
         return is_before, tile.column >= first + tile.rows - 1
 
     @cute.jit
-    def apply_abs(
-        self,
-        acc_S_mn: cute.Tensor,
-        mask: Mask,
-        first_col: Int32,
-        scale: Float32 | None,
-        reference: RowValues | None = None,
-    ):
+    def apply_abs(self, S_mn: cute.Tensor, tile: ScoreTile, scale: Float32 | None, reference: RowValues | None = None):
         """Apply scale and ALiBi to any block, with the absolute value of the distance."""
-        for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
-            distance = self.first_distance(mask, r, first_col)
-            apply_to_row(acc_S_mn, r, scale, self.slope_log2, distance, None if reference is None else reference[r])
+        for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
+            distance = self.first_distance(tile.mask, r, tile.column)
+            apply_to_row(S_mn, r, scale, self.slope_log2, distance, None if reference is None else reference[r])
 
     @cute.jit
     def apply_linear(
-        self,
-        acc_S_mn: cute.Tensor,
-        mask: Mask,
-        first_col: Int32,
-        scale: Float32 | None,
-        slope: Float32,
-        reference: RowValues,
+        self, S_mn: cute.Tensor, tile: ScoreTile, scale: Float32 | None, slope: Float32, reference: RowValues
     ):
         """Apply scale and ALiBi to a block on one side of the diagonal, where all distances have the same sign.
 
         `slope`: positive if all keys are before the rows' positions, negative if all are after.
         """
-        for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
-            first = -slope * self.first_distance(mask, r, first_col) - reference[r]
-            for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
+        for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
+            first = -slope * self.first_distance(tile.mask, r, tile.column) - reference[r]
+            for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
                 term = slope * Float32(column_offset(c)) + first
-                acc_S_mn[r, c] = (acc_S_mn[r, c] if scale is None else acc_S_mn[r, c] * scale) + term
+                S_mn[r, c] = (S_mn[r, c] if scale is None else S_mn[r, c] * scale) + term
 
     def first_distance(self, mask: Mask, r: int, first_col: Int32) -> Float32:
         """The position of this thread's r-th row minus its first column."""
         row, column = as_mn(mask.tScS)[r, 0]
         return Float32(mask.first_row + row + mask.seqlen_k - mask.seqlen_q - first_col - column)
 
-    def middle_distance(self, mask: Mask, r: int, tile: ScoreTile) -> Float32:
+    def middle_distance(self, tile: ScoreTile, r: int) -> Float32:
         """The position of this thread's r-th row minus the middle column of the block."""
-        row, _ = as_mn(mask.tScS)[r, 0]
+        mask, (row, _) = tile.mask, as_mn(tile.mask.tScS)[r, 0]
         return Float32(mask.first_row + row + mask.seqlen_k - mask.seqlen_q - (tile.column + tile.columns // 2))
 
 

@@ -18,6 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.memory import SmemAllocator
 
 from cute_flash.device.memory.ldmatrix import STEP
 from cute_flash.device.memory.smem import allocate_stages
@@ -37,7 +38,7 @@ def columns_tile(tile_n: int) -> SmemTile:
     return SmemTile(tile_n, 2 * STEP, variant="swizzled32")
 
 
-def allocate_columns(smem, dtype, tile_n: int) -> cute.Tensor:
+def allocate_columns(smem: SmemAllocator, dtype: type, tile_n: int) -> cute.Tensor:
     return allocate_stages(smem, dtype, columns_tile(tile_n), 1)[None, None, 0]
 
 
@@ -57,7 +58,7 @@ def fits(slope_log2: Float32, scale_log2: Float32):
     return cute.math.absf(slope_log2) < scale_log2 * MAX_RATIO
 
 
-def row_word(slope_log2: Float32, scale_log2: Float32, thread: Int32, dtype) -> Int32:
+def row_word(slope_log2: Float32, scale_log2: Float32, thread: Int32, dtype: type) -> Int32:
     """The register of operand A with the elements 0 to 7 of a row: two elements of each of four threads.
 
     0 if the ratio does not fit.

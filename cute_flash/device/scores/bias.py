@@ -16,19 +16,21 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
+from cutlass.memory import SmemAllocator
 
 from cute_flash.device.memory.ldmatrix import STEP, swizzled
 from cute_flash.device.memory.stmatrix import step_offset
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.scores.bias_stages import BiasStages
+from cute_flash.device.softmax.fused_exp2 import StepScores
 from cute_flash.smem.tile import SmemTile
 
 STEP_VALUES = 8  # elements of a thread in a k-step
 KEYS_PER_WARP_LOAD = 64  # one 32-bit register in each lane, with two keys
 
 
-def pair_to_floats(pair: cute.Tensor) -> list:
+def pair_to_floats(pair: cute.Tensor) -> list[Float32]:
     """Convert two neighbouring elements to fp32. For bf16 this takes one integer instruction per element."""
     if pair.element_type is not cutlass.BFloat16:
         return [Float32(pair[i]) for i in range(2)]
@@ -45,8 +47,8 @@ class BlockBias:
 
     def release(self, scores: cute.Tensor | None = None): ...
 
-    def step(self, k: int) -> list:
-        """The elements of the k-th k-step as fp32: [row][column], two rows of four columns."""
+    def step(self, k: int) -> StepScores:
+        """The elements of the k-th k-step as fp32."""
         raise NotImplementedError
 
     def add_to(self, acc_S_mn: cute.Tensor):
@@ -77,7 +79,7 @@ class RegisterBias(BlockBias):
                 for i in range(2):
                     acc_S_mn[r, 2 * pair + i] = acc_S_mn[r, 2 * pair + i] + values[i]
 
-    def step(self, k: int) -> list:
+    def step(self, k: int) -> StepScores:
         pairs = [[pair_to_floats(self._pair(2 * k + i, r)) for i in range(2)] for r in range(2)]
         return [[*first, *second] for first, second in pairs]
 
@@ -106,7 +108,7 @@ class WarpBias(BlockBias):
             words[j] = cute.make_tensor(cute.recast_ptr(pair, dtype=Int32), cute.make_layout(1))[0]
         return WarpBias(words, row.element_type)
 
-    def step(self, k: int) -> list:
+    def step(self, k: int) -> StepScores:
         words = cute.make_rmem_tensor(2, Int32)
         for i in range(2):
             pair = 8 * k + 4 * i
@@ -124,7 +126,7 @@ class BiasPipeline:
     stages: BiasStages
 
     @staticmethod
-    def allocate(smem, dtype, tile: SmemTile, num_warpgroups: int, stages: int) -> "BiasPipeline":
+    def allocate(smem: SmemAllocator, dtype: type, tile: SmemTile, num_warpgroups: int, stages: int) -> "BiasPipeline":
         return BiasPipeline(BiasStages.allocate(smem, dtype, tile, num_warpgroups, stages, splits_rows=True))
 
     def init_barriers(self):
@@ -169,7 +171,7 @@ class SmemBias(BlockBias):
         cute.arch.sync_warp()
         self.pipeline.release(self.iteration, loaded)
 
-    def step(self, k: int) -> list:
+    def step(self, k: int) -> StepScores:
         tile, dtype = self.stages.tile, self.stages.sBias.element_type
         values = cute.make_rmem_tensor(STEP_VALUES, dtype)
         flipped, added = tile.column(STEP * k)

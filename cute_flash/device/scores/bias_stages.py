@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass.memory import SmemAllocator
 
 from cute_flash.device.memory.smem import allocate_stages
 from cute_flash.device.memory.tma import TmaTiles
 from cute_flash.device.scheduling.pipeline import Pipeline
+from cute_flash.device.scores.position import ScoreBlock
 from cute_flash.smem.tile import SmemTile
 
 
@@ -28,7 +30,9 @@ class BiasStages:
     splits_rows: cutlass.Constexpr  # whether the warpgroups of a block have different queries; else different keys
 
     @staticmethod
-    def allocate(smem, dtype, tile: SmemTile, num_warpgroups: int, num: int, splits_rows: bool) -> "BiasStages":
+    def allocate(
+        smem: SmemAllocator, dtype: type, tile: SmemTile, num_warpgroups: int, num: int, splits_rows: bool
+    ) -> "BiasStages":
         sBias = allocate_stages(smem, dtype, tile, num_warpgroups * num)
         sBias = cute.logical_divide(sBias, (None, None, num_warpgroups))
         barriers = Pipeline.allocate(smem, num_warpgroups * num)
@@ -45,18 +49,18 @@ class BiasStages:
         """Bytes from the first stage of the first warpgroup to the tile of a warpgroup in an iteration."""
         return (self.pipeline(warpgroup).stage(iteration) * self.num_warpgroups + warpgroup) * self.tile.bytes
 
-    def coord(self, block: tuple, warpgroup: int) -> tuple:
-        """(row, column) of a warpgroup's tile of the block (m_block, n_block), in tiles."""
-        m_block, n_block = block
+    def coord(self, block: ScoreBlock, warpgroup: int) -> tuple[Int32, Int32]:
+        """(row, column) of a warpgroup's tile of a block, in tiles."""
         if self.splits_rows:
-            return m_block * self.num_warpgroups + warpgroup, n_block
-        return m_block, n_block * self.num_warpgroups + warpgroup
+            return block.m_block * self.num_warpgroups + warpgroup, block.n_block
+        return block.m_block, block.n_block * self.num_warpgroups + warpgroup
 
     @cute.jit
-    def load(self, tma: TmaTiles, iteration: Int32, block: tuple, head_batch: tuple):
-        """Start to load the block (m_block, n_block) for all warpgroups. Called by one warp."""
+    def load(self, tma: TmaTiles, iteration: Int32, block: ScoreBlock):
+        """Start to load a block for all warpgroups. Called by one warp."""
         for w in cutlass.range_constexpr(self.num_warpgroups):
             pipeline, (row, column) = self.pipeline(w), self.coord(block, w)
             pipeline.wait_empty(iteration)
             pipeline.expect_bytes(iteration, self.tile.bytes)
-            tma.load(self.stage(w, iteration), row, *head_batch, pipeline.full_barrier(iteration), column)
+            sX = self.stage(w, iteration)
+            tma.load(sX, row, block.head, block.batch, pipeline.full_barrier(iteration), column)

@@ -6,8 +6,9 @@ both keys of every Philox word that it uses, so threads exchange nothing.
 One Philox call serves the scores {i, i + 8, i + 16, i + 24} x {j, j + 1, j + 8, j + 9}, queries by keys, in a rectangle
 of 32 queries and 16 keys (`spec.dropout`). In blocks of keys by queries, a thread holds queries i and i + 1, and the
 queries 8, 16 and 24 after each. It holds only one of the keys j and j + 1, and the key 8 after it. So the threads of
-keys j and j + 1, which are 4 lanes apart, need the results of the same calls. Each makes half of the calls: the first
-thread for query i, the second for query i + 1, each for both keys. Then a shuffle exchanges the bits of 32 scores.
+keys j and j + 1, which are 4 lanes apart, need the results of the same calls. Both threads share these calls: the first
+thread calls Philox for query i, the second for query i + 1, each for both keys. Then a shuffle exchanges the bits of 32
+scores.
 
 A step is one call per thread. It gives the bits of 2 rows and 8 columns of a thread, or of 4 columns if the thread has
 only 4. Up to MAX_UNROLLED steps are unrolled if registers allow; otherwise the steps run as a loop, while the tensor
@@ -15,6 +16,7 @@ cores compute the scores. The first column of a block is a multiple of 32, or of
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -35,6 +37,14 @@ NEIGHBOUR = 4  # distance in lanes of the threads of keys j and j + 1
 OF_EVEN_KEY, OF_ODD_KEY = 0x5410, 0x3276
 # prmt selectors that fill each half with the sign bit of its low byte, or of its high byte.
 OF_LOW_BYTES, OF_HIGH_BYTES = 0xAA88, 0xBB99
+
+
+class StepRange(NamedTuple):
+    """Steps of a word."""
+
+    first: int
+    last: int
+    unrolls: bool
 
 
 class KeepBits:
@@ -98,15 +108,15 @@ class DropoutBits(KeepBits):
         selector = Int32(OF_EVEN_KEY) if parity == 0 else Int32(OF_ODD_KEY)
         for w in cutlass.range_constexpr(cute.size(self.words)):
             first, last = self.steps * w, min(self.steps * (w + 1), num)
-            own = self.own_word(dropout, position, (first, last, unrolls), parity)
-            other = self.neighbour_word(own, dropout, position, (first, last, True))
+            own = self.own_word(dropout, position, StepRange(first, last, unrolls), parity)
+            other = self.neighbour_word(own, dropout, position, StepRange(first, last, True))
             self.words[w] = chosen_bytes(own, other, selector)
 
     @cute.jit
     def own_word(self, dropout: Dropout, position: TilePosition, steps: cutlass.Constexpr, parity: Int32) -> Int32:
         """The bits that this thread computes: queries of one parity, even keys in the low half, odd keys in the high.
 
-        `steps`: (first, last, whether to unroll). `parity`: 0 for even queries, 1 for odd ones.
+        `parity`: 0 for even queries, 1 for odd ones.
         """
         first, last, unrolls = steps
         word = Int32(0)
@@ -131,7 +141,7 @@ class DropoutBits(KeepBits):
             bits = bits | (masks[i] & (LOW_BITS << i))
         return bits
 
-    def neighbour_word(self, own: Int32, dropout: Dropout, position: TilePosition, steps: tuple) -> Int32:
+    def neighbour_word(self, own: Int32, dropout: Dropout, position: TilePosition, steps: StepRange) -> Int32:
         """The neighbour's `own_word`, for queries of the other parity."""
         return cute.arch.shuffle_sync_bfly(own, offset=NEIGHBOUR)
 

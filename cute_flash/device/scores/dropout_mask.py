@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
+from cutlass.memory import SmemAllocator
 
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.scores.philox import Dropout
@@ -33,7 +34,7 @@ class DropoutMaskPipeline:
     stages: cutlass.Constexpr
 
     @staticmethod
-    def allocate(smem, num_warpgroups: int, steps: int, stages: int) -> "DropoutMaskPipeline":
+    def allocate(smem: SmemAllocator, num_warpgroups: int, steps: int, stages: int) -> "DropoutMaskPipeline":
         layout = cute.make_layout((REGISTERS, WARPGROUP_THREADS, steps, stages, num_warpgroups))
         words = smem.allocate_tensor(Int32, layout, 16)
         return DropoutMaskPipeline(words, Pipeline.allocate(smem, num_warpgroups * stages), stages)
@@ -51,13 +52,21 @@ class DropoutMaskPipeline:
     # ---- producer
 
     @cute.jit
-    def produce(self, dropout: Dropout, batch_head: Int32, rectangle: Int32, first_key: Int32, where: tuple):
-        """Write a producer warp's share of a block's masks for one consumer warpgroup.
+    def produce(
+        self,
+        dropout: Dropout,
+        batch_head: Int32,
+        rectangle: Int32,
+        first_key: Int32,
+        stage: Int32,
+        warpgroup: cutlass.Constexpr,
+        warp: Int32,
+        lane: Int32,
+    ):
+        """Write the share of a producer warp and lane of a block's masks for one consumer warpgroup.
 
-        `rectangle`: index of the first Philox rectangle of rows; `first_key`: a multiple of 16; `where`: (stage,
-        consumer warpgroup, producer warp, lane).
+        `rectangle`: index of the first Philox rectangle of rows; `first_key`: a multiple of 16.
         """
-        stage, warpgroup, warp, lane = where
         part, share = warp // WARPS_PER_RECTANGLE, warp % WARPS_PER_RECTANGLE
         query = dropout.first_query(Uint32((rectangle + part) * CALL_STRIDE + lane // 4))
         key = dropout.first_key(Uint32((first_key // RECT_KEYS + share) * 4 + lane % 4))
@@ -70,14 +79,14 @@ class DropoutMaskPipeline:
                 for half in cutlass.range_constexpr(2):
                     masks = dropout.masks(words, Uint32(ROW_16_FACTOR) if half else None)
                     thread = (2 * part + half) * 32 + lane
-                    self._store(masks, (None, thread, step + share, stage, warpgroup))
+                    self._store(masks, thread, step + share, stage, warpgroup)
 
-    def _store(self, masks: list, coord: tuple):
+    def _store(self, masks: list[Int32], thread: Int32, step: Int32, stage: Int32, warpgroup: int) -> None:
         quad = cute.make_rmem_tensor(REGISTERS, Int32)
         for i in range(REGISTERS):
             # Among Philox words the pair of keys changes fastest, among registers the row.
             quad[i] = masks[2 * (i % 2) + i // 2]
-        cute.autovec_copy(quad, self.words[coord])
+        cute.autovec_copy(quad, self.words[None, thread, step, stage, warpgroup])
 
     @cute.jit
     def publish(self, warpgroup: Int32, iteration: Int32):

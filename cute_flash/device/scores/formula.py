@@ -29,52 +29,37 @@ from cute_flash.device.softmax.softmax import RowValues
 
 
 class ScoreTile(NamedTuple):
-    """The size of a block of scores, and its first key. Its first row is `Mask.first_row`."""
+    """The block of scores that formulas transform: the rows of `mask`, from the key `column` on."""
 
-    column: Int32  # the first key
-    rows: int
-    columns: int
+    mask: Mask
+    column: Int32
+    rows: int = 0  # of the block; only `apply_relative` and `fused_exp2` know the size
+    columns: int = 0
+    # Formulas may choose a method by the scores of all rows of a warp. `batch_invariant` forbids this.
+    looks_near: bool = True
+    has_alibi_step: bool = False  # Q K^T has the k-step of ALiBi (`device/scores/alibi_step.py`)
 
 
 class ScoreFormula:
     """One formula of `Score`. Scores are in the units of `Score.unit`.
 
-    Arguments that several methods have:
-
-    Args:
-        acc_S_mn: Q K^T, or the result of the formulas before this one, for the rows of `mask`.
-        scale: the factor of Q K^T; None if a formula before this one has applied it.
-        looks_near: the formula may choose a method by the scores of all rows of a warp; `batch_invariant` forbids this.
+    `S_mn`: Q K^T, or the result of the formulas before this one. `scale`: the factor of Q K^T; None if a formula before
+    this one has applied it.
     """
 
-    def apply(
-        self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, scale: Float32 | None, looks_near: cutlass.Constexpr
-    ) -> None:
-        """Transform scores from the key `first_col` on, in place."""
+    def apply(self, S_mn: cute.Tensor, tile: ScoreTile, scale: Float32 | None) -> None:
+        """Transform scores in place."""
         raise NotImplementedError
 
-    def apply_relative(
-        self,
-        acc_S_mn: cute.Tensor,
-        mask: Mask,
-        tile: ScoreTile,
-        scale: Float32 | None,
-        reference: RowValues,
-        looks_near: cutlass.Constexpr,
-    ) -> None:
+    def apply_relative(self, S_mn: cute.Tensor, tile: ScoreTile, scale: Float32 | None, reference: RowValues) -> None:
         """`apply`, and subtract the reference of each row."""
-        self.apply(acc_S_mn, mask, tile.column, scale, looks_near)
-        for r in range(cute.size(acc_S_mn, mode=[0])):
-            acc_S_mn[r, None].store(acc_S_mn[r, None].load() - reference[r])
+        self.apply(S_mn, tile, scale)
+        for r in range(cute.size(S_mn, mode=[0])):
+            S_mn[r, None].store(S_mn[r, None].load() - reference[r])
 
-    def fused_exp2(
-        self, acc_S_mn: cute.Tensor, mask: Mask, tile: ScoreTile, scale: Float32 | None, has_alibi_step: bool
-    ) -> FusedExp2:
-        """The fused pass of a block. Scores for which it has no formula are transformed in place here.
-
-        `has_alibi_step`: Q K^T has the k-step of ALiBi (`device/scores/alibi_step.py`).
-        """
-        self.apply(acc_S_mn, mask, tile.column, scale, True)
+    def fused_exp2(self, S_mn: cute.Tensor, tile: ScoreTile, scale: Float32 | None) -> FusedExp2:
+        """The fused pass of a block. Scores for which it has no formula are transformed in place here."""
+        self.apply(S_mn, tile, scale)
         return TransformedExp2()
 
 
@@ -82,7 +67,7 @@ class Scale(ScoreFormula):
     """The scale alone, for calls whose other formulas are a bias and user mods."""
 
     @cute.jit
-    def apply(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, scale: Float32, looks_near: cutlass.Constexpr):
-        for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
-            for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
-                acc_S_mn[r, c] = acc_S_mn[r, c] * scale
+    def apply(self, S_mn: cute.Tensor, tile: ScoreTile, scale: Float32):
+        for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
+            for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
+                S_mn[r, c] = S_mn[r, c] * scale

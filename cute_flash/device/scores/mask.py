@@ -31,7 +31,7 @@ class Mask:
     wraps: cutlass.Constexpr = False  # pack_gqa: a tile has the queries of several heads, one head after the other
 
     @cute.jit
-    def apply(self, acc_S_mn: cute.Tensor, first_col: Int32, masked_value=-Float32.inf):
+    def apply(self, acc_S_mn: cute.Tensor, first_col: Int32, masked_value: Float32 | Int32 | float = -Float32.inf):
         """Replace scores outside the band by `masked_value`, in the block that begins at `first_col`."""
         coords = as_mn(self.tScS)
         # Count keys from this thread's first column, so that its columns are compile-time offsets. The formulas of the
@@ -51,7 +51,7 @@ class Mask:
                 acc_S_mn[r, c] = masked_value if is_masked else acc_S_mn[r, c]
 
     @cute.jit
-    def apply_to_tail_rows(self, acc_S_mn: cute.Tensor, masked_value=-Float32.inf):
+    def apply_to_tail_rows(self, acc_S_mn: cute.Tensor, masked_value: Float32 | Int32 | float = -Float32.inf):
         """Replace the rows past the end by `masked_value`; the band does not mask them."""
         coords = as_mn(self.tScS)
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):

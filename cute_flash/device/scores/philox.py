@@ -16,9 +16,11 @@ from cute_flash.device.ptx import keep_masks
 from cute_flash.device.scores.position import TilePosition
 from cute_flash.spec.dropout import CALL_STRIDE, MASK32, MULTIPLIERS, RECT_KEYS, RECT_ROWS, ROUNDS, ROW_16_FACTOR, WEYL
 
+FourWords = tuple[Uint32, Uint32, Uint32, Uint32]  # a counter, or the result of a call
 
-def philox_4x32(counter: tuple, key: tuple) -> tuple:
-    """Philox-4x32: four Uint32 from a counter of four and a key of two."""
+
+def philox_4x32(counter: FourWords, key: tuple[Uint32, Uint32]) -> FourWords:
+    """Philox-4x32: four words from a counter of four and a key of two."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for i in range(ROUNDS):
@@ -89,11 +91,11 @@ class Dropout:
         """A `key_index`, converted from a shard to the full call."""
         return index if self.origin is None else index + Uint32(self.origin.key)
 
-    def words(self, batch_head: Int32, query: Uint32, key: Uint32) -> tuple:
+    def words(self, batch_head: Int32, query: Uint32, key: Uint32) -> FourWords:
         """The four words of one call. Word 2 r + c is for query i + 8 r and keys j + 8 c and j + 8 c + 1."""
         return philox_4x32((key, query, Uint32(batch_head), self.offset), self.seed)
 
-    def masks(self, words: tuple, factor: Uint32 | None = None) -> list:
+    def masks(self, words: FourWords, factor: Uint32 | None = None) -> list[Int32]:
         """An AND mask for each word, or for each word times `factor`.
 
         A mask has 16 bits for each of two neighbouring keys: 0 if dropout drops the score, else all set.

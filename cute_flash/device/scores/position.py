@@ -1,6 +1,7 @@
 """The positions of a thread's accumulator elements among the scores of a head."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -8,6 +9,15 @@ from cutlass import Int32
 
 from cute_flash.device.memory.views import as_mn
 from cute_flash.device.scores.mask import column_offset
+
+
+class ScoreBlock(NamedTuple):
+    """A block of the scores of one head."""
+
+    batch: Int32
+    head: Int32
+    m_block: Int32
+    n_block: Int32
 
 
 @dataclass(frozen=True)

@@ -59,37 +59,28 @@ class Score:
         `looks_near`: use the polynomial if all scores of the warp are near 0. This takes registers. It also makes a
         row's result depend on other rows, so `batch_invariant` disables it.
         """
-        scale = self.scale_log2
-        for formula in self.formulas or [Scale()]:
-            formula.apply(acc_S_mn, mask, first_col, scale, looks_near)
-            scale = None
+        self._apply(acc_S_mn, ScoreTile(mask, first_col, looks_near=looks_near), None)
 
-    def apply_relative(
-        self,
-        acc_S_mn: cute.Tensor,
-        mask: Mask,
-        tile: ScoreTile,
-        reference: RowValues,
-        looks_near: cutlass.Constexpr = True,
-    ) -> None:
+    def apply_relative(self, acc_S_mn: cute.Tensor, tile: ScoreTile, reference: RowValues) -> None:
         """`apply`, and subtract the reference of each row."""
+        self._apply(acc_S_mn, tile, reference)
+
+    def _apply(self, S_mn: cute.Tensor, tile: ScoreTile, reference: RowValues | None) -> None:
         scale = self.scale_log2
         *others, last = self.formulas or [Scale()]
         for formula in others:
-            formula.apply(acc_S_mn, mask, tile.column, scale, looks_near)
+            formula.apply(S_mn, tile, scale)
             scale = None
-        last.apply_relative(acc_S_mn, mask, tile, scale, reference, looks_near)
+        if reference is None:
+            last.apply(S_mn, tile, scale)
+        else:
+            last.apply_relative(S_mn, tile, scale, reference)
 
-    def fused_exp2(
-        self, acc_S_mn: cute.Tensor, mask: Mask, tile: ScoreTile, has_alibi_step: cutlass.Constexpr
-    ) -> FusedExp2:
-        """The fused pass of a block. It fuses a single formula; several are applied in place first.
-
-        `has_alibi_step`: Q K^T has the k-step of `Alibi.step_word`.
-        """
+    def fused_exp2(self, acc_S_mn: cute.Tensor, tile: ScoreTile) -> FusedExp2:
+        """The fused pass of a block. It fuses a single formula; several are applied in place first."""
         if len(self.formulas) == 1:
-            return self.formulas[0].fused_exp2(acc_S_mn, mask, tile, self.scale_log2, has_alibi_step)
-        self.apply(acc_S_mn, mask, tile.column)
+            return self.formulas[0].fused_exp2(acc_S_mn, tile, self.scale_log2)
+        self._apply(acc_S_mn, tile, None)
         return TransformedExp2()
 
     # ---- what the backward and decode ask

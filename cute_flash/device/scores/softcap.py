@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 
 from cute_flash.device.scores.formula import ScoreFormula, ScoreTile
-from cute_flash.device.scores.mask import Mask
 from cute_flash.device.softmax.exp2 import ProbBlock
 from cute_flash.device.softmax.fused_exp2 import FusedExp2, StepScores, TransformedExp2
 from cute_flash.device.softmax.softmax import LOG2_E, RowValues, Softmax
@@ -73,32 +72,20 @@ class Softcap(ScoreFormula):
         series = Series(cap * x, c1, cutlass.select_(c2 > LEAST, c2, Float32(LEAST)))
         return Softcap(x * (2 * LOG2_E), softcap_log2, cap, near, series)
 
-    def apply(
-        self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, scale: Float32 | None, looks_near: cutlass.Constexpr
-    ) -> None:
-        self.apply_cap(acc_S_mn, looks_near)
+    def apply(self, S_mn: cute.Tensor, tile: ScoreTile, scale: Float32 | None) -> None:
+        self.apply_cap(S_mn, tile.looks_near)
 
-    def apply_relative(
-        self,
-        acc_S_mn: cute.Tensor,
-        mask: Mask,
-        tile: ScoreTile,
-        scale: Float32 | None,
-        reference: RowValues,
-        looks_near: cutlass.Constexpr,
-    ) -> None:
-        self.apply_cap(acc_S_mn, looks_near, reference)
+    def apply_relative(self, S_mn: cute.Tensor, tile: ScoreTile, scale: Float32 | None, reference: RowValues) -> None:
+        self.apply_cap(S_mn, tile.looks_near, reference)
 
     @cute.jit
-    def fused_exp2(
-        self, acc_S_mn: cute.Tensor, mask: Mask, tile: ScoreTile, scale: Float32 | None, has_alibi_step: bool
-    ) -> "SoftcapExp2":
+    def fused_exp2(self, S_mn: cute.Tensor, tile: ScoreTile, scale: Float32 | None) -> "SoftcapExp2":
         """The fused pass. Parts whose scores are not near 0 are capped here, in place."""
-        parts = [range(i, min(i + PART, cute.size(acc_S_mn))) for i in range(0, cute.size(acc_S_mn), PART)]
-        are_near = tuple(self.are_near(acc_S_mn, part) for part in parts)
+        parts = [range(i, min(i + PART, cute.size(S_mn))) for i in range(0, cute.size(S_mn), PART)]
+        are_near = tuple(self.are_near(S_mn, part) for part in parts)
         for is_near, part in zip(are_near, parts):
             if not is_near:
-                self.cap_all(acc_S_mn, part, None)
+                self.cap_all(S_mn, part, None)
         return SoftcapExp2(self.series, are_near)
 
     @cute.jit

@@ -40,6 +40,6 @@ class ExactMax:
         exp2.rebase(self.softmax, block)
 
     def correct_after_exp2(
-        self, block: ProbBlock, exp2: PlainExp2, acc_O_mn: cute.Tensor, steps: range, finish_probs: Callable[[], None]
+        self, block: ProbBlock, exp2: PlainExp2, acc_O_mn: cute.Tensor, finish_probs: Callable[[], None]
     ) -> None:
         """Nothing: m was raised before."""

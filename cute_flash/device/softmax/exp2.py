@@ -30,6 +30,11 @@ class ProbBlock:
         return ProbBlock(acc_S, cute.make_fragment_like(acc_S), block_max, block_sum)
 
     @property
+    def steps(self) -> int:
+        """The number of k-steps."""
+        return cute.size(self.S_steps, mode=[2])
+
+    @property
     def S_steps(self) -> cute.Tensor:
         """S as ((2, 2, 2), 1, k-step)."""
         return as_operand_a(self.acc_S)

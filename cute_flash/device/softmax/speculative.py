@@ -5,7 +5,6 @@ If the row sums show that m may be too small, the maximum is computed, and P aga
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -38,19 +37,21 @@ class SpeculativeMax:
 
     @cute.jit
     def correct_after_exp2(
-        self,
-        block: ProbBlock,
-        exp2: PlainExp2 | FusedExp2,
-        acc_O_mn: cute.Tensor,
-        steps: cutlass.Constexpr,
-        finish_probs: Callable[[], None],
+        self, block: ProbBlock, exp2: PlainExp2 | FusedExp2, acc_O_mn: cute.Tensor, finish_probs: Callable[[], None]
     ):
         """Compute P of all k-steps again with a larger m, if m was too small; scale l and O by alpha.
 
         `finish_probs`: converts P, as after the first computation.
         """
-        # The pass is not a variable of these branches: a dynamic branch would copy its values.
-        redo = partial(self._redo, block, exp2, acc_O_mn, steps, finish_probs)
+
+        # A function, because a dynamic branch would copy the values of a pass that it uses.
+        def redo() -> None:
+            self.softmax.raise_max(block.block_max, acc_O_mn)
+            exp2.rebase(self.softmax, block)
+            block.block_sum.fill(0.0)
+            exp2.exponentiate(self.softmax, block, range(block.steps), True)
+            finish_probs()
+
         if self.may_have_outgrown(block.block_sum, exp2.is_relative):
             self._redo_if_needed(block, exp2, redo)
 
@@ -59,20 +60,6 @@ class SpeculativeMax:
         exp2.find_max(self.softmax, block)
         if self.must_redo(block.block_max, block.block_sum):
             redo()
-
-    def _redo(
-        self,
-        block: ProbBlock,
-        exp2: PlainExp2 | FusedExp2,
-        acc_O_mn: cute.Tensor,
-        steps: range,
-        finish_probs: Callable[[], None],
-    ) -> None:
-        self.softmax.raise_max(block.block_max, acc_O_mn)
-        exp2.rebase(self.softmax, block)
-        block.block_sum.fill(0.0)
-        exp2.exponentiate(self.softmax, block, steps, True)
-        finish_probs()
 
     @cute.jit
     def may_have_outgrown(self, block_sum: cute.Tensor, is_relative: cutlass.Constexpr = False):

@@ -32,7 +32,7 @@ class Params:
     lse: cute.Tensor  # (B, H, S)
     partials: tuple[cute.Tensor, ...]  # (B, H, rows of the partial output, Dv) fp32
     partial_lses: tuple[cute.Tensor, ...]  # (B, H, rows)
-    first_rows: tuple[Int32, ...]  # the row of `out` of the first row of each partial output
+    first_rows: tuple[Int32, ...]  # where each partial output begins, as a row of `out`
 
 
 class PartialRow(NamedTuple):

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_flash.device.gradients.bias_bwd import BwdBiasParams
-from cute_flash.device.gradients.mods_bwd import BwdGraphs, BwdModParams
+from cute_flash.device.gradients.mods_bwd import BwdGraphs, BwdModParams, CaptureTerms, ModArguments
 from cute_flash.device.gradients.score_bwd import BwdScoreParams
 from cute_flash.device.memory.views import as_mn
 from cute_flash.device.scheduling.block_sparse import (
@@ -170,14 +170,14 @@ def bwd_score_params(static: Static, tile: BwdTileSm80 | BwdTileSm90, args: Simp
             graphs=BwdGraphs.of(spec.graphs, spec.captures_needing_grad),
             scale=args.scale,
             softcap=args.softcap,
-            score=_or_none(arguments.score),
-            mask=_or_none(arguments.mask),
-            gradient=_or_none(arguments.gradient),
+            score=_mod_arguments(arguments.score),
+            mask=_mod_arguments(arguments.mask),
+            gradient=_mod_arguments(arguments.gradient),
             bias=bias,
             dcaptures=None if args.dcaptures is None else tuple(args.dcaptures),
             block_indices=None if args.block_indices is None else BwdBlockIndices(*args.block_indices),
             prefetches_bias=tile.prefetches_bias(spec.bwd_ops_per_score, "softcap" in static.features),
-            dcapture_terms=None if args.dcapture_terms is None else tuple(args.dcapture_terms),
+            dcapture_terms=None if args.dcapture_terms is None else CaptureTerms(*args.dcapture_terms),
         )
     return BwdScoreParams(
         score=Score.of(args.scale, args.softcap, returns_tanh=True),
@@ -198,6 +198,6 @@ def _dropout_origin(static: Static, args: SimpleNamespace) -> DropoutOrigin | No
     return DropoutOrigin(args.dropout_first_query, args.dropout_first_key, args.dropout_first_head, args.dropout_heads)
 
 
-def _or_none(values: GraphValues) -> GraphValues | None:
-    """The values with None for empty tuples, which kernels do not take; None if both are empty."""
-    return GraphValues(*(x or None for x in values)) if any(values) else None
+def _mod_arguments(values: GraphValues) -> ModArguments | None:
+    """The captures and scalars of a graph, None for none; None if it has neither."""
+    return ModArguments(*(x or None for x in values)) if any(values) else None

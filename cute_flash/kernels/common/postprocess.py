@@ -1,4 +1,4 @@
-"""Base of the postprocess kernels of the backward, which convert dQ to the dtype of q."""
+"""The postprocess kernels of the backward convert dQ to the dtype of q. Their common base."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace

@@ -42,7 +42,7 @@ class BwdPreprocess(MBlockKernel):
     """Computes Δ = rowsum(dO O) - dLSE (the operand `delta`), and the LSE in units of log2.
 
     The LSE of rows without keys, and of rows past the end, becomes +inf, so that P is 0. The kernel also sets the
-    progress of dQ to 0. It also sets the accumulators to 0, unless the main kernel stores the first terms
+    progress of dQ to 0. The accumulators of dQ become 0 too, unless the main kernel stores the first terms
     (`device.gradients.dq_claims`, `device.scheduling.semaphore`).
     """
 

@@ -1,7 +1,7 @@
-"""Sums the terms of the gradient of a bias that batch entries or heads share.
+"""Sums the gradient of a bias that batch entries or heads share.
 
-The main kernel of the backward stores one term per score, in 16 bits. This kernel adds the terms of an element of the
-bias in fp32, in a fixed order. It reads no blocks that the band excludes, and writes zeros there.
+The main kernel of the backward stores one term per score, in 16 bits. This kernel adds the terms of each bias
+element in fp32, in a fixed order. It reads no blocks that the band excludes, and writes zeros there.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from cute_flash.spec.problem import Static
 
 VECTOR = 8  # 16-bit elements of a 16-byte load
 ROWS_AT_ONCE = 4  # rows of a thread whose loads are in flight together
-TERMS_AT_ONCE = 4  # and terms of each
+TERMS_AT_ONCE = 4  # terms of each of these rows
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Params:
 
     terms: cute.Tensor  # (B, H, Sq, Sk)
     sums: cute.Tensor  # (B or 1, H or 1, Sq, Sk)
-    num_terms: Int32  # of an element of `sums`
-    term_stride: Int64  # elements of `terms` from one term of an element to the next
+    num_terms: Int32  # of one sum
+    term_stride: Int64  # distance in `terms` between two terms of one sum
     band: Band  # rows are keys, columns are queries: left and right are swapped
 
 

@@ -68,7 +68,7 @@ class VarlenBatch:
 
 
 class Segment(NamedTuple):
-    """Rows of the varlen tensors, in the order of an entry of the tile list."""
+    """Rows of the varlen tensors. The fields have the order of a tile-list entry."""
 
     sequence: Int32
     q_begin: Int32

@@ -47,7 +47,7 @@ class WarpState:
     bounds: cute.Tensor  # (2, rows of this thread): first and last key that a row sees
     visible: KeyRange  # the keys that all rows see
     slopes: cute.Tensor | None  # (rows of this thread), in units of log2
-    positions: cute.Tensor | None  # (rows of this thread), of the queries; None without slopes
+    positions: cute.Tensor | None  # (rows of this thread), among the keys; None without slopes
     k_scale: Float32 | None  # of an FP8 cache
 
 

@@ -14,12 +14,12 @@ from cute_flash.device.memory.views import as_mn
 from cute_flash.device.ptx import instruction
 from cute_flash.device.scheduling.kv_splits import Split, TileCtas, quotient
 from cute_flash.device.scores.mask import column_offset
-from cute_flash.device.softmax.softmax import LN_2, LOG2_E, THREADS_PER_ROW, normalisation
+from cute_flash.device.softmax.softmax import THREADS_PER_ROW, normalisation
 from cute_flash.kernels.decode.storage import Output, Params, SharedStorage, vector_at
 from cute_flash.planning.decode import EXCHANGE_ROWS
 
 FLOATS = 4  # floats of O that a thread combines at once
-# The lowest bits of two fields of an arrival counter (`counter`).
+# The first bits of the second and the third field of an arrival counter (`counter`).
 FINAL_BIT, SHARE_BIT = 12, 24
 
 
@@ -144,14 +144,7 @@ def write_row(p: Params, split: Split, row: Int32, column: Int32, sums: RowSums)
     """Normalise and write `FLOATS` columns of a row of the output; the thread of column 0 writes the LSE."""
     columns, m, row_sum = sums
     query = p.query_row(split, row)
-    lse, inverse = normalisation(m, row_sum, None)
-    if cutlass.const_expr(p.sinks is not None):
-        sink = p.sinks[query.head]
-        log2_ratio = (sink - lse) * LOG2_E if row_sum != 0.0 else Float32(0.0)
-        smaller = cute.math.exp2(cute.arch.fmin(log2_ratio, -log2_ratio), fastmath=True)
-        both = cute.arch.fmax(lse, sink) + cute.math.log2(1.0 + smaller, fastmath=True) * LN_2
-        inverse = inverse * cute.arch.rcp_approx(1.0 + cute.math.exp2(log2_ratio, fastmath=True))
-        lse = both if row_sum != 0.0 else sink
+    lse, inverse = normalisation(m, row_sum, None if p.sinks is None else p.sinks[query.head])
     if cutlass.const_expr(p.v_scale is not None):
         inverse = inverse * p.v_scale[split.head_kv]
     if column < p.config.static.width_v:

@@ -474,7 +474,7 @@ class BwdSm80(Kernel):
     def semaphore_rank(self, p: Params, state: MainloopState, m_block: Int32, head: Int32) -> tuple[HeadBlock, Int32]:
         """The block of the semaphore, and the rank of this tile.
 
-        They are computed again for each wait and arrival (`rederived`), so that they occupy no registers in between.
+        Both are computed again for each wait and arrival (`rederived`), so that neither occupies registers in between.
         """
         seqlen, m_block = state.seqlen, rederived(m_block)
         head = rederived(head)

@@ -375,10 +375,8 @@ class FwdSm80(Kernel):
         state.score_params.apply_mask(acc_S, state.mask, state.block_iter, n_block, column, masked)
         blocks_seen = state.blocks.end - 1 - n_block if sparse is None else iteration
         keys_seen = blocks_seen * tile.tile_n
-        if cutlass.const_expr(state.pair is not None):
-            probs = Pieces(self.paired_probs(state, acc_S, keys_seen, load_following))
-        elif cutlass.const_expr(tile.speculative_max):
-            probs = Pieces(self.speculative_probs(state, acc_S, keys_seen))
+        if cutlass.const_expr(tile.speculative_max):
+            probs = Pieces(self.speculative_probs(state, acc_S, keys_seen, load_following))
         else:
             probs = self.probs(state, acc_S, keys_seen, column)
 
@@ -425,43 +423,33 @@ class FwdSm80(Kernel):
         return Pieces(rP)
 
     @cute.jit
-    def speculative_probs(self, state: MainloopState, acc_S: cute.Tensor, keys_seen: Int32) -> cute.Tensor:
-        """P as operand A, with a speculative row max (`device/softmax/speculative.py`), except in the first blocks."""
-        softmax, rP = state.softmax, cute.make_fragment_like(acc_S, self.dtype)
-        block_sum = cute.make_fragment_like(softmax.row_max)
-        is_early, may_be_outgrown = keys_seen < EXACT_KEYS, cutlass.Boolean(True)
-        if not is_early:
-            SpeculativeMax(softmax).exponentiate_to(rP, acc_S, block_sum, maybe_empty=False)
-            may_be_outgrown = SpeculativeMax(softmax).may_have_outgrown(block_sum)
-        if may_be_outgrown:
-            self.correct_max(state, acc_S, rP, block_sum, keys_seen, is_early)
-        softmax.add_sums(block_sum)
-        return as_operand_a(rP)
-
-    @cute.jit
-    def paired_probs(
+    def speculative_probs(
         self, state: MainloopState, acc_S: cute.Tensor, keys_seen: Int32, load_following: Callable[[], None]
     ) -> cute.Tensor:
-        """`speculative_probs` for pairs of warps: P passes through shared memory.
+        """P as operand A, with a speculative row max (`device/softmax/speculative.py`), except in the first blocks.
 
-        One barrier of the CTA orders P, V and the next copy of K, and carries the vote. All warps take the same branch
-        after it.
+        P of warp pairs passes through shared memory. One barrier of the CTA orders P, V and the next copy of K, and
+        carries the vote, so that all warps take the same branch after it.
         """
         softmax, pair, rP = state.softmax, state.pair, cute.make_fragment_like(acc_S, self.dtype)
         block_sum = cute.make_fragment_like(softmax.row_max)
         is_early, may_be_outgrown = keys_seen < EXACT_KEYS, cutlass.Boolean(True)
         if not is_early:
             SpeculativeMax(softmax).exponentiate_to(rP, acc_S, block_sum, maybe_empty=False)
-            may_be_outgrown = SpeculativeMax(softmax).sums_exceed(block_sum)
-            pair.store_p.store(rP)
-        # Wait until V(n) has landed, and every warp has stored P and is done with K(n).
-        cute.arch.cp_async_wait_group(0)
-        may_be_outgrown = pair.any(may_be_outgrown)
-        load_following()
+            if cutlass.const_expr(pair is None):
+                may_be_outgrown = SpeculativeMax(softmax).may_have_outgrown(block_sum)
+            else:
+                may_be_outgrown = SpeculativeMax(softmax).sums_exceed(block_sum)
+                pair.store_p.store(rP)
+        if cutlass.const_expr(pair is not None):
+            # Wait until V(n) has landed, and every warp has stored P and is done with K(n).
+            cute.arch.cp_async_wait_group(0)
+            may_be_outgrown = pair.any(may_be_outgrown)
+            load_following()
         if may_be_outgrown:
             self.correct_max(state, acc_S, rP, block_sum, keys_seen, is_early)
         softmax.add_sums(block_sum)
-        return pair.load_p()
+        return as_operand_a(rP) if pair is None else pair.load_p()
 
     @cute.jit
     def correct_max(

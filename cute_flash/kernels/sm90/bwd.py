@@ -33,6 +33,7 @@ For each K/V tile, over the query heads that share it and their m_blocks i, in p
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -49,17 +50,16 @@ from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.memory.views import as_mn, as_operand_a, transposed
 from cute_flash.device.mma.wgmma import convert, make_mma, start_gemm
 from cute_flash.device.ptx import rederived
-from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.scheduling.semaphore import DQSemaphore
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.mask import Mask, column_offset
-from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm90 import bwd_producer as producer
-from cute_flash.kernels.sm90.bwd_storage import NUM_WARPGROUPS, Config, KVTile, Params, SharedStorage
+from cute_flash.kernels.sm90.bwd_storage import NUM_WARPGROUPS, BlockVisit, Config, KVTile, Params, SharedStorage
 from cute_flash.kernels.sm90.published_tiles import NO_TILE
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
@@ -71,6 +71,13 @@ FIRST_ORDER_BARRIER = 1
 STORE_DBIAS_WARP, LOAD_BIAS_WARP = 2, 3
 # Registers per thread of the producer warpgroup, and of the MMA warpgroups.
 REGISTERS = 24, 240
+
+
+class Operands(NamedTuple):
+    """Operands A of dV and dK, in registers."""
+
+    P: cute.Tensor  # P^T
+    dS: cute.Tensor  # dS^T
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,8 @@ class MmaState:
     rdO: cute.Tensor
     rQt: cute.Tensor
     rdOt: cute.Tensor
-    rdSt: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, stage), of the rows of the warpgroup's part of dQ
-    rKt: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), of the columns of that part
+    rdSt: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, stage); the warpgroup's rows of dQ
+    rKt: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K); the warpgroup's columns of dQ
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     tScS: cute.Tensor  # (key, query) of every element of S^T
@@ -159,7 +166,7 @@ class BwdSm90(Kernel):
             dbias=TmaTiles.of(store, args.dbias, config.bias) if config.stores_dbias else None,
         )
         options = {"min_blocks_per_mp": 1, "use_pdl": True}
-        self.launch(self.symbol("bwd_sm90"), params, (args.num_ctas, 1, 1), tile.num_threads, stream, **options)
+        self.launch(self.symbol("bwd_sm90"), params, Grid(args.num_ctas), tile.num_threads, stream, **options)
 
     @cute.kernel
     def kernel(self, p: Params):
@@ -236,7 +243,7 @@ class BwdSm90(Kernel):
         count, iteration = Int32(0), Int32(0)  # tiles and m_blocks so far
         storage.k.wait_full(count)
         coord = storage.read_tile(count)
-        while coord[0] != NO_TILE:
+        while coord.block != NO_TILE:
             tile = p.tile(count, iteration, coord)
             self.process_tile(p, state, tile)
             iteration += p.num_m_blocks(tile)
@@ -255,28 +262,23 @@ class BwdSm90(Kernel):
         if cutlass.const_expr(state.dalibi is not None):
             state.dalibi.fill(0.0)
         shape = p.mma_s.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.tile.tile_m))
-        operands = tuple(cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
+        operands = Operands(*(cute.make_rmem_tensor(shape, self.dtype) for _ in range(2)))
         total = p.num_m_blocks(tile)
         storage.v.wait_full(tile.count)
         # The number of a block within its head is incremented, because computing it from the iteration takes a slow
         # division.
-        position = (Int32(0),)
-        if cutlass.const_expr(self.has_score_params):
-            position = (Int32(0), tile.head_kv * p.heads_per_kv)
-        if cutlass.const_expr(self.static.block_sparse):
-            # Reading the first entry is safe even if the list is empty: its memory is allocated.
-            position = (Int32(0), p.block_index(tile, Int32(0)).bits)
+        visit = p.first_visit(tile, self.has_score_params)
         if total > 0:
-            position = self.process_block(p, state, tile, mask, operands, (begin, position), 0)
+            visit = self.process_block(p, state, tile, mask, operands, begin, visit, 0)
         if total > 1:
-            position = self.process_block(p, state, tile, mask, operands, (begin + 1, position), 1)
+            visit = self.process_block(p, state, tile, mask, operands, begin + 1, visit, 1)
         for iteration in cutlass.range(begin + 2, begin + total, unroll=1):
-            position = self.process_block(p, state, tile, mask, operands, (iteration, position), 2)
+            visit = self.process_block(p, state, tile, mask, operands, iteration, visit, 2)
         storage.v.release(tile.count)
         if total > 0:
             last = begin + total - 1
             self.start_dv_dk(p, state, operands, last)
-            self.stage_ds(p, state, operands[1], last)
+            self.stage_ds(p, state, operands.dS, last)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(storage.ds.full_barrier(last))
             if total > 1:
@@ -296,8 +298,9 @@ class BwdSm90(Kernel):
         state: MmaState,
         tile: KVTile,
         mask: Mask,
-        operands: tuple,
-        block: tuple,
+        operands: Operands,
+        iteration: Int32,
+        visit: BlockVisit,
         blocks_before: cutlass.Constexpr,
     ):
         """Compute P^T and dS^T of an m_block. One warpgroup issues products while the other computes exponentials.
@@ -305,22 +308,21 @@ class BwdSm90(Kernel):
         dV and dK follow one block late, and dQ two blocks late, so that no warpgroup waits for the dS of the other.
 
         Args:
-            operands: P^T and dS^T in registers: of the previous block on entry, of this block on return.
-            block: (iteration, position). Positions come from `next_position`.
+            operands: those of the previous block on entry, of this block on return.
             blocks_before: the number of blocks of the tile before this one; 2 stands for 2 or more.
 
         Returns:
-            The position of the next block.
+            The next visit.
         """
-        iteration, position = block
         storage, (rP, rdS), scores = state.storage, operands, None
         stage, (k_steps, v_steps) = storage.q.stage(iteration), self.static.k_steps
         acc_S, acc_dP = (cute.make_fragment_like(rP, Float32) for _ in range(2))
         state.order.wait()
+        # dV += P^T dO and dK += dS^T Q of the previous block;  dQ = dS K of the block before it
         acc_dQ = self.start_earlier_products(p, state, operands, iteration, blocks_before)
         if cutlass.const_expr(self.early_scores):
             # Dropout bits are computed while products run, and before S and dP take registers.
-            scores = self.scores(p, tile, mask, position)
+            scores = self.scores(p, tile, mask, visit)
         self.release_earlier(storage, iteration, blocks_before)
         # S^T = K Q^T, while dQ and dS of earlier blocks are moved to shared memory
         storage.q.wait_full(iteration)
@@ -331,25 +333,25 @@ class BwdSm90(Kernel):
         start_gemm(p.mma_s, acc_dP, state.rV, state.rdO[None, None, None, stage], False, v_steps)
         state.order.arrive()
         self.publish_earlier(state, iteration, blocks_before)
-        # P^T = exp(scale S^T - LSE)
+        # P^T = exp(scale S^T - LSE), with score features and masks
         if cutlass.const_expr(not self.early_scores):
-            scores = self.with_bias(state, self.scores(p, tile, mask, position), iteration)
+            scores = self.with_bias(state, self.scores(p, tile, mask, visit), iteration)
         rLSE = self.lse(state, stage) if cutlass.const_expr(self.early_lse) else None
         warpgroup.wait_group(1)
         if cutlass.const_expr(not self.early_lse):
             rLSE = self.lse(state, stage)
-        compute_probs(scores, acc_S, rP, rLSE, partial(self.apply_mask, tile, mask, scores, acc_S, position))
+        compute_probs(scores, acc_S, rP, rLSE, partial(self.apply_mask, tile, mask, scores, acc_S, visit))
         # dS^T = P^T (dP^T - Δ)
         warpgroup.wait_group(0)
         sums = scores.differentiate(acc_S, acc_dP, *self.statistics(state, stage), state.dalibi)
         convert(acc_S, rdS)
         scores.finish_bias(rdS)
         scores.finish(sums)
-        return self.next_position(p, state, tile, position)
+        return self.next_visit(p, state, tile, visit)
 
     @cute.jit
     def start_earlier_products(
-        self, p: Params, state: MmaState, operands: tuple, iteration: Int32, blocks_before: cutlass.Constexpr
+        self, p: Params, state: MmaState, operands: Operands, iteration: Int32, blocks_before: cutlass.Constexpr
     ):
         """Start dV and dK of the previous block, and dQ of the block before it; return dQ's accumulator, or None."""
         acc_dQ = None
@@ -397,11 +399,11 @@ class BwdSm90(Kernel):
         if cutlass.const_expr(blocks_before > 1):
             self.publish_dq(state, iteration - 2)
 
-    def scores(self, p: Params, tile: KVTile, mask: Mask, position: tuple) -> AnyScores:
-        """The scores of the block at a position."""
+    def scores(self, p: Params, tile: KVTile, mask: Mask, visit: BlockVisit) -> AnyScores:
+        """The scores of a block."""
         if not self.has_score_params:
             return PlainScores(p.scale, is_transposed=True)
-        m_block, head = self.block_and_head(p, tile, position)
+        m_block, head = visit.m_block(tile), p.query_head(tile, visit)
         return p.score_params.block(mask, head, tile.batch, m_block * self.tile.tile_m, is_transposed=True)
 
     def with_bias(self, state: MmaState, scores: AnyScores, iteration: Int32) -> AnyScores:
@@ -413,30 +415,19 @@ class BwdSm90(Kernel):
             scores.prefetch()
         return scores
 
-    def block_and_head(self, p: Params, tile: KVTile, position: tuple) -> tuple:
-        """(m_block, head) at a position."""
-        if not self.static.block_sparse:
-            return tile.m_block(position[0]), position[1]
-        index = BwdBlockIndex(position[1])
-        return index.m_block, tile.head_kv * p.heads_per_kv + index.head
+    def next_visit(self, p: Params, state: MmaState, tile: KVTile, visit: BlockVisit) -> BlockVisit:
+        """The next visit. After the last block of a head, store the gradient of its ALiBi slope."""
+        if self.static.block_sparse:
+            return self.next_sparse_visit(p, state, tile, visit)
+        return self.next_band_visit(p, state, tile, visit)
 
     @cute.jit
-    def next_position(self, p: Params, state: MmaState, tile: KVTile, position: tuple):
-        """The position of the next block. After the last block of a head, store the gradient of its ALiBi slope."""
-        if cutlass.const_expr(self.static.block_sparse):
-            position = self.next_sparse_position(p, state, tile, position)
-        else:
-            position = self.next_band_position(p, state, tile, position)
-        return position
-
-    @cute.jit
-    def next_sparse_position(self, p: Params, state: MmaState, tile: KVTile, position: tuple):
-        """(number of the next block in the list of a block mask, bits of its `BwdBlockIndex`)."""
-        i, index = position[0] + 1, BwdBlockIndex(position[1])
+    def next_sparse_visit(self, p: Params, state: MmaState, tile: KVTile, visit: BlockVisit):
+        i, index = visit.number + 1, visit.index
         if cutlass.const_expr(p.score_params.alibi_slopes is not None):
             if index.is_last:
                 self.store_dalibi(p, state, tile, tile.head_kv * p.heads_per_kv + index.head)
-        return i, p.block_index(tile, cutlass.min(i, tile.num_sparse - 1)).bits
+        return BlockVisit(i, index_bits=p.block_index(tile, cutlass.min(i, tile.num_sparse - 1)).bits)
 
     @cute.jit
     def store_dalibi(self, p: Params, state: MmaState, tile: KVTile, head: Int32):
@@ -447,20 +438,18 @@ class BwdSm90(Kernel):
         p.score_params.store_dalibi(state.dalibi, head, seqlen, part)
 
     @cute.jit
-    def next_band_position(self, p: Params, state: MmaState, tile: KVTile, position: tuple):
-        """(number of the next block within its head,) and, with score features, its head."""
-        is_last = position[0] + 1 == tile.block_iter.num
-        i = cutlass.select_(is_last, Int32(0), position[0] + 1)
-        following = (i,)
+    def next_band_visit(self, p: Params, state: MmaState, tile: KVTile, visit: BlockVisit):
+        is_last, head = visit.number + 1 == tile.block_iter.num, None
+        i = cutlass.select_(is_last, Int32(0), visit.number + 1)
         if cutlass.const_expr(self.has_score_params):
             if cutlass.const_expr(p.score_params.alibi_slopes is not None):
                 if is_last:
-                    self.store_dalibi(p, state, tile, position[1])
-            following = (i, position[1] + Int32(is_last))
-        return following
+                    self.store_dalibi(p, state, tile, visit.head)
+            head = visit.head + Int32(is_last)
+        return BlockVisit(i, head)
 
     @cute.jit
-    def start_dv_dk(self, p: Params, state: MmaState, operands: tuple, iteration: Int32):
+    def start_dv_dk(self, p: Params, state: MmaState, operands: Operands, iteration: Int32):
         """Start dV += P^T dO and dK += dS^T Q of the block of `iteration`."""
         stage = state.storage.q.stage(iteration)
         rP, rdS = (as_operand_a(operand) for operand in operands)
@@ -479,7 +468,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def last_dq(self, p: Params, state: MmaState, iteration: Int32):
-        """Compute and publish dQ of one of the last two blocks of a tile, without overlap."""
+        """Compute dQ of a block, and publish it, without overlap. The last two blocks of a tile need this."""
         acc_dQ = self.start_dq(p, state, iteration)
         warpgroup.wait_group(0)
         state.storage.ds.release(iteration)
@@ -508,7 +497,7 @@ class BwdSm90(Kernel):
         read = self.column_statistic if self.has_mods_or_bias else self.load_column_statistic
         return read(state, state.storage.sLSE, stage)
 
-    def statistics(self, state: MmaState, stage: Int32) -> tuple:
+    def statistics(self, state: MmaState, stage: Int32) -> tuple[cute.Tensor | None, cute.Tensor]:
         """LSE and Δ of this thread's columns for `differentiate`. Without score features, it needs Δ only."""
         storage = state.storage
         if not self.has_score_params:
@@ -516,14 +505,13 @@ class BwdSm90(Kernel):
         return tuple(self.column_statistic(state, sX, stage) for sX in (storage.sLSE, storage.sDelta))
 
     @cute.jit
-    def apply_mask(self, tile: KVTile, mask: Mask, scores: AnyScores, acc_S: cute.Tensor, position: tuple):
+    def apply_mask(self, tile: KVTile, mask: Mask, scores: AnyScores, acc_S: cute.Tensor, visit: BlockVisit):
         """Mask scores outside the band, keys and queries past the end, and scores where mask_mod is false."""
-        is_sparse, blocks = self.static.block_sparse, tile.blocks
-        m_block = BwdBlockIndex(position[1]).m_block if cutlass.const_expr(is_sparse) else tile.m_block(position[0])
+        blocks, m_block = tile.blocks, visit.m_block(tile)
         is_tail = mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
             scores.apply_band(acc_S, mask, m_block * self.tile.tile_m)
-        scores.apply_mask(acc_S, BwdBlockIndex(position[1]).is_partial if cutlass.const_expr(is_sparse) else None)
+        scores.apply_mask(acc_S, visit.is_partial())
 
     @cute.jit
     def stage_ds(self, p: Params, state: MmaState, rdS: cute.Tensor, iteration: Int32):
@@ -553,7 +541,7 @@ class BwdSm90(Kernel):
 
     def reread_seqlen(self, p: Params, state: MmaState, tile: KVTile) -> SeqlenInfo:
         """The sequence of a tile. In a varlen batch it is read again, which saves registers."""
-        return tile.seqlen if p.tile_list is None else p.seqlen_info(state.storage.read_tile(tile.count))
+        return tile.seqlen if p.tile_list is None else p.seqlen_info(state.storage.read_tile(tile.count).seqlen_values)
 
     @cute.jit
     def store_gradient(

@@ -6,6 +6,7 @@ blocks that a band excludes.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -18,8 +19,9 @@ from cute_flash.device.scheduling.block_iterator import share_of
 from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
 from cute_flash.device.scheduling.pipeline import Pipeline
 from cute_flash.device.scheduling.seqlen import HeadBlock, SeqlenInfo
+from cute_flash.device.scores.position import ScoreBlock
 from cute_flash.kernels.sm90.bwd_storage import NUM_WARPGROUPS, KVTile, Params, SharedStorage
-from cute_flash.kernels.sm90.dq import DQPart, bulk_add, bulk_add_or_store
+from cute_flash.kernels.sm90.dq import DQPart, StagedPiece, bulk_add, bulk_add_or_store
 from cute_flash.kernels.sm90.published_tiles import NO_TILE
 
 VECTOR = 8  # 16-bit elements that a thread stores at once
@@ -40,7 +42,7 @@ def load(p: Params, storage: SharedStorage):
         load_first_block(p, storage, tile, iteration, total)
         load_kv(p, p.v, storage.v, storage.sV, tile)
         storage.k.wait_empty(count)
-        storage.tiles.write(count, coord)
+        storage.tiles.write(count, (coord.block, coord.head, *coord.seqlen_values))
         load_kv(p, p.k, storage.k, storage.sK, tile)
         iteration = load_other_blocks(p, storage, tile, iteration, total)
         # Fetch the next tile as late as possible, so that a CTA with a long tile leaves it to other CTAs.
@@ -89,42 +91,41 @@ def load_kv(p: Params, tma: TmaTiles | VarlenTmaTiles, pipeline: Pipeline, sX: c
 @cute.jit
 def load_block(p: Params, storage: SharedStorage, tile: KVTile, iteration: Int32, g: Int32, i: Int32):
     """Load the i-th m_block of the g-th head: Q with LSE, dO with Δ."""
-    load_q_and_do(p, storage, tile, iteration, (tile.m_block(i), tile.head_kv * p.heads_per_kv + g))
+    load_q_and_do(p, storage, tile, iteration, tile.m_block(i), tile.head_kv * p.heads_per_kv + g)
 
 
 @cute.jit
 def load_sparse_block(p: Params, storage: SharedStorage, tile: KVTile, iteration: Int32, i: Int32):
     """Load the i-th m_block that a block mask lists."""
     index = p.block_index(tile, i)
-    load_q_and_do(p, storage, tile, iteration, (index.m_block, tile.head_kv * p.heads_per_kv + index.head))
+    load_q_and_do(p, storage, tile, iteration, index.m_block, tile.head_kv * p.heads_per_kv + index.head)
 
 
 @cute.jit
-def load_q_and_do(p: Params, storage: SharedStorage, tile: KVTile, iteration: Int32, block: tuple):
-    """Load Q with LSE, and dO with Δ, and the bias unless another warp loads it; `block`: (m_block, head)."""
-    (m_block, head), coord = block, (*block, tile.seqlen)
-    load_rows(p, p.q, storage.q, storage.sQ, (p.mLSE, storage.sLSE), iteration, coord)
+def load_q_and_do(p: Params, storage: SharedStorage, tile: KVTile, iteration: Int32, m_block: Int32, head: Int32):
+    """Load Q with LSE, and dO with Δ, and the bias unless another warp loads it."""
+    q = RowOperand(p.q, storage.q, storage.sQ, p.mLSE, storage.sLSE)
+    do = RowOperand(p.do, storage.do, storage.sdO, p.mDelta, storage.sDelta)
+    load_rows(p, q, iteration, m_block, head, tile.seqlen)
     if cutlass.const_expr(p.loads_bias_with_q):
-        storage.bias.stages.load(p.bias, iteration, (m_block, tile.n_block), (head, tile.batch))
-    load_rows(p, p.do, storage.do, storage.sdO, (p.mDelta, storage.sDelta), iteration, coord)
+        storage.bias.stages.load(p.bias, iteration, ScoreBlock(tile.batch, head, m_block, tile.n_block))
+    load_rows(p, do, iteration, m_block, head, tile.seqlen)
+
+
+class RowOperand(NamedTuple):
+    """Q or dO, and the fp32 statistic of its rows."""
+
+    tma: TmaTiles | VarlenTmaTiles
+    pipeline: Pipeline
+    sX: cute.Tensor
+    mY: cute.Tensor  # the statistic in global memory
+    sY: cute.Tensor
 
 
 @cute.jit
-def load_rows(
-    p: Params,
-    tma: TmaTiles | VarlenTmaTiles,
-    pipeline: Pipeline,
-    sX: cute.Tensor,
-    statistic: tuple,
-    iteration: Int32,
-    coord: tuple,
-):
-    """Load an m_block of Q or dO, and the fp32 statistic of its rows.
-
-    `statistic`: the tensors of the statistic in global and in shared memory. `coord`: (m_block, head, sequence).
-    """
-    m_block, head, seqlen = coord
-    mY, sY = statistic
+def load_rows(p: Params, x: RowOperand, iteration: Int32, m_block: Int32, head: Int32, seqlen: SeqlenInfo):
+    """Load an m_block of Q or dO, and the statistic of its rows."""
+    tma, pipeline, sX, mY, sY = x
     tile_m, stage = p.config.tile.tile_m, pipeline.stage(iteration)
     pipeline.wait_empty(iteration)
     pipeline.expect_bytes(iteration, p.config.q.bytes + 4 * tile_m)
@@ -144,7 +145,7 @@ def add_dq(p: Params, storage: SharedStorage, adder: Int32):
     """
     count, iteration = Int32(0), Int32(0)  # tiles and m_blocks so far
     coord = read_tile(storage, count)
-    while coord[0] != NO_TILE:
+    while coord.block != NO_TILE:
         tile = p.tile(count, iteration, coord)
         if cutlass.const_expr(p.block_indices is None):
             for g in cutlass.range(p.heads_per_kv, unroll=1):
@@ -178,7 +179,7 @@ def for_each_block(p: Params, storage: SharedStorage, visit: cutlass.Constexpr, 
     """
     count, iteration = Int32(0), Int32(0)  # tiles and m_blocks so far
     coord = read_tile(storage, count)
-    while coord[0] != NO_TILE:
+    while coord.block != NO_TILE:
         iteration = for_each_block_of_tile(p, p.tile(count, iteration, coord), iteration, visit, visit_empty)
         count += 1
         coord = read_tile(storage, count)
@@ -210,7 +211,7 @@ def load_bias(p: Params, storage: SharedStorage):
     """Load the bias of every block."""
 
     def load(tile: KVTile, head: Int32, m_block: Int32, iteration: Int32):
-        storage.bias.stages.load(p.bias, iteration, (m_block, tile.n_block), (head, tile.batch))
+        storage.bias.stages.load(p.bias, iteration, ScoreBlock(tile.batch, head, m_block, tile.n_block))
 
     for_each_block(p, storage, load)
 
@@ -225,7 +226,7 @@ def store_dbias(p: Params, storage: SharedStorage, for_each: Callable[..., None]
     excludes_blocks = static.is_bounded and p.block_indices is None and not static.mods.dbias_terms
 
     def store(tile: KVTile, head: Int32, m_block: Int32, iteration: Int32):
-        storage.store_dbias(p.dbias, iteration, (m_block, tile.n_block), (head, tile.batch))
+        storage.store_dbias(p.dbias, iteration, ScoreBlock(tile.batch, head, m_block, tile.n_block))
         if cutlass.const_expr(excludes_blocks):
             # Each visit stores its share of the zeros, so that the gradient of the next block does not wait for long.
             visit = (iteration - tile.iteration) % tile.block_iter.num
@@ -239,19 +240,19 @@ def store_dbias(p: Params, storage: SharedStorage, for_each: Callable[..., None]
 
 @cute.jit
 def store_excluded_blocks(p: Params, tile: KVTile, head: Int32, share: Int32, shares: Int32):
-    """Store one of `shares` equal shares of the zeros of the m_blocks that a K/V tile does not visit."""
+    """Store zeros for m_blocks that a K/V tile does not visit: one of `shares` equal shares of them."""
     tile_m, blocks = p.config.tile.tile_m, tile.block_iter
     excluded = (p.seqlen_q + (tile_m - 1)) // tile_m - blocks.num
     begin, end = share_of(excluded, share, shares)
     for i in cutlass.range(begin, end, unroll=1):
         m_block = cutlass.select_(i < blocks.first, i, i + blocks.num)
-        store_zeros(p, (m_block, tile.n_block), (head, tile.batch))
+        store_zeros(p, ScoreBlock(tile.batch, head, m_block, tile.n_block))
 
 
 @cute.jit
-def store_zeros(p: Params, block: tuple, head_batch: tuple):
-    """Store zeros in the gradient of the bias of the block (m_block, n_block). Called by one warp."""
-    (m_block, n_block), (head, batch) = block, head_batch
+def store_zeros(p: Params, block: ScoreBlock):
+    """Store zeros in the gradient of the bias of a block. Called by one warp."""
+    batch, head, m_block, n_block = block
     tile_m, tile_n, lane = p.config.tile.tile_m, p.config.tile.tile_n, cute.arch.lane_idx()
     lanes_per_row = tile_n // VECTOR
     gdBias = p.score_params.mods.bias.mdBias[batch, head, None, None]
@@ -315,7 +316,7 @@ def add_sparse_in_order(p: Params, storage: SharedStorage, tile: KVTile, i: Int3
     cute.arch.sync_warp()
 
 
-def sparse_rank(p: Params, tile: KVTile, i: Int32) -> tuple:
+def sparse_rank(p: Params, tile: KVTile, i: Int32) -> tuple[HeadBlock, Int32]:
     """The coordinate of the semaphore of the i-th listed m_block, and the rank of this tile."""
     batch = tile.seqlen.batch
     # `BwdBlockIndices.read` shuffles over all lanes, but a single lane may call this function.
@@ -333,7 +334,7 @@ def add_block(p: Params, storage: SharedStorage, tile: KVTile, head: Int32, m_bl
     uses_claims = seqlen.q_len <= p.config.tile.max_queries_claimed
     part = DQPart(p.mdQ_accum, p.mClaims, block, 0, 1, uses_claims)
     first = iteration * NUM_WARPGROUPS
-    pieces = tuple((storage.sdQ[None, None, None, w].iterator, first + w) for w in range(NUM_WARPGROUPS))
+    pieces = tuple(StagedPiece(storage.sdQ[None, None, None, w].iterator, first + w) for w in range(NUM_WARPGROUPS))
     part.add_or_store(pieces, 4 * elements // NUM_WARPGROUPS, storage.dq)
 
 

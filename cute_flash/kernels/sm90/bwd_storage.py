@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -19,8 +20,9 @@ from cute_flash.device.scheduling.semaphore import DQSemaphore
 from cute_flash.device.scheduling.seqlen import NUM_VALUES, SeqlenInfo
 from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.band import Band
+from cute_flash.device.scores.position import ScoreBlock
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
-from cute_flash.kernels.sm90.published_tiles import PublishedTiles
+from cute_flash.kernels.sm90.published_tiles import PublishedTiles, SeqlenValues, TileCoord
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import BlockRange, ceil_div
@@ -87,6 +89,25 @@ class Config:
         return SmemTile(self.tile.tile_n, self.tile.head_dim // NUM_WARPGROUPS)
 
 
+class BlockVisit(NamedTuple):
+    """The visit of a K/V tile to an m_block of a head."""
+
+    number: Int32  # of the block within its head, or in the list of a block mask
+    head: Int32 | None = None  # the query head; None if scores do not depend on it, or with a block mask
+    index_bits: Int32 | None = None  # with a block mask, the bits of its `BwdBlockIndex`
+
+    @property
+    def index(self) -> BwdBlockIndex:
+        return BwdBlockIndex(self.index_bits)
+
+    def m_block(self, tile: "KVTile") -> Int32:
+        return tile.m_block(self.number) if self.index_bits is None else self.index.m_block
+
+    def is_partial(self) -> cutlass.Boolean | None:
+        """With a block mask, whether mask_mod applies to the block."""
+        return None if self.index_bits is None else self.index.is_partial
+
+
 @dataclass(frozen=True)
 class KVTile:
     """A K/V tile of a CTA, and the m_blocks that it visits."""
@@ -113,8 +134,39 @@ class KVTile:
         return cutlass.select_(block >= self.block_iter.num, block - self.block_iter.num, block)
 
 
+class TileVisits:
+    """The m_blocks that a K/V tile visits: methods of the arguments of both backward kernels."""
+
+    @property
+    def block_indices(self) -> BwdBlockIndices | None:
+        """The index lists of a block mask; None without one."""
+        mods = None if self.score_params is None else self.score_params.mods
+        return None if mods is None else mods.block_indices
+
+    def num_m_blocks(self, tile: KVTile) -> Int32:
+        """The number of m_blocks that a tile visits in all heads that share its keys."""
+        return tile.block_iter.num * self.heads_per_kv if tile.num_sparse is None else tile.num_sparse
+
+    def block_index(self, tile: KVTile, i: Int32) -> BwdBlockIndex:
+        """The i-th m_block that a block mask lists for a tile."""
+        return BwdBlockIndex(self.block_indices.read(tile.seqlen.batch, tile.head_kv, tile.n_block, i))
+
+    def first_visit(self, tile: KVTile, needs_head: bool) -> BlockVisit:
+        """The first visit of a tile. `needs_head`: scores depend on the head."""
+        if self.config.static.block_sparse:
+            # Reading the first entry is safe even if the list is empty: its memory is allocated.
+            return BlockVisit(Int32(0), index_bits=self.block_index(tile, Int32(0)).bits)
+        return BlockVisit(Int32(0), tile.head_kv * self.heads_per_kv if needs_head else None)
+
+    def query_head(self, tile: KVTile, visit: BlockVisit) -> Int32:
+        """The head of a visit."""
+        if visit.index_bits is None:
+            return visit.head
+        return tile.head_kv * self.heads_per_kv + visit.index.head
+
+
 @dataclass(frozen=True)
-class Params:
+class Params(TileVisits):
     """The argument of the kernel."""
 
     config: cutlass.Constexpr  # Config
@@ -154,47 +206,31 @@ class Params:
             return self.scheduler
         return self.tile_list.scheduler(self.scheduler.tile_counter, self.scheduler.is_dynamic)
 
-    def tile_coord(self, index: Int32) -> tuple:
-        """(n_block, head, *`SeqlenInfo.values`) of a tile."""
+    def tile_coord(self, index: Int32) -> TileCoord:
         if self.tile_list is None:
-            return self.static_scheduler.tile_coord(index)
-        n_block, head, seqlen_values = self.tile_list.read(index)
-        return n_block, head, *seqlen_values
+            n_block, head_kv, batch = self.static_scheduler.tile_coord(index)
+            return TileCoord(n_block, head_kv, (batch,))
+        return TileCoord(*self.tile_list.read(index))
 
-    def seqlen_info(self, coord: tuple) -> SeqlenInfo:
+    def seqlen_info(self, values: SeqlenValues) -> SeqlenInfo:
         if self.tile_list is None:
-            return SeqlenInfo(coord[2], self.seqlen_q, self.seqlen_k)
-        return SeqlenInfo.of_values(*coord[2:])
+            return SeqlenInfo(*values, self.seqlen_q, self.seqlen_k)
+        return SeqlenInfo.of_values(*values)
 
-    @property
-    def block_indices(self) -> BwdBlockIndices | None:
-        """The index lists of a block mask; None without one."""
-        mods = None if self.score_params is None else self.score_params.mods
-        return None if mods is None else mods.block_indices
-
-    def tile(self, count: Int32, iteration: Int32, coord: tuple) -> KVTile:
-        """The tile at `coord`, a result of `tile_coord`."""
+    def tile(self, count: Int32, iteration: Int32, coord: TileCoord) -> KVTile:
         tile_n, tile_m = self.config.tile.tile_n, self.config.tile.tile_m
-        seqlen = self.seqlen_info(coord)
-        blocks = self.band.blocks(coord[0], tile_n, tile_m, seqlen.k_len, seqlen.q_len)
+        n_block, head_kv, seqlen = coord.block, coord.head, self.seqlen_info(coord.seqlen_values)
+        blocks = self.band.blocks(n_block, tile_n, tile_m, seqlen.k_len, seqlen.q_len)
         # Without a mask each tile starts at a different m_block, so that few tiles add to one m_block at a time. A
         # semaphore serialises the additions, so the start does not matter.
         shift, num_sparse = None, None
         if self.block_indices is not None:
-            num_sparse = self.block_indices.count(seqlen.batch, coord[1], coord[0])
+            num_sparse = self.block_indices.count(seqlen.batch, head_kv, n_block)
         elif self.band.left is None and self.band.right is None and self.dq_semaphore is None:
             tiles = self.static_scheduler.num_blocks if self.tile_list is None else ceil_div(seqlen.k_len, tile_n)
-            shift = coord[0] * blocks.end // tiles
+            shift = n_block * blocks.end // tiles
         block_iter = BlockIterator.of(blocks, ascends=True)
-        return KVTile(count, iteration, coord[0], coord[1], seqlen, blocks, block_iter, shift, num_sparse)
-
-    def num_m_blocks(self, tile: KVTile) -> Int32:
-        """The number of m_blocks of a tile, of all heads that share its keys."""
-        return tile.block_iter.num * self.heads_per_kv if tile.num_sparse is None else tile.num_sparse
-
-    def block_index(self, tile: KVTile, i: Int32) -> BwdBlockIndex:
-        """The i-th m_block that a block mask lists for a tile."""
-        return BwdBlockIndex(self.block_indices.read(tile.seqlen.batch, tile.head_kv, tile.n_block, i))
+        return KVTile(count, iteration, n_block, head_kv, seqlen, blocks, block_iter, shift, num_sparse)
 
     @property
     def num_adders(self) -> int:
@@ -215,8 +251,8 @@ def allocate_bias(smem: SmemAllocator, config: Config, is_transposed: bool) -> B
     if config.bias is None:
         return None
     dtype, stages = CUTE_DTYPES[config.static.mods.bias_dtype], config.tile.bias_stages
-    size, keeps_gradient = (NUM_WARPGROUPS, stages), config.stores_dbias and not config.stores_ds
-    return BwdBiasPipeline.allocate(smem, dtype, config.bias, size, keeps_gradient, is_transposed)
+    keeps_gradient = config.stores_dbias and not config.stores_ds
+    return BwdBiasPipeline.allocate(smem, dtype, config.bias, NUM_WARPGROUPS, stages, keeps_gradient, is_transposed)
 
 
 @dataclass(frozen=True)
@@ -273,19 +309,21 @@ class SharedStorage:
             self.bias.init_barriers()
 
     @cute.jit
-    def store_dbias(self, tma: TmaTiles, iteration: Int32, block: tuple, head_batch: tuple):
-        """Store dS of the block (m_block, n_block) as the gradient of the bias, then release it. Called by one warp."""
+    def store_dbias(self, tma: TmaTiles, iteration: Int32, block: ScoreBlock):
+        """Store dS of a block as the gradient of the bias, then release it. Called by one warp."""
         self.ds.wait_full(iteration)
         sdS = self.sdS[None, None, self.ds.stage(iteration)]
         for w in cutlass.range_constexpr(NUM_WARPGROUPS):
             row, column = self.bias.stages.coord(block, w)
             with cute.arch.elect_one():
-                tma.store(cute.local_tile(sdS, (tma.rows, tma.cols), (0, w)), row, *head_batch, column)
+                part = cute.local_tile(sdS, (tma.rows, tma.cols), (0, w))
+                tma.store(part, row, block.head, block.batch, column)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         self.ds.release(iteration)
 
-    def read_tile(self, count: Int32) -> tuple:
-        """After k.full: (n_block, head, sequence...); n_block is NO_TILE after the last tile."""
-        return tuple(self.tiles.read(i, count) for i in range(self.tiles.num))
+    def read_tile(self, count: Int32) -> TileCoord:
+        """The published tile. Called after k.full."""
+        n_block, head_kv, *seqlen_values = (self.tiles.read(i, count) for i in range(self.tiles.num))
+        return TileCoord(n_block, head_kv, tuple(seqlen_values))

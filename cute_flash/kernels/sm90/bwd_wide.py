@@ -48,6 +48,7 @@ all additions, and a semaphore can order them.
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -63,14 +64,13 @@ from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.memory.views import as_mn, transposed
 from cute_flash.device.mma.wgmma import convert, make_mma, start_gemm
 from cute_flash.device.ptx import rederived
-from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.scheduling.semaphore import DQSemaphore
 from cute_flash.device.scheduling.seqlen import HeadBlock, SeqlenInfo
 from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.mask import Mask
-from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm90.bwd_producer import (
     for_each_block_of_tile,
@@ -80,9 +80,9 @@ from cute_flash.kernels.sm90.bwd_producer import (
     sparse_rank,
     store_dbias,
 )
-from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile
+from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, BlockVisit, Config, KVTile
 from cute_flash.kernels.sm90.bwd_wide_storage import DETERMINISTIC_ADDERS, HALVES, Params, SharedStorage
-from cute_flash.kernels.sm90.dq import DQPart, add_four, bulk_add_or_store
+from cute_flash.kernels.sm90.dq import DQPart, StagedPiece, add_four, bulk_add_or_store
 from cute_flash.planning.tiles.bwd_sm90 import PIECES, BwdTileSm90Wide
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.band import FAR, ceil_div
@@ -94,9 +94,19 @@ FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED = 1, 3, 4, 6
 MIN_STEPS = 8
 
 
+Halves = tuple[cute.Tensor, cute.Tensor]  # of a warpgroup's columns, 64 columns each
+
+
+class WideVisit(NamedTuple):
+    """A visit, and the place of its dQ."""
+
+    accum_block: Int32  # the index of the block in mdQ_accum
+    visit: BlockVisit
+
+
 @dataclass(frozen=True)
 class MmaState:
-    """The state of an MMA warpgroup. Tuples hold the two halves of its columns, 64 columns each."""
+    """The state of an MMA warpgroup."""
 
     wg: Int32
     thread: Int32
@@ -105,14 +115,14 @@ class MmaState:
     rdO: cute.Tensor
     rK: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), of the warpgroup's keys
     rV: cute.Tensor
-    rdOt: tuple  # descriptors (MMA, MMA_M, MMA_K, stage)
-    rQt: tuple
+    rdOt: Halves  # descriptors (MMA, MMA_M, MMA_K, stage)
+    rQt: Halves
     rP: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K)
     rdS: cute.Tensor
     rdSt: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K)
-    rKt: tuple  # descriptors (MMA, MMA_N, MMA_K)
-    acc_dK: tuple
-    acc_dV: tuple
+    rKt: Halves  # descriptors (MMA, MMA_N, MMA_K)
+    acc_dK: Halves
+    acc_dV: Halves
     acc_S: cute.Tensor
     acc_dP: cute.Tensor
     acc_dQ: cute.Tensor  # a half at a time; see `_temporaries`
@@ -185,7 +195,7 @@ class BwdSm90Wide(Kernel):
             dbias=TmaTiles.of(store, args.dbias, config.bias) if config.stores_dbias else None,
         )
         options = {"min_blocks_per_mp": 1, "use_pdl": True}
-        self.launch(self.symbol("bwd_sm90_wide"), params, (args.num_ctas, 1, 1), tile.num_threads, stream, **options)
+        self.launch(self.symbol("bwd_sm90_wide"), params, Grid(args.num_ctas), tile.num_threads, stream, **options)
 
     @cute.kernel
     def kernel(self, p: Params):
@@ -245,12 +255,12 @@ class BwdSm90Wide(Kernel):
             accum_block = p.first_accum_block(tile)
             for g in cutlass.range(p.heads_per_kv, unroll=1):
                 for i in cutlass.range(tile.block_iter.num, unroll=1):
-                    self.add_block(p, storage, tile, (adder, accum_block + i, iteration + i), (g, i))
+                    self.add_block(p, storage, tile, adder, accum_block + i, iteration + i, g, i)
                 iteration += tile.block_iter.num
                 accum_block += p.mdQ_accum.shape[2]
         else:
             for i in cutlass.range(p.num_m_blocks(tile), unroll=1):
-                self.add_block(p, storage, tile, (adder, None, i), (Int32(0), i))
+                self.add_block(p, storage, tile, adder, None, i, Int32(0), i)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
 
@@ -262,47 +272,64 @@ class BwdSm90Wide(Kernel):
             cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
-    def add_block(self, p: Params, storage: SharedStorage, tile: KVTile, part: tuple, block: tuple):
-        """Add this adder warp's part of an m_block: both halves of one warpgroup, or the halves whose turn it is.
+    def add_block(
+        self,
+        p: Params,
+        storage: SharedStorage,
+        tile: KVTile,
+        adder: Int32,
+        accum_block: Int32 | None,
+        iteration: Int32,
+        g: Int32,
+        i: Int32,
+    ):
+        """Add this adder warp's part of the i-th m_block of the g-th head.
 
-        `part`: (adder, index of the block in mdQ_accum, iteration); the index is None with a block mask. `block`: (g,
-        i), the i-th m_block of the g-th head, or (0, i), the i-th m_block that a block mask lists.
+        The part is both halves of one warpgroup, or the halves whose turn it is. With a block mask, g is 0, i is the
+        number of the m_block in the list, and `accum_block`, its index in mdQ_accum, is None.
         """
-        adder, accum_block, iteration = part
         if cutlass.const_expr(p.dq_semaphore is None):
             if cutlass.const_expr(p.block_indices is not None):
-                accum_block = p.sparse_accum_block(tile, p.block_index(tile, block[1]))
-            self.add_halves(p, storage, tile.seqlen, (adder, accum_block, iteration))
+                accum_block = p.sparse_accum_block(tile, p.block_index(tile, i))
+            self.add_halves(p, storage, tile.seqlen, adder, accum_block, iteration)
         else:
             for half in cutlass.range(HALVES, unroll=1):
                 staged = HALVES * iteration + half
                 if staged % DETERMINISTIC_ADDERS == adder:
-                    self.add_in_order(p, storage, tile, (half, accum_block, staged), block)
+                    self.add_in_order(p, storage, tile, half, accum_block, staged, g, i)
 
     @cute.jit
-    def add_halves(self, p: Params, storage: SharedStorage, seqlen: SeqlenInfo, part: tuple):
-        """Add both halves of a warpgroup's dQ of an m_block. `part`: as in `add_block`; the adder is the warpgroup."""
-        wg, accum_block, iteration = part
+    def add_halves(
+        self, p: Params, storage: SharedStorage, seqlen: SeqlenInfo, wg: Int32, accum_block: Int32, iteration: Int32
+    ):
+        """Add both halves of a warpgroup's dQ of an m_block."""
         uses_claims = seqlen.q_len <= self.tile.max_queries_claimed
         dq = DQPart(p.mdQ_accum, p.mClaims, accum_block, wg, NUM_WARPGROUPS, uses_claims)
         source, first = storage.sdQ[None, None, None, wg].iterator, HALVES * iteration
-        halves = tuple((source, (first + half) * NUM_WARPGROUPS + wg) for half in range(HALVES))
+        halves = tuple(StagedPiece(source, (first + half) * NUM_WARPGROUPS + wg) for half in range(HALVES))
         dq.add_or_store(halves, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces, storage.dq)
 
     @cute.jit
-    def add_in_order(self, p: Params, storage: SharedStorage, tile: KVTile, part: tuple, block: tuple):
+    def add_in_order(
+        self,
+        p: Params,
+        storage: SharedStorage,
+        tile: KVTile,
+        half: Int32,
+        accum_block: Int32 | None,
+        staged: Int32,
+        g: Int32,
+        i: Int32,
+    ):
         """Add one half of both warpgroups' dQ of an m_block, after all K/V tiles of lower rank have added theirs.
 
-        The tile of rank 0 stores it.
-        Each half has its own semaphore, so a K/V tile can add the first half of a block before the previous K/V tile
-        has added the second. While this warp waits until its additions are complete, other adder warps add the next
-        halves.
+        The tile of rank 0 stores it. Each half has its own semaphore, so a K/V tile can add the first half of a block
+        before the previous K/V tile has added the second. While this warp waits until its additions are complete, other
+        adder warps add the next halves.
 
-        `part`: (half, index of the block in mdQ_accum, number of halves before this one in the K/V tile). `block`: as
-        in `add_block`.
+        `staged`: the number of halves before this one in the K/V tile. Other arguments are those of `add_block`.
         """
-        half, accum_block, staged = part
-        coord, rank = self.semaphore_rank(p, tile, block)
+        coord, rank = self.semaphore_rank(p, tile, g, i)
         if cutlass.const_expr(p.block_indices is not None):
             accum_block = (coord.batch * p.mdQ_accum.shape[1] + coord.head) * p.mdQ_accum.shape[2] + coord.block
         with cute.arch.elect_one():
@@ -327,15 +354,14 @@ class BwdSm90Wide(Kernel):
         if cutlass.const_expr(p.block_indices is None):
             # Compute them again, because there are no registers to keep them. With a block mask they are kept, because
             # they come from memory.
-            coord, rank = self.semaphore_rank(p, tile, block)
+            coord, rank = self.semaphore_rank(p, tile, g, i)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
             p.dq_semaphore.arrive(coord, rank, half)
         cute.arch.sync_warp()
 
-    def semaphore_rank(self, p: Params, tile: KVTile, block: tuple) -> tuple:
-        """The coordinate of the semaphore of an m_block, and the rank of this tile. `block`: see `add_block`."""
-        g, i = block
+    def semaphore_rank(self, p: Params, tile: KVTile, g: Int32, i: Int32) -> tuple[HeadBlock, Int32]:
+        """The coordinate of the semaphore of an m_block, and the rank of this tile; `g`, `i`: as in `add_block`."""
         if p.block_indices is not None:
             return sparse_rank(p, tile, rederived(i))
         seqlen, m_block = replace(tile.seqlen, batch=rederived(tile.batch)), tile.block_iter.block(rederived(i))
@@ -365,12 +391,12 @@ class BwdSm90Wide(Kernel):
             """The rows of this warpgroup's keys in sX (tile_n, tile_d)."""
             return cute.local_tile(sX, (self.keys, tile.head_dim), (wg, 0))
 
-        def columns_a(sX: cute.Tensor) -> tuple:
+        def columns_a(sX: cute.Tensor) -> Halves:
             """Both halves of this warpgroup's columns of sX, transposed, as operands A."""
             parts = (part(sX, tile.tile_m, half) for half in range(HALVES))
             return tuple(dkv.make_fragment_A(dkv.partition_A(sY)) for sY in parts)
 
-        def accumulators() -> tuple:
+        def accumulators() -> Halves:
             shape = dkv.partition_shape_C((columns, tile.tile_n))
             return tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(HALVES))
 
@@ -401,7 +427,7 @@ class BwdSm90Wide(Kernel):
             dalibi=cute.make_rmem_tensor(1, Float32) if self.has_alibi else None,
         )
 
-    def _temporaries(self, p: Params) -> tuple:
+    def _temporaries(self, p: Params) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """Accumulators of S, dP and dQ. With the larger tile, dP and dQ share registers.
 
         The compiler does not share them by itself: it keeps both over the loop, although every block overwrites them,
@@ -417,7 +443,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def mma(self, p: Params, storage: SharedStorage, wg: Int32, thread: Int32):
-        """The role of an MMA warpgroup: its part of dK and dV of the K/V tile, and of dQ."""
+        """The role of an MMA warpgroup: compute its part of the K/V tile's dK and dV, and of dQ."""
         state, tile = self._state(p, storage, wg, thread), p.tile()
         for half in cutlass.range_constexpr(HALVES):
             state.acc_dK[half].fill(0.0)
@@ -429,21 +455,11 @@ class BwdSm90Wide(Kernel):
         storage.v.wait_full(0)
         if total > 0:
             self.first_scores(p, state, tile)
-            position = (self.first_accum_block(p, tile), *self.first_block(p, tile))
+            wide = WideVisit(self.first_accum_block(p, tile), p.first_visit(tile, self.needs_head))
             for iteration in cutlass.range(total - 1, unroll=1):
-                position = self.process_block(p, state, tile, iteration, position)
-            self.last_block(p, state, total - 1, position)
+                wide = self.process_block(p, state, tile, iteration, wide)
+            self.last_block(p, state, total - 1, wide.accum_block)
         self.store_gradients(p, state, tile)
-
-    def first_block(self, p: Params, tile: KVTile) -> tuple:
-        """The first block of a tile.
-
-        A block is given by its number within its head and, if scores depend on the head, its head. With a block mask it
-        is given by its number in the list and the bits of its `BwdBlockIndex`.
-        """
-        if self.static.block_sparse:
-            return Int32(0), p.block_index(tile, Int32(0)).bits
-        return (Int32(0), tile.head_kv * p.heads_per_kv) if self.needs_head else (Int32(0),)
 
     def first_accum_block(self, p: Params, tile: KVTile) -> Int32:
         """The index of the first block in mdQ_accum."""
@@ -451,30 +467,23 @@ class BwdSm90Wide(Kernel):
             return p.sparse_accum_block(tile, p.block_index(tile, Int32(0)))
         return p.first_accum_block(tile)
 
-    def block_and_head(self, p: Params, tile: KVTile, block: tuple) -> tuple:
-        """(m_block, head) of a block; the head is 0 if scores do not depend on it."""
-        if not self.static.block_sparse:
-            return tile.block_iter.block(block[0]), block[1] if self.needs_head else Int32(0)
-        index = BwdBlockIndex(block[1])
-        return index.m_block, tile.head_kv * p.heads_per_kv + index.head
-
     @cute.jit
     def first_scores(self, p: Params, state: MmaState, tile: KVTile):
         """Compute P and dS of the first block, and start its dV."""
-        block = self.first_block(p, tile)
-        scores = self.block_scores(p, state, tile, Int32(0), block)
+        visit = p.first_visit(tile, self.needs_head)
+        scores = self.block_scores(p, state, tile, Int32(0), visit)
         self.start_s(p, state, Int32(0))
         self.start_dp(p, state, Int32(0))
         warpgroup.wait_group(1)
         rLSE = self.load_row_statistic(state, state.storage.sLSE[None, 0])
-        probs = self.make_p(p, state, tile, scores, rLSE, block)
+        probs = self.make_p(p, state, tile, scores, rLSE, visit)
         self.stage_transposed(state, probs, state.storage.sP)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.start_early_dv(p, state, Int32(0))
         # wait for dP
         rDelta = self.load_row_statistic(state, state.storage.sDelta[None, 0])
         warpgroup.wait_group(HALVES)
-        self.make_ds(p, state, tile, scores, rDelta, Int32(0), block)
+        self.make_ds(p, state, tile, scores, rDelta, Int32(0), visit)
 
     @cute.jit
     def start_early_dv(self, p: Params, state: MmaState, iteration: Int32):
@@ -484,7 +493,7 @@ class BwdSm90Wide(Kernel):
             self.start_dv(p, state, iteration, half)
 
     @cute.jit
-    def process_block(self, p: Params, state: MmaState, tile: KVTile, iteration: Int32, position: tuple):
+    def process_block(self, p: Params, state: MmaState, tile: KVTile, iteration: Int32, wide: WideVisit):
         """Compute the gradients of a block from its P and dS, and P and dS of the next block.
 
         The products, in the order in which the tensor cores run them:
@@ -496,10 +505,10 @@ class BwdSm90Wide(Kernel):
         Both warpgroups arrive at `p_free` after dV, so sP is free after a wait for it. Both arrive at the barrier
         P_STAGED after dQ1, the last reader of sdS, so the single stage of sdS is free after that barrier.
 
-        `position`: (index of the block in mdQ_accum, *block), with the block as in `first_block`. The position of the
-        next block is returned.
+        Returns the next visit.
         """
         storage = state.storage
+        # dQ = dS K and dK += dS^T Q of the block
         self.start_dq(p, state, iteration, 0)
         self.start_dk(p, state, iteration, 0)
         # wait for dV
@@ -508,24 +517,25 @@ class BwdSm90Wide(Kernel):
         state.p_free.arrive()
         if cutlass.const_expr(p.score_params is not None):
             # Dropout bits are computed while products run, and before S takes registers.
-            following = self.next_position(p, tile, position)
-            scores = self.block_scores(p, state, tile, iteration + 1, following[1:])
+            following = self.next_visit(p, tile, wide)
+            scores = self.block_scores(p, state, tile, iteration + 1, following.visit)
         # wait for dQ0, and move it to shared memory while dK0 runs
         warpgroup.wait_group(1)
         rest = self.stage_dq(state, iteration, 0)
+        # S = Q K^T of the next block
         self.start_s(p, state, iteration + 1)
         self.start_dk(p, state, iteration, 1)
         self.start_dq(p, state, iteration, 1)
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.add_rest(p, state, rest, position, 0)
+        self.add_rest(p, state, rest, wide.accum_block, 0)
         self.publish_dq(state, iteration, 0)
         if cutlass.const_expr(p.score_params is None):
-            following = self.next_position(p, tile, position)
-            scores = self.block_scores(p, state, tile, iteration + 1, following[1:])
-        # wait for S; compute its exponentials while dK1 and dQ1 run
+            following = self.next_visit(p, tile, wide)
+            scores = self.block_scores(p, state, tile, iteration + 1, following.visit)
+        # P = exp(scale S - LSE) of the next block: wait for S; compute exponentials while dK1 and dQ1 run
         rLSE = self.load_row_statistic(state, storage.sLSE[None, storage.q.stage(iteration + 1)])
         warpgroup.wait_group(2)
-        probs = self.make_p(p, state, tile, scores, rLSE, following[1:])
+        probs = self.make_p(p, state, tile, scores, rLSE, following.visit)
         state.p_free.wait()
         self.stage_transposed(state, probs, storage.sP)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -533,43 +543,39 @@ class BwdSm90Wide(Kernel):
         warpgroup.wait_group(0)
         storage.q.release(iteration)
         cute.arch.barrier(barrier_id=P_STAGED, number_of_threads=MMA_THREADS)
-        # dV0 reads dO before dP does.
+        # dV += P^T dO and dP = dO V^T of the next block; dV0 reads dO before dP does
         storage.do.wait_full(iteration + 1)
         self.start_dv(p, state, iteration + 1, 0)
         rest = self.stage_dq(state, iteration, 1)
         self.start_dp(p, state, iteration + 1)
         self.start_dv(p, state, iteration + 1, 1)
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.add_rest(p, state, rest, position, 1)
+        self.add_rest(p, state, rest, wide.accum_block, 1)
         self.publish_dq(state, iteration, 1)
-        # wait for dP, and load Δ while it runs
+        # dS = P (dP - Δ) of the next block: wait for dP, and load Δ while it runs
         rDelta = self.load_row_statistic(state, storage.sDelta[None, storage.do.stage(iteration + 1)])
         warpgroup.wait_group(1)
-        self.make_ds(p, state, tile, scores, rDelta, iteration + 1, following[1:])
+        self.make_ds(p, state, tile, scores, rDelta, iteration + 1, following.visit)
         return following
 
     @cute.jit
-    def next_position(self, p: Params, tile: KVTile, position: tuple):
-        """The position of the next block; see `process_block`. After the last block of a list it is the same block."""
-        accum_block, i = position[0] + 1, position[1] + 1
+    def next_visit(self, p: Params, tile: KVTile, wide: WideVisit):
+        """The next visit. After the last block of a list it is the same block."""
+        accum_block, i, head = wide.accum_block + 1, wide.visit.number + 1, wide.visit.head
+        following = None
         if cutlass.const_expr(self.static.block_sparse):
             index = p.block_index(tile, cutlass.min(i, tile.num_sparse - 1))
-            following = (p.sparse_accum_block(tile, index), i, index.bits)
-        elif cutlass.const_expr(self.needs_head):
-            head = position[2]
-            if i == tile.block_iter.num:
-                accum_block, i = accum_block + (p.mdQ_accum.shape[2] - tile.block_iter.num), Int32(0)
-                head = head + 1
-            following = (accum_block, i, head)
+            following = WideVisit(p.sparse_accum_block(tile, index), BlockVisit(i, index_bits=index.bits))
         else:
             if i == tile.block_iter.num:
                 accum_block, i = accum_block + (p.mdQ_accum.shape[2] - tile.block_iter.num), Int32(0)
-            following = (accum_block, i)
+                head = None if cutlass.const_expr(head is None) else head + 1
+            following = WideVisit(accum_block, BlockVisit(i, head))
         return following
 
     @cute.jit
-    def last_block(self, p: Params, state: MmaState, iteration: Int32, position: tuple):
-        """Compute the gradients of the tile's last block. `position`: as in `process_block`."""
+    def last_block(self, p: Params, state: MmaState, iteration: Int32, accum_block: Int32):
+        """Compute the gradients of the tile's last block. `accum_block`: its index in mdQ_accum."""
         self.start_dq(p, state, iteration, 0)
         for half in cutlass.range_constexpr(HALVES):
             self.start_dk(p, state, iteration, half)
@@ -578,12 +584,12 @@ class BwdSm90Wide(Kernel):
         self.start_dq(p, state, iteration, 1)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.publish_dq(state, iteration, 0)
-        self.add_rest(p, state, rest, position, 0)
+        self.add_rest(p, state, rest, accum_block, 0)
         warpgroup.wait_group(0)
         rest = self.stage_dq(state, iteration, 1)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.publish_dq(state, iteration, 1)
-        self.add_rest(p, state, rest, position, 1)
+        self.add_rest(p, state, rest, accum_block, 1)
 
     @cute.jit
     def start_s(self, p: Params, state: MmaState, iteration: Int32):
@@ -647,11 +653,13 @@ class BwdSm90Wide(Kernel):
         return rest
 
     @cute.jit
-    def add_rest(self, p: Params, state: MmaState, rest: cute.Tensor | None, position: tuple, half: cutlass.Constexpr):
+    def add_rest(
+        self, p: Params, state: MmaState, rest: cute.Tensor | None, accum_block: Int32, half: cutlass.Constexpr
+    ):
         """Add the last four registers to global memory, after the fence, because a fence waits for prior additions."""
         if cutlass.const_expr(rest is not None):
             elements = self.tile.tile_m * self.tile.head_dim
-            first = p.mdQ_accum.iterator + Int64(position[0]) * elements
+            first = p.mdQ_accum.iterator + Int64(accum_block) * elements
             add_four(first, rest, HALVES * state.wg + half, self.tile.dq_pieces, state.thread)
 
     @cute.jit
@@ -659,11 +667,11 @@ class BwdSm90Wide(Kernel):
         """Signal the adder warp that a half of dQ is in shared memory. Called after a fence."""
         cute.arch.mbarrier_arrive(state.storage.dq.full_barrier(self.dq_iteration(state, iteration, half)))
 
-    def block_scores(self, p: Params, state: MmaState, tile: KVTile, iteration: Int32, block: tuple) -> AnyScores:
-        """The scores of a block. `block`: as in `first_block`."""
+    def block_scores(self, p: Params, state: MmaState, tile: KVTile, iteration: Int32, visit: BlockVisit) -> AnyScores:
+        """The scores of a block."""
         if p.score_params is None:
             return PlainScores(p.scale, is_transposed=False)
-        m_block, head = self.block_and_head(p, tile, block)
+        m_block, head = visit.m_block(tile), p.query_head(tile, visit) if self.needs_head else Int32(0)
         mask, first_key = self.mask(p, state, tile, m_block)
         scores = p.score_params.block(mask, head, tile.batch, first_key, is_transposed=False)
         if state.storage.bias is not None:
@@ -681,9 +689,9 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def make_p(
-        self, p: Params, state: MmaState, tile: KVTile, scores: AnyScores, rLSE: cute.Tensor, block: tuple
+        self, p: Params, state: MmaState, tile: KVTile, scores: AnyScores, rLSE: cute.Tensor, visit: BlockVisit
     ) -> cute.Tensor:
-        """S -> P = exp(scale S - LSE). `block`: as in `first_block`.
+        """S -> P = exp(scale S - LSE).
 
         P replaces S, and is returned. With score features, P in 16 bits is returned, and the registers of S keep the
         values for `make_ds`.
@@ -692,32 +700,31 @@ class BwdSm90Wide(Kernel):
             scores.bias.wait()
         is_plain = p.score_params is None
         rP = None if is_plain else cute.make_fragment_like(state.acc_S, self.dtype)
-        compute_probs(scores, state.acc_S, rP, rLSE, partial(self.apply_mask, p, state, tile, scores, block))
+        compute_probs(scores, state.acc_S, rP, rLSE, partial(self.apply_mask, p, state, tile, scores, visit))
         return state.acc_S if is_plain else rP
 
     @cute.jit
-    def apply_mask(self, p: Params, state: MmaState, tile: KVTile, scores: AnyScores, block: tuple):
+    def apply_mask(self, p: Params, state: MmaState, tile: KVTile, scores: AnyScores, visit: BlockVisit):
         """Mask scores outside the band, keys past the end, and scores where mask_mod is false.
 
         With mods, queries past the end are masked too.
         """
         if cutlass.const_expr(not self.static.has_mods):
-            if tile.block_iter.is_masked(block[0]):
-                mask, first_key = self.mask(p, state, tile, tile.block_iter.block(block[0]))
+            if tile.block_iter.is_masked(visit.number):
+                mask, first_key = self.mask(p, state, tile, visit.m_block(tile))
                 scores.apply_band(state.acc_S, mask, first_key)
         else:
-            self.apply_band_and_mod(p, state, tile, scores, block)
+            self.apply_band_and_mod(p, state, tile, scores, visit)
 
     @cute.jit
-    def apply_band_and_mod(self, p: Params, state: MmaState, tile: KVTile, scores: ModScores, block: tuple):
+    def apply_band_and_mod(self, p: Params, state: MmaState, tile: KVTile, scores: ModScores, visit: BlockVisit):
         """`apply_mask` with a bias, user mods or a block mask: apply the band, then mask_mod."""
-        m_block, _head = self.block_and_head(p, tile, block)
+        m_block = visit.m_block(tile)
         is_tail = (tile.n_block + 1) * self.tile.tile_n > tile.seqlen.k_len
         if m_block < tile.blocks.full_begin or m_block >= tile.blocks.full_end or is_tail:
             mask, first_key = self.mask(p, state, tile, m_block)
             scores.apply_band(state.acc_S, mask, first_key)
-        is_sparse = self.static.block_sparse
-        scores.apply_mask(state.acc_S, BwdBlockIndex(block[1]).is_partial if cutlass.const_expr(is_sparse) else None)
+        scores.apply_mask(state.acc_S, visit.is_partial())
 
     def _coords(self, p: Params, thread: Int32) -> cute.Tensor:
         """(query, key) of every element of S in this thread."""
@@ -733,7 +740,7 @@ class BwdSm90Wide(Kernel):
         scores: AnyScores,
         rDelta: cute.Tensor,
         iteration: Int32,
-        block: tuple,
+        visit: BlockVisit,
     ):
         """Compute dS = P (dP - Δ) and write it to shared memory. Both warpgroups wait until both have written."""
         storage = state.storage
@@ -750,14 +757,14 @@ class BwdSm90Wide(Kernel):
         cute.arch.barrier(barrier_id=DS_STAGED, number_of_threads=MMA_THREADS)
         scores.finish(sums)
         if cutlass.const_expr(state.dalibi is not None):
-            if self.is_last_of_head(tile, block):
-                self.store_dalibi(p, state, tile, self.block_and_head(p, tile, block)[1])
+            if self.is_last_of_head(tile, visit):
+                self.store_dalibi(p, state, tile, p.query_head(tile, visit))
 
-    def is_last_of_head(self, tile: KVTile, block: tuple) -> cutlass.Boolean:
+    def is_last_of_head(self, tile: KVTile, visit: BlockVisit) -> cutlass.Boolean:
         """Whether a block is the last one of its head in this tile."""
         if self.static.block_sparse:
-            return BwdBlockIndex(block[1]).is_last
-        return block[0] + 1 == tile.block_iter.num
+            return visit.index.is_last
+        return visit.number + 1 == tile.block_iter.num
 
     @cute.jit
     def store_dalibi(self, p: Params, state: MmaState, tile: KVTile, head: Int32):
@@ -809,29 +816,27 @@ class BwdSm90Wide(Kernel):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=FIRST_OUTPUT + state.wg, number_of_threads=WARPGROUP_THREADS)
         if cute.arch.make_warp_uniform(state.thread // 32) == 0:
-            coord = (tile.n_block, tile.head_kv, tile.seqlen.k_tma_coord, state.wg)
             with cute.arch.elect_one():
-                self.store_columns(p.dv, storage.sV, self.static.width_v, coord)
-                self.store_columns(p.dk, storage.sK, self.static.head_dim, coord)
+                self.store_columns(p.dv, storage.sV, self.static.width_v, tile, state.wg)
+                self.store_columns(p.dk, storage.sK, self.static.head_dim, tile, state.wg)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def store_columns(self, tma: TmaTiles, sX: cute.Tensor, width: cutlass.Constexpr, coord: tuple):
+    def store_columns(self, tma: TmaTiles, sX: cute.Tensor, width: cutlass.Constexpr, tile: KVTile, wg: Int32):
         """Store a warpgroup's columns of dK or dV, if they exist.
 
         If dK or dV is only one TMA tile wide, a store of the second warpgroup's columns would overwrite the first's.
         """
-        wg = coord[3]
         sY = cute.local_tile(sX, (tma.rows, tma.cols), (0, wg))
         if cutlass.const_expr(width > tma.cols):
-            tma.store(sY, *coord)
+            tma.store(sY, tile.n_block, tile.head_kv, tile.seqlen.k_tma_coord, wg)
         else:
             if wg == 0:
-                tma.store(sY, *coord)
+                tma.store(sY, tile.n_block, tile.head_kv, tile.seqlen.k_tma_coord, wg)
 
     @cute.jit
-    def stage_output(self, state: MmaState, accs: tuple, sX: cute.Tensor, factor: Float32):
+    def stage_output(self, state: MmaState, accs: Halves, sX: cute.Tensor, factor: Float32):
         """Write a warpgroup's columns of dK or dV, times `factor`, to sX (tile_n, tile_d)."""
         for half in cutlass.range_constexpr(HALVES):
             acc = accs[half]

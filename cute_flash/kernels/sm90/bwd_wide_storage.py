@@ -13,13 +13,14 @@ from cute_flash.device.gradients.score_bwd import BwdScoreParams
 from cute_flash.device.memory.smem import allocate_stages
 from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.scheduling.block_iterator import BlockIterator
-from cute_flash.device.scheduling.block_sparse import BwdBlockIndex, BwdBlockIndices
+from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.scheduling.semaphore import DQSemaphore
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.band import Band
-from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile, allocate_bias
+from cute_flash.device.scores.position import ScoreBlock
+from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile, TileVisits, allocate_bias
 
 HALVES = 2  # of a warpgroup's dQ of an m_block, which are computed one after the other
 # The number of adder warps with deterministic gradients. They take halves in turn, so that several can wait at a time:
@@ -33,7 +34,7 @@ DETERMINISTIC_HALVES = 4
 
 
 @dataclass(frozen=True)
-class Params:
+class Params(TileVisits):
     """The argument of the kernel."""
 
     config: cutlass.Constexpr  # Config
@@ -71,7 +72,7 @@ class Params:
         """Whether a varlen batch has a tile for this CTA. The grid has the size of the longest possible tile list."""
         return cute.arch.block_idx()[0] < self.tile_list.num_tiles()
 
-    def tile_coord(self) -> tuple:
+    def tile_coord(self) -> tuple[Int32, Int32, SeqlenInfo]:
         """n_block, head and sequence of this CTA's tile."""
         index = cute.arch.block_idx()[0]
         if self.tile_list is None:
@@ -96,20 +97,6 @@ class Params:
         if cutlass.const_expr(self.block_indices is not None):
             num_sparse = self.block_indices.count(seqlen.batch, head_kv, n_block)
         return KVTile(Int32(0), Int32(0), n_block, head_kv, seqlen, blocks, block_iter, None, num_sparse)
-
-    @property
-    def block_indices(self) -> BwdBlockIndices | None:
-        """The index lists of a block mask; None without one."""
-        mods = None if self.score_params is None else self.score_params.mods
-        return None if mods is None else mods.block_indices
-
-    def num_m_blocks(self, tile: KVTile) -> Int32:
-        """The number of m_blocks of a tile, of all heads that share its keys."""
-        return tile.block_iter.num * self.heads_per_kv if tile.num_sparse is None else tile.num_sparse
-
-    def block_index(self, tile: KVTile, i: Int32) -> BwdBlockIndex:
-        """The i-th m_block that a block mask lists for a tile."""
-        return BwdBlockIndex(self.block_indices.read(tile.batch, tile.head_kv, tile.n_block, i))
 
     def sparse_accum_block(self, tile: KVTile, index: BwdBlockIndex) -> Int32:
         """The index of an m_block that a block mask lists, among all blocks of mdQ_accum."""
@@ -165,9 +152,9 @@ class SharedStorage:
         k, v, q, do, dq = [Pipeline.allocate(smem, number) for number in stages]
         return SharedStorage(sK, sV, sQ, sdO, sP, sdS, sdQ, sLSE, sDelta, k, v, q, do, dq, bias)
 
-    def store_dbias(self, tma: TmaTiles, iteration: Int32, block: tuple, head_batch: tuple) -> None:
-        """Store the gradient of the bias of the block (m_block, n_block). Called by one warp."""
-        self.bias.store_gradient(tma, iteration, block, head_batch)
+    def store_dbias(self, tma: TmaTiles, iteration: Int32, block: ScoreBlock) -> None:
+        """Store the gradient of the bias of a block. Called by one warp."""
+        self.bias.store_gradient(tma, iteration, block)
 
     @cute.jit
     def init_barriers(self):

@@ -5,6 +5,7 @@ thread, register of the four). A warp therefore accesses contiguous memory, 16 b
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -17,6 +18,7 @@ from cute_flash.device.memory.views import as_mn
 from cute_flash.device.mma.wgmma import convert
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.pipeline import Pipeline
+from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 
 THREADS = 128  # of a warpgroup
@@ -48,6 +50,13 @@ def bulk_add_or_store(target: cute.Pointer, source: cute.Pointer, num_bytes: int
     )
 
 
+class StagedPiece(NamedTuple):
+    """A piece of dQ in shared memory."""
+
+    source: cute.Pointer
+    iteration: Int32  # of the dq pipeline
+
+
 @dataclass(frozen=True)
 class DQPart:
     """A part of the accumulators of an m_block: what one adder warp adds for a K/V tile."""
@@ -64,11 +73,8 @@ class DQPart:
         return DQClaim((self.mClaims.iterator + rederived(self.block)).toint())
 
     @cute.jit
-    def add_or_store(self, pieces: tuple, num_bytes: cutlass.Constexpr, pipeline: Pipeline):
-        """Add the pieces of the part, or store them, as soon as they are in shared memory. Called by a warp.
-
-        `pieces`: the address of each in shared memory, and its iteration of the pipeline.
-        """
+    def add_or_store(self, pieces: tuple[StagedPiece, ...], num_bytes: cutlass.Constexpr, pipeline: Pipeline):
+        """Add the pieces of the part, or store them, as soon as they are in shared memory. Called by a warp."""
         is_first = Int32(0)
         if self.uses_claims:
             is_first = self.claim().claim_or_wait(self.part)
@@ -124,14 +130,21 @@ def add_four(first: cute.Pointer, four: cute.Tensor, part: Int32, piece: cutlass
 
 @cute.jit
 def store_dq(
-    acc: cute.Tensor, mdQ: cute.Tensor, coord: tuple, tiled_mma: cute.TiledMma, config: tuple, wg: Int32, thread: Int32
+    acc: cute.Tensor,
+    mdQ: cute.Tensor,
+    m_block: Int32,
+    head: Int32,
+    seqlen: SeqlenInfo,
+    tiled_mma: cute.TiledMma,
+    head_dim: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    wg: Int32,
+    thread: Int32,
 ):
     """Store a warpgroup's part of dQ of an m_block as rows in the dtype of q.
 
-    `coord`: (head, sequence, m_block). `config`: (Static, tile).
+    `tile`: of the backward kernel. `head_dim`: the number of columns that exist.
     """
-    head, seqlen, m_block = coord
-    static, tile = config
     rows, columns = tile.dq_part
     by_rows = rows < tile.tile_m
     first_row = m_block * tile.tile_m + (wg * rows if by_rows else 0)
@@ -145,4 +158,4 @@ def store_dq(
     gRows = row_tile(seqlen.slice_head(mdQ, head), seqlen.q_row(first_row), rows, tile.head_dim)
     gPart = cute.make_tensor((gRows.iterator + first_column).align(16), gRows.layout)
     coords = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((rows, columns)))
-    store_rows(packed, gPart, as_mn(coords), static.head_dim - first_column, seqlen.q_len - first_row)
+    store_rows(packed, gPart, as_mn(coords), head_dim - first_column, seqlen.q_len - first_row)

@@ -53,13 +53,12 @@ from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.alibi_step import AlibiStep, row_word, write_columns
 from cute_flash.device.scores.dropout_mask import DropoutMaskPipeline, NoDropoutMasks
-from cute_flash.device.scores.formula import ScoreTile
 from cute_flash.device.scores.mask import Mask
 from cute_flash.device.softmax.exact import ExactMax
 from cute_flash.device.softmax.exp2 import ProbBlock
 from cute_flash.device.softmax.softmax import EXACT_KEYS, Softmax
 from cute_flash.device.softmax.speculative import SpeculativeMax
-from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm90 import fwd_producer as producer
 from cute_flash.kernels.sm90.fwd_scores import (
@@ -68,6 +67,7 @@ from cute_flash.kernels.sm90.fwd_scores import (
     MmaState,
     MmaTile,
     kv_block,
+    score_tile,
     transform_first,
     transform_further,
 )
@@ -126,7 +126,7 @@ class FwdSm90(Kernel):
             score_params=score_params,
         )
         options = {"min_blocks_per_mp": 1, "use_pdl": static.varlen}
-        self.launch(self.symbol("fwd_sm90"), params, (args.num_ctas, 1, 1), tile.num_threads, stream, **options)
+        self.launch(self.symbol("fwd_sm90"), params, Grid(args.num_ctas), tile.num_threads, stream, **options)
 
     @cute.kernel
     def kernel(self, p: Params):
@@ -367,9 +367,8 @@ class FwdSm90(Kernel):
         self.round(state, block.acc_P, late, iteration)
 
         # With a speculative m: m' and P again, if m was too small
-        all_steps = range(self.config.steps)
-        round_again = partial(self.round, state, block.acc_P, all_steps, iteration)
-        row_max.correct_after_exp2(block, exp2, as_mn(state.acc_O), all_steps, round_again)
+        round_again = partial(self.round, state, block.acc_P, range(self.config.steps), iteration)
+        row_max.correct_after_exp2(block, exp2, as_mn(state.acc_O), round_again)
         exp2.release()
         self.release_dropout_masks(state, iteration)
         # l = l alpha + rowsum P;  O = O alpha
@@ -387,8 +386,7 @@ class FwdSm90(Kernel):
             block = kv_block(state, tile, iteration, n_block, masked is False)
         if cutlass.const_expr(state.alibi_step is not None):
             block = kv_block(state, tile, iteration, tile.block_iter.block(i), False)
-            area = ScoreTile(block.column, WARPGROUP_ROWS, self.tile.tile_n)
-            word = tile.score_params.score.alibi.step_word(tile.alibi_word, tile.mask, area)
+            word = tile.score_params.score.alibi.step_word(tile.alibi_word, score_tile(self.config, tile, block))
         state.order.wait()
         acc_S = self.start_qk(state, tile.count, iteration, word)
         storage.v.wait_full(iteration - 1)
@@ -509,12 +507,12 @@ class FwdSm90(Kernel):
         gO = row_tile(gO, seqlen.q_row(first_row), WARPGROUP_ROWS, self.tile.width_v)
         if cutlass.const_expr(self.static.out_fp32):
             state.softmax.scale_rows(as_mn(state.acc_O), state.inverse)
-            where = (self.thread_at_end(state), seqlen.q_len - first_row)
-            DirectStore(state.mma_pv, *where, self.static.width_v).floats(state.acc_O, gO)
+            thread, rows_left = self.thread_at_end(state), seqlen.q_len - first_row
+            DirectStore(state.mma_pv, thread, rows_left, self.static.width_v).floats(state.acc_O, gO)
         else:
             rO = self.output(state)
-            where = (self.thread_at_end(state), seqlen.q_len - first_row)
-            DirectStore(state.mma_pv, *where, self.static.width_v).rounded(rO, gO)
+            thread, rows_left = self.thread_at_end(state), seqlen.q_len - first_row
+            DirectStore(state.mma_pv, thread, rows_left, self.static.width_v).rounded(rO, gO)
 
     @cute.jit
     def hand_over_output(self, p: Params, state: MmaState, tile: MmaTile):

@@ -12,11 +12,12 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
-from cute_flash.device.scheduling.block_sparse import AnyBlockIterator
+from cute_flash.device.scheduling.block_sparse import AnyBlockIterator, BlockCounts
 from cute_flash.device.scheduling.pipeline import Pipeline
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.device.scores.dropout_mask import RECTANGLES
 from cute_flash.device.scores.philox import batch_head_index
+from cute_flash.device.scores.position import ScoreBlock
 from cute_flash.kernels.sm90.fwd_storage import Params, SharedStorage
 from cute_flash.kernels.sm90.published_tiles import NO_TILE
 
@@ -62,10 +63,10 @@ def load_qk(p: Params, storage: SharedStorage):
         block_counts = p.block_counts(m_block, head, seqlen)
         block_iter = p.block_iterator(m_block, head, seqlen, block_counts)
         if block_iter.num > 0:
-            load_k(p, storage, iteration, (block_iter.first, head_kv, seqlen.k_tma_coord))
-        load_q(p, storage, count, (m_block, head), seqlen, block_counts)
+            load_k(p, storage, iteration, block_iter.first, head_kv, seqlen)
+        load_q(p, storage, count, m_block, head, seqlen, block_counts)
         for i in cutlass.range(1, block_iter.num, unroll=1):
-            load_k(p, storage, iteration + i, (block_iter.block(i), head_kv, seqlen.k_tma_coord))
+            load_k(p, storage, iteration + i, block_iter.block(i), head_kv, seqlen)
         iteration += block_iter.num
         # Fetch the next tile as late as possible, so that a CTA with a long tile leaves it to other CTAs.
         index = p.tile_scheduler().next_tile(index)
@@ -82,8 +83,8 @@ def load_v(p: Params, storage: SharedStorage):
     """Load V. It has its own warp, because K of the next tile must not wait until there is room for V of this tile."""
 
     def load(iteration: Int32, tile: PublishedTile, i: Int32):
-        coord = (tile.block_iter.block(i), tile.head // p.heads_per_kv, tile.seqlen.k_tma_coord)
-        load_block(p.v, storage.v, storage.sV, iteration, coord)
+        n_block, head_kv = tile.block_iter.block(i), tile.head // p.heads_per_kv
+        load_block(p.v, storage.v, storage.sV, iteration, n_block, head_kv, tile.seqlen)
 
     for_each_block(p, storage, load)
 
@@ -93,20 +94,30 @@ def load_bias(p: Params, storage: SharedStorage):
     """Load the bias. It has its own warp too, because its stages are released at other times than those of K and V."""
 
     def load(iteration: Int32, tile: PublishedTile, i: Int32):
-        block = tile.m_block, tile.block_iter.block(i)
-        storage.bias.stages.load(p.bias, iteration, block, (tile.head, tile.seqlen.batch))
+        block = ScoreBlock(tile.seqlen.batch, tile.head, tile.m_block, tile.block_iter.block(i))
+        storage.bias.stages.load(p.bias, iteration, block)
 
     for_each_block(p, storage, load)
 
 
 @cute.jit
-def load_q(p: Params, storage: SharedStorage, count: Int32, coord: tuple, seqlen: SeqlenInfo, block_counts: tuple):
-    """Publish a tile and load its Q. `coord`: (m_block, head)."""
+def load_q(
+    p: Params,
+    storage: SharedStorage,
+    count: Int32,
+    m_block: Int32,
+    head: Int32,
+    seqlen: SeqlenInfo,
+    block_counts: BlockCounts | None,
+):
+    """Publish a tile and load its Q."""
     pipeline, tile = storage.q, storage.config.tile
     num = tile.num_warpgroups
-    m_block, head = coord
     pipeline.wait_empty(count)
-    storage.tiles.write(count, (*coord, *seqlen.values, *block_counts))
+    values = (m_block, head, *seqlen.values)
+    if cutlass.const_expr(block_counts is not None):
+        values = (*values, *block_counts)
+    storage.tiles.write(count, values)
     pipeline.expect_bytes(count, num * tile.operand_smem("Q").bytes)
     for w in cutlass.range_constexpr(num):
         sQ = storage.sQ[None, None, (w, pipeline.stage(count))]
@@ -114,20 +125,29 @@ def load_q(p: Params, storage: SharedStorage, count: Int32, coord: tuple, seqlen
 
 
 @cute.jit
-def load_k(p: Params, storage: SharedStorage, iteration: Int32, coord: tuple):
+def load_k(p: Params, storage: SharedStorage, iteration: Int32, n_block: Int32, head_kv: Int32, seqlen: SeqlenInfo):
     """Load a block of K and, with a block mask, publish its n_block."""
     if cutlass.const_expr(storage.n_blocks is not None):
         storage.k.wait_empty(iteration)
-        storage.publish_block(iteration, coord[0])
-    load_block(p.k, storage.k, storage.sK, iteration, coord)
+        storage.publish_block(iteration, n_block)
+    load_block(p.k, storage.k, storage.sK, iteration, n_block, head_kv, seqlen)
 
 
 @cute.jit
-def load_block(tma: TmaTiles | VarlenTmaTiles, pipeline: Pipeline, sX: cute.Tensor, iteration: Int32, coord: tuple):
-    """Load a block of K or V; `coord`: (n_block, head, TMA coordinate of the sequence)."""
+def load_block(
+    tma: TmaTiles | VarlenTmaTiles,
+    pipeline: Pipeline,
+    sX: cute.Tensor,
+    iteration: Int32,
+    n_block: Int32,
+    head_kv: Int32,
+    seqlen: SeqlenInfo,
+):
+    """Load a block of K or V."""
     pipeline.wait_empty(iteration)
     pipeline.expect_bytes(iteration, tma.rows * tma.cols * sX.element_type.width // 8)
-    tma.load(sX[None, None, pipeline.stage(iteration)], *coord, pipeline.full_barrier(iteration))
+    sX, rows = sX[None, None, pipeline.stage(iteration)], seqlen.k_tma_coord
+    tma.load(sX, n_block, head_kv, rows, pipeline.full_barrier(iteration))
 
 
 @cute.jit
@@ -173,8 +193,8 @@ def produce_dropout_masks(p: Params, storage: SharedStorage, warp: Int32, lane: 
         for w in cutlass.range_constexpr(tile.num_warpgroups):
             rectangle = (published.m_block * tile.num_warpgroups + w) * RECTANGLES
             masks.pipeline(w).wait_empty(iteration)
-            where = masks.stage(iteration), w, warp, lane
-            masks.produce(dropout, batch_head, rectangle, published.block_iter.block(i) * tile.tile_n, where)
+            stage, first_key = masks.stage(iteration), published.block_iter.block(i) * tile.tile_n
+            masks.produce(dropout, batch_head, rectangle, first_key, stage, w, warp, lane)
             masks.publish(w, iteration)
 
     for_each_block(p, storage, produce)

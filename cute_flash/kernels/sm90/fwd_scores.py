@@ -144,8 +144,7 @@ def _transform(
     speculates: bool,
 ) -> PlainExp2 | FusedExp2:
     score, mods = tile.score_params.score, tile.score_params.mods
-    # The choice of softcap's polynomial depends on all rows of a warp.
-    looks_near, fuses = not config.static.batch_invariant, speculates and config.fuses_exp2
+    fuses = speculates and config.fuses_exp2
     if mods is not None:
         # The band may mask a block that a block mask lists as full.
         is_sparse = isinstance(tile.block_iter, BlockSparseIterator)
@@ -155,13 +154,19 @@ def _transform(
                 block.bias.wait()
             factors = ScoreFactors(None if score is None else score.scale_log2, softmax.scale_log2)
             return mods.fused_exp2(tile.mask, block.column, factors, block.bias, applies_mask=not is_sparse)
-        tile.score_params.transform(acc_S, tile.mask, block.column, block.bias, looks_near)
+        tile.score_params.transform(acc_S, tile.mask, block.column, block.bias, not config.static.batch_invariant)
         return PlainExp2()
     if score is None:
         return PlainExp2()
-    area = ScoreTile(block.column, WARPGROUP_ROWS, config.tile.tile_n)
+    area = score_tile(config, tile, block)
     if fuses:
-        return score.fused_exp2(as_mn(acc_S), tile.mask, area, config.has_alibi_step)
+        return score.fused_exp2(as_mn(acc_S), area)
     reference = softmax.reference()
-    score.apply_relative(as_mn(acc_S), tile.mask, area, reference, looks_near)
+    score.apply_relative(as_mn(acc_S), area, reference)
     return PlainExp2(reference)
+
+
+def score_tile(config: Config, tile: MmaTile, block: KvBlock) -> ScoreTile:
+    # The choice of softcap's polynomial depends on all rows of a warp.
+    looks_near = not config.static.batch_invariant
+    return ScoreTile(tile.mask, block.column, WARPGROUP_ROWS, config.tile.tile_n, looks_near, config.has_alibi_step)

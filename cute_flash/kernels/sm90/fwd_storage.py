@@ -21,7 +21,7 @@ from cute_flash.device.scores.bias import BiasPipeline
 from cute_flash.device.scores.dropout_mask import WARPS, DropoutMaskPipeline
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.common.params import ScoreParams
-from cute_flash.kernels.sm90.published_tiles import PublishedTiles
+from cute_flash.kernels.sm90.published_tiles import PublishedTiles, SeqlenValues, TileCoord
 from cute_flash.planning.tiles.common import COST_DROPOUT, WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.smem.tile import SmemTile
@@ -174,7 +174,7 @@ class Params:
     bias: TmaTiles | None  # (64, tile_n); None: threads load it, or there is none
     mO: cute.Tensor  # (B, H, Sq, D), or (1, H, T, D) in a varlen batch
     mLSE: cute.Tensor  # (B, H, Sq)
-    num_rows: Int32  # queries of a head, or of all heads of a group with pack_gqa
+    num_rows: Int32  # queries of a head; with pack_gqa, of all heads in a group
     seqlen_q: Int32  # queries of a head
     seqlen_k: Int32
     heads_per_kv: Int32
@@ -188,7 +188,7 @@ class Params:
     mma_alibi: cute.TiledMma | None  # None: no k-step of ALiBi
     score_params: ScoreParams
 
-    def seqlen_info(self, values: tuple) -> SeqlenInfo:
+    def seqlen_info(self, values: SeqlenValues) -> SeqlenInfo:
         """The sequence of a published tile."""
         if self.tile_list is None:
             return SeqlenInfo(*values, self.num_rows, self.seqlen_k)
@@ -205,23 +205,24 @@ class Params:
         """
         return self.scheduler if self.tile_list is None else self.tile_list.scheduler(self.scheduler.tile_counter, True)
 
-    def tile_coord(self, index: Int32):
-        """(m_block, head, `SeqlenInfo.values`) of a tile."""
+    def tile_coord(self, index: Int32) -> TileCoord:
         if self.tile_list is None:
             m_block, head, batch = self.static_scheduler.tile_coord(index)
-            return m_block, head, (batch,)
-        return self.tile_list.read(index)
+            return TileCoord(m_block, head, (batch,))
+        return TileCoord(*self.tile_list.read(index))
 
-    def block_counts(self, m_block: Int32, head: Int32, seqlen: SeqlenInfo) -> tuple:
-        """With a block mask, the numbers of full and partial blocks of a tile."""
+    def block_counts(self, m_block: Int32, head: Int32, seqlen: SeqlenInfo) -> BlockCounts | None:
+        """The numbers of full and partial blocks of a tile; None without a block mask."""
         indices = self.score_params.block_indices
-        return () if indices is None else indices.counts(self._block_mask_coord(m_block, head, seqlen))
+        return None if indices is None else indices.counts(self._block_mask_coord(m_block, head, seqlen))
 
     def _block_mask_coord(self, m_block: Int32, head: Int32, seqlen: SeqlenInfo) -> HeadBlock:
         m_blocks = self.config.static.mods.block_mask_tile[0] // self.config.tile.tile_m
         return HeadBlock(seqlen.batch, head, m_block // m_blocks)
 
-    def block_iterator(self, m_block: Int32, head: Int32, seqlen: SeqlenInfo, counts: tuple) -> AnyBlockIterator:
+    def block_iterator(
+        self, m_block: Int32, head: Int32, seqlen: SeqlenInfo, counts: BlockCounts | None
+    ) -> AnyBlockIterator:
         """The K/V blocks of a tile, in the order in which the tile visits them.
 
         With a right bound, the blocks that it masks come last: rows see few keys in them, and already have a good
@@ -236,7 +237,7 @@ class Params:
             parts = config.static.mods.block_mask_tile[1] // config.tile.tile_n
             blocks = self._blocks(m_block, seqlen) if config.static.is_bounded else None
             queries = self._block_mask_coord(m_block, head, seqlen)
-            return BlockSparseIterator(indices, queries, BlockCounts(*counts), parts, blocks)
+            return BlockSparseIterator(indices, queries, counts, parts, blocks)
         blocks, static, tile = self._blocks(m_block, seqlen), config.static, config.tile
         if config.starts_near and config.static.is_bounded:
             return BlockIterator.of(blocks, False)
@@ -324,13 +325,13 @@ class SharedStorage:
     def head(self, count: Int32):
         return self.tiles.read(1, count)
 
-    def seqlen_values(self, count: Int32) -> tuple:
-        """`SeqlenInfo.values` of the tile."""
+    def seqlen_values(self, count: Int32) -> SeqlenValues:
         return tuple(self.tiles.read(i, count) for i in range(2, self.config.seqlen_end))
 
-    def block_counts(self, count: Int32) -> tuple:
-        """With a block mask, the numbers of full and partial blocks of the tile."""
-        return tuple(self.tiles.read(i, count) for i in range(self.config.seqlen_end, self.config.num_tile_values))
+    def block_counts(self, count: Int32) -> BlockCounts | None:
+        """The numbers of full and partial blocks of the tile; None without a block mask."""
+        places = range(self.config.seqlen_end, self.config.num_tile_values)
+        return BlockCounts(*(self.tiles.read(i, count) for i in places)) if places else None
 
     # ---- with a block mask, the n_block of each stage of K
 

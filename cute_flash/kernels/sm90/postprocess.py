@@ -33,4 +33,5 @@ class BwdPostprocessSm90(BwdPostprocess):
         if is_written:
             add_accumulators(seqlen.slice_head(p.dq_accum, head)[block, None], acc, wg, thread)
         acc.store(acc.load() * p.dq_scale)
-        store_dq(acc, p.dq, (head, seqlen, m_block), p.tiled_mma, (self.static, self.tile), wg, thread)
+        head_dim = self.static.head_dim
+        store_dq(acc, p.dq, m_block, head, seqlen, p.tiled_mma, head_dim, self.tile, wg, thread)

@@ -1,6 +1,8 @@
 """Coordinates of tiles that the producer warp of a persistent kernel publishes to the other warps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -11,6 +13,15 @@ NO_TILE = -1
 # A tile is published together with its Q (in the backward, K). There are two slots even if that operand has one stage,
 # because some warps read a tile again after the next one is published.
 SLOTS = 2
+SeqlenValues = tuple[Int32, ...]  # `SeqlenInfo.values`
+
+
+class TileCoord(NamedTuple):
+    """The coordinate of a tile."""
+
+    block: Int32  # its m_block, in the backward its n_block; NO_TILE after the last tile
+    head: Int32
+    seqlen_values: SeqlenValues
 
 
 @dataclass(frozen=True)
@@ -29,7 +40,7 @@ class PublishedTiles:
         return PublishedTiles(smem.allocate_tensor(Int32, layout, 16), num)
 
     @cute.jit
-    def write(self, count: Int32, values: tuple):
+    def write(self, count: Int32, values: Sequence[Int32]):
         """Write a tile. The caller's arrival at the `full` barrier of the tile's operand then publishes it."""
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(len(values)):
