@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "cute_flash"
-# Folders that are checked; all of kernels/ and device/ in the end.
-FOLDERS = ("kernels/common", "kernels/decode", "kernels/sm80", "device/memory", "device/mma", "device/scheduling")
+# Folders that are checked.
+FOLDERS = ("kernels", "device")
 MAX_PARAMETERS = 12
+# Faults that remain. Naming them edits the sources of every kernel, whose machine code must then be compared again.
+REMAINING = {
+    "device/ptx.py": 6,  # parameters of `instruction` and others have no type
+    "device/scores/mods.py": 2,  # ModParams.captures and .scalars
+    "device/scores/philox.py": 2,  # the two words of the Philox key
+}
 # Parameters without a type: the receiver, those that the DSL fills in, and the operands of `Kernel.__call__`, which
 # planning/registry.py names.
 UNTYPED = {"self", "cls", "loc", "ip", "operands"}
@@ -73,7 +79,8 @@ def faults(tree: ast.AST) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_signatures_name_what_they_take(path: Path) -> None:
-    assert list(faults(ast.parse(path.read_text(encoding="utf-8")))) == []
+    found = list(faults(ast.parse(path.read_text(encoding="utf-8"))))
+    assert len(found) == REMAINING.get(str(path.relative_to(ROOT)), 0), found
 
 
 @pytest.mark.parametrize(
