@@ -23,7 +23,6 @@ from cute_flash.device.scores.mods import ModParams, ScoreFactors
 from cute_flash.device.softmax.exp2 import ProbBlock
 from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.reference.user_mods import UserMods
-from cute_flash.runtime import launcher
 from cute_flash.spec.describe import describe
 from cute_flash.spec.features import BIAS, capture_operand
 from tests.device.test_score import FOR_HOPPER, SHAPES, shapes
@@ -71,7 +70,7 @@ def of_threads(
     """A tile of scores after all threads transformed and masked their part; with `is_fused`, P of products."""
     rows, columns, threads, mma_of = shape
     args, sizes = case.args(), case.sizes
-    problem = launcher._with_bias(describe(*case.inputs(), args), args)
+    problem = describe(*case.inputs(), args)
     mods = problem.mods
 
     @cute.jit

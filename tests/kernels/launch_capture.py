@@ -211,7 +211,7 @@ def _call(request: Request) -> None:
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     planner = partial(plan_forward, tile=request.tile)
     if request.case.direction == "fwd":
-        with mock.patch.object(launcher, "plan_forward", planner):
+        with mock.patch.object(launcher, "plan_attention", planner):
             launcher.forward(q, k, v, args)
         return
     out, lse, _max_logit = outputs(q, v, args)
