@@ -127,9 +127,10 @@ class FunctionSource:
         self.assign(name, f"{call}, dtype={dtype}, device=device)")
 
     def workspace(self, buffers: Sequence[Buffer], num_launches: int) -> None:
-        """Add the workspace. After this call, only launches may follow that use it.
+        """Add the workspace, and begin the block of launches that use it.
 
-        Several launches of a call use the same shared memory. A lock keeps other threads from launching between them.
+        If several launches of the call use shared memory, the block holds a lock, which keeps other threads from
+        launching between them.
         """
         shared = [buffer for buffer in buffers if buffer.is_shared]
         for buffer in buffers:
