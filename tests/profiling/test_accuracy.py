@@ -37,6 +37,7 @@ def test_oracle_is_attention_on_its_sample(shape):
     assert errors.max_abs is not None and errors.max_abs < 1e-12
 
 
+@pytest.mark.slow
 def test_the_sample_reaches_both_ends_and_the_last_batch_and_head():
     inputs, out = exact(SHAPES[2])
     oracle = forward_oracle(*inputs, causal=True)

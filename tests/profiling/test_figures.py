@@ -72,6 +72,7 @@ def test_every_figure_is_made_and_shown() -> None:
     assert there <= {name for page in pages for name in re.findall(r"/plots/(.*?)\)", page)}
 
 
+@pytest.mark.slow
 def test_the_tables_are_made_from_checked_in_files() -> None:
     shown: set[str] = set()
     for path, folder in doc_tables.DOCUMENTS.items():

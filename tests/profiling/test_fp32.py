@@ -128,6 +128,7 @@ def test_torch_computes_without_tf32_and_is_left_as_it_was():
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.slow
 def test_kernels_of_a_run_are_all_compiled_before_it(monkeypatch):
     """A run launches no kernel that `kernels` did not name."""
     monkeypatch.setattr(fp32, "peers", lambda: [our_library(fp32.OURS)])

@@ -335,6 +335,7 @@ def test_the_record_is_made_from_the_exports(on_a_gpu, tmp_path, capsys) -> None
     assert "| ldmatrix conflicts (by instruction) " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_record_without_exports_is_enough(on_a_gpu, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake", "capability": "sm_90"})
     assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80,bwd-sm80") == OK

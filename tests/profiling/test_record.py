@@ -61,6 +61,7 @@ def test_there_are_results_of_earlier_days():
     assert RESULTS
 
 
+@pytest.mark.slow
 def test_gradients_survive_the_file_and_are_not_compared_with_outputs(tmp_path):
     timer, path = FakeTimer(), tmp_path / "bwd.json"
     peers = [FakePeer("cute_flash", timer, is_ours=True), FakePeer("sdpa-flash", timer)]

@@ -97,6 +97,7 @@ def test_without_a_gpu_nothing_runs_there():
     assert torch.cuda.is_available() or reasons == {"no CUDA device"}
 
 
+@pytest.mark.slow
 def test_all_integrations_give_the_same_results():
     assert [one.name for one in ON_CPU] == [
         OURS, "flash_attn names", "transformers", "cute_flash.flex_attention",
