@@ -1,4 +1,4 @@
-"""The key of a compiled kernel, and what the keys of all kernels have in common."""
+"""`CompileKey`, the key of a compiled kernel, and the protocol of its static part."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Buffer(NamedTuple):
 
 
 class BwdFacts(NamedTuple):
-    """What the workspace of a feature's gradient depends on."""
+    """The facts that decide the workspace of a feature's gradient."""
 
     problem: Any  # spec.problem.Problem
     tile: Any

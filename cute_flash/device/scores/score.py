@@ -83,7 +83,7 @@ class Score:
         self._apply(acc_S_mn, tile, None)
         return TransformedExp2()
 
-    # ---- what the backward and decode ask
+    # ---- properties for the backward and decode kernels
 
     @property
     def rate(self) -> Float32 | None:

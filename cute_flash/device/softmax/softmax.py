@@ -199,7 +199,7 @@ class Softmax:
 
 
 class Normalisation(NamedTuple):
-    """What a row's sums become at the end."""
+    """The factor of a row's output, and its LSE, after the last block."""
 
     lse: Float32  # natural
     inverse: Float32  # 1 / l

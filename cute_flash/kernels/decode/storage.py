@@ -26,7 +26,7 @@ TILE_CTAS_FIELDS = ("first", "last", "num_final")
 
 @dataclass(frozen=True)
 class Config:
-    """What is compiled into a decode kernel."""
+    """The compiled-in part of a decode kernel: its static and its tile."""
 
     static: DecodeStatic
     tile: DecodeTile
