@@ -32,7 +32,7 @@ from typing import Any
 
 from cute_flash.jit.disk import SUFFIXES, CacheWarning, DiskCache
 from cute_flash.jit.nvtx import marked
-from cute_flash.planning.launch import CompileKey
+from cute_flash.planning.launch import CompileKey, LaunchChain, LaunchKey
 from cute_flash.planning.registry import KERNELS
 
 # Files that determine the generated code; jit/compile.py has the compiler's options.
@@ -44,7 +44,7 @@ SYMBOL = "launch"
 LINKERS = ("ld", "cc", "gcc", "clang")
 
 lock = threading.Lock()  # the DSL is a process-wide singleton that compiles one kernel at a time
-_functions: dict[CompileKey, Callable[..., None]] = {}
+_functions: dict[LaunchKey, Callable[..., None]] = {}
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def cache_info() -> CacheInfo:
     return CacheInfo(**_counts)
 
 
-def compiled_kernel(key: CompileKey) -> Callable[..., None]:
-    """The function that launches a kernel. Its arguments are the kernel's operands, in the order of `KERNELS`."""
+def compiled_kernel(key: LaunchKey) -> Callable[..., None]:
+    """The function that launches a kernel, or several. Its arguments are `key.parameters`."""
     with lock:
         if key in _functions:
             _counts["memory_hits"] += 1
@@ -81,8 +81,8 @@ def compiled_kernel(key: CompileKey) -> Callable[..., None]:
         return launch
 
 
-def precompile(key: CompileKey) -> bool:
-    """Compile a kernel into the disk cache, without a GPU; return False if it was there already."""
+def precompile(key: LaunchKey) -> bool:
+    """Compile a kernel, or a chain, into the disk cache, without a GPU; return False if it was there already."""
     cache = DiskCache.default()
     with lock, cache.locked(digest(key)):
         if any(cache.find(digest(key), suffix) for suffix in SUFFIXES):
@@ -92,7 +92,7 @@ def precompile(key: CompileKey) -> bool:
         return True
 
 
-def precompile_all(keys: Sequence[CompileKey], jobs: int) -> Iterator[bool]:
+def precompile_all(keys: Sequence[LaunchKey], jobs: int) -> Iterator[bool]:
     """Call `precompile` for each key in `jobs` processes; results are in the order of the keys."""
     if jobs <= 1:
         yield from map(precompile, keys)
@@ -108,13 +108,21 @@ def forget() -> None:
         _functions.clear()
 
 
-def digest(key: CompileKey) -> str:
-    """The name of a kernel's entry in the disk cache."""
+def digest(key: LaunchKey) -> str:
+    """The name of a compiled function's entry in the disk cache."""
+    facts = {
+        "keys": [_described(one) for one in key.keys],
+        "sources": source_digest(),
+        "toolchain": toolchain(key.target),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
+
+
+def _described(key: CompileKey) -> dict[str, Any]:
     described = asdict(key)
     # Fields that only decide which row of the tile table is chosen do not change the kernel.
     described["tile"] = {x.name: described["tile"][x.name] for x in fields(key.tile) if x.compare}
-    facts = {"key": described, "sources": source_digest(), "toolchain": toolchain(key.target)}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
+    return described
 
 
 @lru_cache(maxsize=1)
@@ -166,20 +174,26 @@ def driver_cuda_version() -> int:
     return version.value
 
 
-def cute_compile(key: CompileKey, options: str = "") -> Any:
-    """Trace and compile a kernel. The caller must hold `lock`."""
+def cute_compile(key: LaunchKey, options: str = "") -> Any:
+    """Trace and compile a kernel, or a chain. The caller must hold `lock`."""
     import cutlass.cute as cute
 
+    from cute_flash.kernels.common.chain import KernelChain
     from cute_flash.kernels.common.fakes import fake_arguments
 
-    spec = KERNELS[key.kernel]
-    module, name = spec.path.split(":")
-    kernel = getattr(importlib.import_module(f"cute_flash.kernels.{module}"), name)(key.static, key.tile)
+    kernels = [(_kernel(one), one) for one in key.keys]
+    function = KernelChain(kernels) if isinstance(key, LaunchChain) else kernels[0][0]
     arguments = fake_arguments(key)
-    return cute.compile(kernel, **arguments, options=f"--gpu-arch {key.target} --enable-tvm-ffi {options}".strip())
+    return cute.compile(function, **arguments, options=f"--gpu-arch {key.target} --enable-tvm-ffi {options}".strip())
 
 
-def _load_cached(cache: DiskCache, key: CompileKey) -> Callable[..., None] | None:
+def _kernel(key: CompileKey) -> Any:
+    """The object of a kernel's class (`KernelSpec.path`), whose call launches the kernel."""
+    module, name = KERNELS[key.kernel].path.split(":")
+    return getattr(importlib.import_module(f"cute_flash.kernels.{module}"), name)(key.static, key.tile)
+
+
+def _load_cached(cache: DiskCache, key: LaunchKey) -> Callable[..., None] | None:
     for suffix in SUFFIXES:
         path = cache.find(digest(key), suffix)
         if path is None:
@@ -191,8 +205,8 @@ def _load_cached(cache: DiskCache, key: CompileKey) -> Callable[..., None] | Non
     return None
 
 
-def _compile_object(key: CompileKey) -> tuple[bytes, str]:
-    """Compile a kernel to an entry of the disk cache; return (content, suffix)."""
+def _compile_object(key: LaunchKey) -> tuple[bytes, str]:
+    """Compile a kernel, or a chain, to an entry of the disk cache; return (content, suffix)."""
     return export(cute_compile(key))
 
 

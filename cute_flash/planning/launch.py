@@ -1,4 +1,4 @@
-"""`CompileKey`, the key of a compiled kernel, and the protocol of its static part."""
+"""Keys of compiled functions: `CompileKey` of one kernel, and `LaunchChain` of several that one host call launches."""
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ class CompileKey:
     def of(kernel: str, static: KernelStatic, tile: Any, target: str) -> CompileKey:
         return CompileKey(kernel, static, tile, target, KERNELS[kernel].names)
 
+    @property
+    def keys(self) -> tuple[CompileKey, ...]:
+        """The kernels that the compiled function launches, as in a `LaunchChain`."""
+        return (self,)
+
+    @property
+    def parameters(self) -> tuple[Operand, ...]:
+        """The arguments of the compiled function, in order."""
+        return KERNELS[self.kernel].operands
+
     def takes(self, operand: Operand) -> bool:
         """Whether the kernel takes an operand. It is compiled with None for the others."""
         return operand.when is None or operand.when(self)
@@ -56,3 +66,35 @@ class CompileKey:
     def tile_text(self) -> str:
         has_pieces = getattr(self.tile, "pieces", 1) > 1
         return f"{self.tile}" + (", two fp16 pieces of each element" if has_pieces else "")
+
+
+@dataclass(frozen=True)
+class LaunchChain:
+    """The key of a compiled function that launches several kernels, one after the other.
+
+    Calling it takes less host time than a call for each kernel, because tensors that several kernels take are passed
+    once. The machine code of the kernels is the same.
+    """
+
+    keys: tuple[CompileKey, ...]
+
+    @property
+    def kernel(self) -> str:
+        """The name of the compiled function."""
+        return "_then_".join(key.kernel for key in self.keys)
+
+    @property
+    def target(self) -> str:
+        return self.keys[0].target
+
+    @property
+    def parameters(self) -> tuple[Operand, ...]:
+        """The operands that the kernels take, each once, in order."""
+        operands = {operand.name: operand for key in self.keys for operand in key.parameters if key.takes(operand)}
+        return tuple(operands.values())
+
+    def takes(self, operand: Operand) -> bool:
+        return operand in self.parameters
+
+
+LaunchKey = CompileKey | LaunchChain

@@ -11,7 +11,7 @@ from cute_flash.errors import UnsupportedError
 from cute_flash.planning import varlen
 from cute_flash.planning.bias import with_dbias
 from cute_flash.planning.decode import plan_split_kv, splits_keys
-from cute_flash.planning.launch import CompileKey
+from cute_flash.planning.launch import CompileKey, LaunchChain, LaunchKey
 from cute_flash.planning.tiles import AnyBwdTile, bwd_tile, fwd_tile, max_mod_ops, pads_with_dropout
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.spec.arch import ArchSpec
@@ -84,6 +84,18 @@ class Plan:
     def launch(self, *prefixes: str) -> CompileKey:
         """The launch whose kernel name starts with one of these, such as "bwd_preprocess" or "varlen_scheduler"."""
         return next(key for key in self.launches if key.kernel.startswith(prefixes))
+
+    @property
+    def host_calls(self) -> tuple[LaunchKey, ...]:
+        """The compiled functions that the host calls: one for all launches.
+
+        Kernels with user mods are launched one by one, because each mod is compiled on its first call, and a chain
+        would compile the other kernels again.
+        """
+        mods = self.problem.mods
+        if len(self.launches) == 1 or (mods is not None and mods.graphs.present):
+            return self.launches
+        return (LaunchChain(self.launches),)
 
     @property
     def ctas_per_sm(self) -> int:

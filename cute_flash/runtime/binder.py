@@ -39,9 +39,9 @@ import torch
 
 from cute_flash.jit import nvtx
 from cute_flash.planning.decode import DecodePlan
-from cute_flash.planning.launch import CompileKey
+from cute_flash.planning.launch import LaunchChain, LaunchKey
 from cute_flash.planning.plan import Plan
-from cute_flash.planning.registry import DROPOUT_ORIGIN, KERNELS
+from cute_flash.planning.registry import DROPOUT_ORIGIN
 from cute_flash.runtime import block_masks, finalizers, operands
 from cute_flash.runtime.gpu import current_gpu
 from cute_flash.spec.args import GRADIENT_FIELDS
@@ -174,15 +174,16 @@ class FunctionSource:
             for side, bound in (("left", band.left), ("right", band.right))
         }
 
-    def launch(self, key: CompileKey, renamed: Mapping[str, str]) -> None:
-        """Add the launch of a kernel. `renamed` maps operands to expressions."""
-        self.values[key.kernel] = self.gpu.kernel(key)
-        if getattr(key.static, "mods", None) is not None:
-            self.values["mods"] = key.static.mods
-        arguments = [self._operand(x, key, renamed) for x in KERNELS[key.kernel].operands]
+    def launch(self, key: LaunchKey, renamed: Mapping[str, str]) -> None:
+        """Add the launch of a kernel, or of several. `renamed` maps operands to expressions."""
+        self.values[key.kernel] = self.gpu.chain(key) if isinstance(key, LaunchChain) else self.gpu.kernel(key)
+        for mods in [getattr(one.static, "mods", None) for one in key.keys]:
+            if mods is not None:
+                self.values["mods"] = mods
+        arguments = [self._operand(x, key, renamed) for x in key.parameters]
         self.add(f"{key.kernel}({', '.join(arguments)})")
 
-    def _operand(self, operand: Operand, key: CompileKey, renamed: Mapping[str, str]) -> str:
+    def _operand(self, operand: Operand, key: LaunchKey, renamed: Mapping[str, str]) -> str:
         """The expression of an operand: from `renamed`, a call of `Operand.value`, or a variable of its name.
 
         It is None if the kernel does not take the operand.
@@ -313,7 +314,7 @@ def bind_forward(plan: Plan, device: torch.device, copies_inputs: bool, copies_o
         f.dropout_origin()
     f.tile_counter(plan)
     f.workspace(plan.workspace, len(plan.launches))
-    for key in plan.launches:
+    for key in plan.host_calls:
         f.launch(key, renamed)
     f.indent = "    "
     if copies_output:
@@ -363,7 +364,7 @@ def bind_backward(plan: Plan, device: torch.device, copies_inputs: bool, copies_
         f.dropout_origin()
     f.tile_counter(plan)
     f.workspace(plan.workspace, len(plan.launches))
-    for key in plan.launches:
+    for key in plan.host_calls:
         f.launch(key, renamed)
     if not plan.finalizers:
         f.indent = "    "
@@ -440,7 +441,7 @@ def bind_decode(
     return f.bind()
 
 
-def bind_merge(key: CompileKey, device: torch.device) -> Callable[..., Any]:
+def bind_merge(key: LaunchKey, device: torch.device) -> Callable[..., Any]:
     """Bind a merge to a function of (out, lse, partials, partial_lses, first_rows)."""
     f = FunctionSource("merge", "out, lse, partials, partial_lses, first_rows", device)
     renamed = {

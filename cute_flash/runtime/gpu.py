@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_flash.jit.compile import compiled_kernel
-from cute_flash.planning.launch import CompileKey
+from cute_flash.planning.launch import CompileKey, LaunchChain
 from cute_flash.runtime import counters
 from cute_flash.spec.arch import ArchSpec, detect
 from cute_flash.spec.features import Buffer
@@ -31,6 +31,10 @@ class Gpu:
 
     def kernel(self, key: CompileKey) -> Callable[..., None]:
         """The function that launches a kernel on the current stream; its arguments are the key's operands, in order."""
+        return compiled_kernel(key)
+
+    def chain(self, key: LaunchChain) -> Callable[..., None]:
+        """The function that launches several kernels on the current stream; its arguments are `key.parameters`."""
         return compiled_kernel(key)
 
     def tile_counter(self, index: int) -> tuple[Tensor, int]:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from cute_flash.jit.compile import precompile_all
+from cute_flash.planning.launch import LaunchChain, LaunchKey
 from cute_flash.planning.merge import MergeStatic
-from cute_flash.planning.plan import CompileKey, SchedulerTile, plan_backward, plan_forward
+from cute_flash.planning.plan import SchedulerTile, plan_backward, plan_forward
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD
 from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
@@ -43,14 +44,14 @@ def kernel_keys(
     feature_sets: Iterable[tuple[str, ...]],
     batches: Iterable[str],
     deterministic: bool,
-) -> list[CompileKey]:
+) -> list[LaunchKey]:
     """The kernels of all combinations, each once; raise `UnsupportedError` if there is none for one of them."""
     problems = [
         Problem(1, 1, 1, LENGTH, LENGTH, head_dim, dtype, band, features=features, varlen=batch == "varlen")
         for head_dim, dtype, mask, features, batch in itertools.product(head_dims, dtypes, masks, feature_sets, batches)
         for band in BANDS[mask]
     ]
-    keys: dict[CompileKey, None] = {}
+    keys: dict[LaunchKey, None] = {}
     for name in passes:
         for problem in problems:
             keys |= dict.fromkeys(
@@ -59,27 +60,27 @@ def kernel_keys(
     return list(keys)
 
 
-def _forward_keys(problem: Problem, arch: ArchSpec) -> Iterator[CompileKey]:
+def _forward_keys(problem: Problem, arch: ArchSpec) -> Iterator[LaunchKey]:
     for seqlen_k, (heads, seqlen_q), seqused_k in itertools.product(LENGTHS, SHAPES, _seqused_k(problem)):
         sized = replace(problem, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, seqused_k=seqused_k)
-        yield from plan_forward(sized, arch, requested_family(), can_pack_gqa=True).launches
+        yield from plan_forward(sized, arch, requested_family(), can_pack_gqa=True).host_calls
 
 
-def _backward_keys(problem: Problem, arch: ArchSpec, deterministic: bool) -> Iterator[CompileKey]:
+def _backward_keys(problem: Problem, arch: ArchSpec, deterministic: bool) -> Iterator[LaunchKey]:
     """The backward kernels without and with a gradient of the LSE; if `deterministic`, also the deterministic ones."""
     policies = (False, True) if deterministic else (False,)
     for seqlen_k, is_deterministic, has_dlse, seqused_k in itertools.product(
         LENGTHS, policies, (False, True), _seqused_k(problem)
     ):
         sized = replace(problem, seqlen_k=seqlen_k, seqused_k=seqused_k)
-        yield from plan_backward(sized, arch, is_deterministic, has_dlse, requested_family()).launches
+        yield from plan_backward(sized, arch, is_deterministic, has_dlse, requested_family()).host_calls
 
 
 def _seqused_k(problem: Problem) -> tuple[bool, ...]:
     return (False, True) if problem.varlen else (False,)
 
 
-def precompile_keys(keys: Sequence[CompileKey], jobs: int) -> int:
+def precompile_keys(keys: Sequence[LaunchKey], jobs: int) -> int:
     """Compile kernels in `jobs` processes, with progress on stderr; return how many the cache did not have."""
     num_compiled = 0
     with steps("compiling", len(keys)) as done:
@@ -89,8 +90,10 @@ def precompile_keys(keys: Sequence[CompileKey], jobs: int) -> int:
     return num_compiled
 
 
-def describe_key(key: CompileKey) -> str:
-    """One line about a kernel: name, head dims, dtype, bounds, features and tile."""
+def describe_key(key: LaunchKey) -> str:
+    """One line about a kernel: name, head dims, dtype, bounds, features and tile; or about each kernel of a chain."""
+    if isinstance(key, LaunchChain):
+        return ", then ".join(map(describe_key, key.keys))
     static, tile = key.static, key.tile
     if isinstance(tile, SchedulerTile):
         return f"{key.kernel}{' seqused_k' if static.seqused_k else ''}"

@@ -63,7 +63,7 @@ class Case:
     def keys(self, spec: ArchSpec) -> list[CompileKey]:
         """The kernels that the case's process launches, including those of the default forward."""
         default = replace(self, kernel=f"fwd-{self.family}", layout=LAYOUTS[self.kernel][0])
-        return [*default.plan(spec).launches, *self.plan(spec).launches]
+        return [*default.plan(spec).host_calls, *self.plan(spec).host_calls]
 
     @property
     def arguments(self) -> list[str]:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.launch import LaunchKey
 from profiling.measure.timing import TimedCall
 
 
 class Launch(NamedTuple):
-    key: CompileKey
+    key: LaunchKey
     function: Callable[..., None]
     args: tuple[Any, ...]
 
@@ -31,36 +31,40 @@ def recorded_launches(is_dry: bool = False) -> Iterator[list[Launch]]:
     from cute_flash.runtime.gpu import current_gpu, use_gpu
 
     launches: list[Launch] = []
-    recorder, kernel_of = copy(current_gpu()), current_gpu().kernel
+    gpu = current_gpu()
+    recorder = copy(gpu)
 
-    def kernel(key: CompileKey) -> Callable[..., None]:
-        function = (lambda *args: None) if is_dry else kernel_of(key)
+    def recorded(load: Callable[[Any], Callable[..., None]]) -> Callable[[Any], Callable[..., None]]:
+        def kernel(key: LaunchKey) -> Callable[..., None]:
+            function = (lambda *args: None) if is_dry else load(key)
 
-        def launch(*args: Any) -> None:
-            launches.append(Launch(key, function, args))
-            function(*args)
+            def launch(*args: Any) -> None:
+                launches.append(Launch(key, function, args))
+                function(*args)
 
-        return launch
+            return launch
 
-    recorder.kernel = kernel  # type: ignore[method-assign]
+        return kernel
+
+    recorder.kernel, recorder.chain = recorded(gpu.kernel), recorded(gpu.chain)  # type: ignore[method-assign]
     with use_gpu(recorder):
         yield launches
 
 
 @contextmanager
-def recorded_kernels(keys: dict[CompileKey, None]) -> Iterator[None]:
+def recorded_kernels(keys: dict[LaunchKey, None]) -> Iterator[None]:
     """Add the kernels that the calls inside the block need to `keys`; nothing is compiled or launched."""
     with recorded_launches(is_dry=True) as launches:
         yield
     keys.update(dict.fromkeys(one.key for one in launches))
 
 
-def needed_kernels(calls: Iterable[Callable[[], Any]]) -> list[CompileKey]:
+def needed_kernels(calls: Iterable[Callable[[], Any]]) -> list[LaunchKey]:
     """The kernels that these calls of cute_flash need, each once; nothing is compiled or launched.
 
     A call that fails here fails in the run too, which reports its error.
     """
-    keys: dict[CompileKey, None] = {}
+    keys: dict[LaunchKey, None] = {}
     for call in calls:
         with recorded_kernels(keys), suppress(Exception):
             call()

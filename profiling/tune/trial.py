@@ -71,7 +71,7 @@ def build(plan: Plan, stores_kernels: bool, reads_resources: bool) -> Build:
     Needs no GPU.
     """
     start = time.perf_counter()
-    for key in plan.launches if stores_kernels else ():
+    for key in plan.host_calls if stores_kernels else ():
         precompile(key)
     if not reads_resources:
         return Build(seconds=time.perf_counter() - start)

@@ -244,7 +244,7 @@ def forward_keys(
     if known.direction == "fwd":
         return []
     problems = (sample_problem(*one) for one in itertools.product(head_dims, masks, (dtype,), SAMPLE_LENGTHS))
-    return list(dict.fromkeys(key for one in problems for key in plan_forward(one, arch, known.kernels).launches))
+    return list(dict.fromkeys(key for one in problems for key in plan_forward(one, arch, known.kernels).host_calls))
 
 
 def table_rows(family: str, head_dim: int, arch: ArchSpec, masks: Sequence[str] = MASKS) -> list[Variant]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.launch import CompileKey, LaunchChain, LaunchKey
 from cute_flash.runtime import launcher
 from cute_flash.runtime.gpu import Gpu, use_gpu
 from cute_flash.spec.arch import ArchSpec
@@ -26,6 +26,7 @@ class RecordingGpu(Gpu):
     def __init__(self, spec: ArchSpec) -> None:
         self.spec = spec
         self.keys: list[CompileKey] = []  # in the order in which launches were bound
+        self.host_calls: list[LaunchKey] = []  # the compiled functions of these launches
         self.workspaces: list[tuple[tuple[int, ...], ...]] = []  # shapes of the shared workspace of each call
 
     def arch(self, index: int | None) -> ArchSpec:
@@ -33,7 +34,21 @@ class RecordingGpu(Gpu):
 
     def kernel(self, key: CompileKey) -> Callable[..., None]:
         self.keys.append(key)
+        self.host_calls.append(key)
         return lambda *arguments: None
+
+    def chain(self, key: LaunchChain) -> Callable[..., None]:
+        """Launch the kernels one by one."""
+        before = list(self.host_calls)
+        launches = [(one, self.kernel(one)) for one in key.keys]
+        self.host_calls[:] = [*before, key]
+
+        def launch(*arguments: Any) -> None:
+            named = dict(zip([x.name for x in key.parameters], arguments, strict=True))
+            for one, kernel in launches:
+                kernel(*[named[x.name] if one.takes(x) else None for x in one.parameters])
+
+        return launch
 
     def tile_counter(self, index: int) -> tuple[Tensor, int]:
         return torch.zeros(1, dtype=torch.int32), COUNTER
@@ -55,25 +70,25 @@ class RecordingGpu(Gpu):
         raise AssertionError("tensors on another device")
 
 
-def forward_keys(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, arch: ArchSpec) -> list[CompileKey]:
-    """The kernels that a forward call launches."""
+def forward_keys(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, arch: ArchSpec) -> list[LaunchKey]:
+    """The compiled functions that a forward call needs."""
     gpu = RecordingGpu(arch)
     with use_gpu(gpu):
         launcher.forward(q, k, v, args)
-    return gpu.keys
+    return gpu.host_calls
 
 
 def backward_keys(
     q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, arch: ArchSpec, has_dlse: bool = False
-) -> list[CompileKey]:
-    """The kernels that the gradients of a call launch."""
+) -> list[LaunchKey]:
+    """The compiled functions that the gradients of a call need."""
     out, lse, _max_logit = outputs(q, v, args)
     gpu = RecordingGpu(arch)
     with use_gpu(gpu):
         launcher.backward(out, lse if has_dlse else None, q, k, v, out, lse, args)
-    return gpu.keys
+    return gpu.host_calls
 
 
-def main_key(keys: list[CompileKey]) -> CompileKey:
+def main_key(host_calls: list[LaunchKey]) -> CompileKey:
     """The kernel that computes attention, or its gradients."""
-    return next(key for key in keys if key.kernel.startswith(("fwd_s", "bwd_sm")))
+    return next(key for call in host_calls for key in call.keys if key.kernel.startswith(("fwd_s", "bwd_sm")))

@@ -14,7 +14,8 @@ import pytest
 
 from cute_flash.jit import compile as compiling
 from cute_flash.jit.compile import digest
-from cute_flash.planning.plan import CompileKey, plan_forward
+from cute_flash.planning.launch import CompileKey, LaunchChain
+from cute_flash.planning.plan import plan_forward
 from cute_flash.score_mod.bound import BoundMods
 from cute_flash.score_mod.mod_spec import ModSpec
 from cute_flash.spec.arch import ARCHS
@@ -75,6 +76,7 @@ def test_digest_changes_with_all_that_is_compiled_in() -> None:
                 base = replace(described, speculative_max=True, stages=1)
                 others.append(replace(key, **{part: base}))
             others.append(replace(key, **{part: replace(base, **{name: value})}))
+    others += [LaunchChain((ampere, hopper)), LaunchChain((hopper, ampere))]
     digests = [digest(each) for each in (ampere, *others)]
     assert len(set(digests)) == len(digests)
     assert digest(key_of()) == digests[0]

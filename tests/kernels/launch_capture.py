@@ -1,4 +1,4 @@
-"""Records the launches of compiled kernels without a GPU: grid, threads of a CTA and shared memory.
+"""Records the launches of compiled kernels without a GPU: grid, threads of a CTA, shared memory and attributes.
 
 The host code of a compiled kernel checks its arguments and calls the CUDA runtime through a small shim library. Here a
 stub replaces that library, and the tensors are CPU tensors that claim to be on a GPU. The stub's symbols are global, so
@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from cute_flash.jit import compile as compiling
-from cute_flash.planning.plan import CompileKey, plan_forward
+from cute_flash.planning.launch import CompileKey, LaunchChain, LaunchKey
+from cute_flash.planning.plan import plan_forward
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.runtime import launcher
 from cute_flash.runtime.gpu import use_gpu
@@ -40,23 +41,36 @@ from tests.mod_cases import Sizes
 
 STUB = r"""
 #include <stdint.h>
+#include <string.h>
+typedef struct { int32_t id, pad; int32_t value[16]; } Attribute;
 typedef struct {
-  uint32_t grid[3], block[3]; uint64_t smem; void *stream, *attributes; uint32_t num_attributes;
+  uint32_t grid[3], block[3]; uint64_t smem; void *stream; Attribute *attributes; uint32_t num_attributes;
 } Config;
-static Config last;
-static int64_t launches;
-void captured(int64_t *to) {
-  to[0] = launches;
-  for (int i = 0; i < 3; ++i) { to[1 + i] = last.grid[i]; to[4 + i] = last.block[i]; }
-  to[7] = (int64_t)last.smem;
+typedef struct { int64_t grid[3], block[3], smem, num_attributes, attributes[4][2]; char symbol[256]; } Launch;
+static Launch launches[16];
+static int32_t num_launches, library;
+int captured(Launch *to) {
+  int count = num_launches;
+  memcpy(to, launches, sizeof launches);
+  num_launches = 0;
+  return count;
 }
 int _cudaLaunchKernelEx(Config *config, void *kernel, void **parameters) {
-  last = *config; ++launches; return 0;
+  Launch *to = &launches[num_launches++];
+  for (int i = 0; i < 3; ++i) { to->grid[i] = config->grid[i]; to->block[i] = config->block[i]; }
+  to->smem = config->smem;
+  to->num_attributes = config->num_attributes;
+  for (int i = 0; i < config->num_attributes; ++i) {
+    to->attributes[i][0] = config->attributes[i].id;
+    to->attributes[i][1] = config->attributes[i].value[0];
+  }
+  strncpy(to->symbol, kernel, 255);
+  return 0;
 }
-int _cudaLibraryLoadData(void **library, void *d, void *a, void *b, int n, void *c, void *e, int m) {
-  *library = &last; return 0;
+int _cudaLibraryLoadData(void **loaded, void *d, void *a, void *b, int n, void *c, void *e, int m) {
+  *loaded = &library; return 0;
 }
-int _cudaLibraryGetKernel(void **kernel, void *library, const char *name) { *kernel = &last; return 0; }
+int _cudaLibraryGetKernel(void **kernel, void *library, const char *name) { *kernel = strdup(name); return 0; }
 int _cudaLibraryUnload(void *library) { return 0; }
 int _cudaGetDevice(int *device) { *device = 0; return 0; }
 int _cudaSetDevice(int device) { return 0; }
@@ -82,6 +96,7 @@ class Request:
     sizes: Sizes
     is_bshd: bool = False  # q, k and v are (B, S, H, D) in memory
     tile: FwdTileSm90 | None = None  # instead of the tile of the table
+    is_chained: bool = False  # one host call for all kernels, as the launcher does
 
 
 class Launch(NamedTuple):
@@ -89,6 +104,21 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     block: tuple[int, ...]
     smem_bytes: int
+    attributes: tuple[tuple[int, int], ...]  # numbers of `cudaLaunchAttributeID`, and values
+    symbol: str  # without the number of the kernel in its cubin
+
+
+class _Launch(ctypes.Structure):
+    """A launch as the stub records it."""
+
+    _fields_ = [
+        ("grid", ctypes.c_int64 * 3),
+        ("block", ctypes.c_int64 * 3),
+        ("smem", ctypes.c_int64),
+        ("num_attributes", ctypes.c_int64),
+        ("attributes", ctypes.c_int64 * 2 * 4),
+        ("symbol", ctypes.c_char * 256),
+    ]
 
 
 def has_compiler() -> bool:
@@ -170,15 +200,22 @@ class OnGpu:
 class CapturingGpu(RecordingGpu):
     """Launches go through the host code of compiled kernels, down to the stub."""
 
-    def __init__(self, arch: str, captured: Callable[..., None]) -> None:
-        super().__init__(ARCHS[arch])
+    def __init__(self, request: Request, captured: Callable[..., int]) -> None:
+        super().__init__(ARCHS[request.case.arch])
         self.captured = captured
         self.launches: list[Launch] = []
+        self.is_chained = request.is_chained
+
+    def chain(self, key: LaunchChain) -> Callable[..., None]:
+        return self._capturing(key) if self.is_chained else super().chain(key)
 
     def kernel(self, key: CompileKey) -> Callable[..., None]:
+        kernel_resources(key)  # compiles it, unless another test did
+        return self._capturing(key)
+
+    def _capturing(self, key: LaunchKey) -> Callable[..., None]:
         import tvm_ffi
 
-        kernel_resources(key)  # compiles it, unless another test did
         function = compiling.compiled_kernel(key)
 
         def launch(*arguments: Any) -> None:
@@ -193,16 +230,17 @@ class CapturingGpu(RecordingGpu):
                 return tvm_ffi.from_dlpack(held[-1])
 
             function(*map(on_gpu, arguments))
-            numbers = (ctypes.c_int64 * 8)()
-            self.captured(numbers)
-            count, *sizes, smem_bytes = numbers
-            assert count == CapturingGpu.total + 1, "a call that launches nothing, or more than one kernel"
-            CapturingGpu.total = count
-            self.launches.append(Launch(key.kernel, tuple(sizes[:3]), tuple(sizes[3:]), smem_bytes))
+            launched = (_Launch * 16)()
+            assert self.captured(launched) == len(key.keys), "another number of launches than of kernels"
+            self.launches += [self._launch(*pair) for pair in zip(key.keys, launched)]
 
         return launch
 
-    total = 0
+    @staticmethod
+    def _launch(key: CompileKey, launch: Any) -> Launch:
+        attributes = tuple(map(tuple, launch.attributes[: launch.num_attributes]))
+        symbol, _, _number = launch.symbol.decode().rpartition("_")
+        return Launch(key.kernel, tuple(launch.grid), tuple(launch.block), launch.smem, attributes, symbol)
 
 
 def _call(request: Request) -> None:
@@ -229,7 +267,7 @@ def main() -> None:
     compiling._preload = lambda library: preload(str(stub))  # type: ignore[assignment]
     answers = []
     for request in pickle.load(sys.stdin.buffer):
-        gpu = CapturingGpu(request.case.arch, captured)
+        gpu = CapturingGpu(request, captured)
         with use_gpu(gpu):
             _call(request)
         answers.append([tuple(launch) for launch in gpu.launches])

@@ -14,14 +14,17 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_flash.jit import compile as compiling
 from cute_flash.planning.plan import Plan
 from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD, SM90_BWD_SCORE
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, SM90_FWD_BIAS, SM90_FWD_DROPOUT, FwdTileSm90
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import ceil_div
+from tests.jit.gates import kernel_resources
 from tests.kernels.launch_capture import Launch, Request, capture, has_compiler
 from tests.kernels.test_resources import RISKY, SAMPLE
 from tests.lock.cases import HOPPER, Case, cases, fwd, plan_of
+from tests.lock.cubin import kernel_sections
 from tests.lock.sources import is_reached
 from tests.mod_cases import Sizes
 
@@ -144,9 +147,35 @@ def test_a_kernel_takes_the_shared_memory_of_its_tile(tmp_path: Path) -> None:
     requests = [
         Request(fwd(HOPPER, tile.head_dim, head_dim_v=tile.head_dim_v, mask="full"), SIZES, tile=tile) for tile in TILES
     ]
-    for tile, ((_kernel, _grid, block, smem_bytes),) in zip(TILES, capture(requests, tmp_path), strict=True):
-        assert block == (tile.num_threads, 1, 1)
-        assert smem_bytes == tile.smem_bytes
+    for tile, (captured,) in zip(TILES, capture(requests, tmp_path), strict=True):
+        launch = Launch(*captured)
+        assert launch.block == (tile.num_threads, 1, 1)
+        assert launch.smem_bytes == tile.smem_bytes
+
+
+CHAINS = (
+    ("bwd_sm90", "bwd/sm90/sm_90/d128/bf16/window/plain/main"),
+    ("bwd_sm80", "bwd/sm80/sm_80/d128/bf16/window/varlen+deterministic/main"),
+    ("bwd_sm80", "bwd/sm80/sm_80/d64/fp32/causal/plain/main"),
+    ("bwd_sm90", "bwd/sm90/sm_90/d128/bf16/causal/bias-bf16-hqk-pairs/main"),
+    ("fwd_sm90", "fwd/sm90/sm_90/d128/bf16/causal/varlen/main"),
+)
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(not has_compiler(), reason="no C compiler for the stub of the CUDA runtime")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.kernels(kernel)) for kernel, name in CHAINS])
+def test_one_host_call_launches_the_same_kernels_as_a_call_for_each(name: str, tmp_path: Path) -> None:
+    """Machine code, order, grids, shared memory and attributes (programmatic dependent launch) are the same."""
+    request = request_of(CASES[name], 0)
+    separate, chained = capture([request, replace(request, is_chained=True)], tmp_path)
+    assert len(chained) >= 2 and chained == separate
+    plan = plan_of(request.case, request.sizes)
+    (chain,) = plan.host_calls
+    with compiling.lock:
+        cubin = compiling.cute_compile(chain, f"--keep-cubin --dump-dir={tmp_path}").__cubin__
+    expected = sorted(one for key in plan.launches for one in kernel_sections(kernel_resources(key).cubin))
+    assert kernel_sections(cubin) == expected
 
 
 @pytest.mark.parametrize("table", (SM90_FWD, SM90_FWD_DROPOUT, SM90_FWD_BIAS, SM90_BWD, SM90_BWD_SCORE))

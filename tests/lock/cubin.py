@@ -27,6 +27,15 @@ def sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
         yield cubin[begin:end].decode(), b"" if kind == _NOBITS else cubin[offset : offset + size]
 
 
+def kernel_sections(cubin: bytes) -> list[tuple[str, bytes]]:
+    """Machine code and constant banks (parameters) of the cubin's kernels: kinds of sections and contents, sorted.
+
+    `.nv.info` is left out, because it has indices of symbols in the cubin.
+    """
+    matches = [(_LOCKED.fullmatch(name), contents) for name, contents in sections(cubin)]
+    return sorted((m[1], contents) for m, contents in matches if m is not None and m[2] and m[1] != ".nv.info")
+
+
 def digest(cubin: bytes) -> str:
     """sha256 of the locked sections; the same for the same kernel under another name."""
     found = []

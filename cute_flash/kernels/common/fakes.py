@@ -14,8 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from cute_flash.planning.launch import CompileKey
-from cute_flash.planning.registry import KERNELS
+from cute_flash.planning.launch import LaunchKey
 from cute_flash.planning.varlen import TILE_LIST_WIDTH
 from cute_flash.spec.dtypes import DTYPE_BYTES, ROW_ALIGN_BYTES
 from cute_flash.spec.features import Operand
@@ -40,19 +39,24 @@ ELEMENTS = {"f32": "float32", "i32": "int32", "i64": "int64"}
 _BATCH, _DENSE_BATCH = ("dalibi batch",), ("sequences",)
 
 
-def fake_arguments(key: CompileKey) -> dict[str, Any]:
-    """The fakes of a launch by name: torch's current stream, then the operands in order."""
-    fakes = Fakes(key.static, key.tile)
-    arguments = {x.name: fakes.make(x) if key.takes(x) else None for x in KERNELS[key.kernel].operands}
+def fake_arguments(key: LaunchKey) -> dict[str, Any]:
+    """The fakes of a launch by name: torch's current stream, then `key.parameters` in order."""
+    arguments: dict[str, Any] = {x.name: None for x in key.parameters}
+    sizes: dict[str, Any] = {}
+    for one in key.keys:
+        fakes = Fakes(one.static, one.tile, sizes)
+        missing = [x for x in one.parameters if one.takes(x) and arguments[x.name] is None]
+        arguments |= {x.name: fakes.make(x) for x in missing}
     return {"stream": make_fake_stream(use_tvm_ffi_env_stream=True), **arguments}
 
 
 class Fakes:
-    """Makes the fakes of one launch. Dimensions of the same name share one symbolic size."""
+    """Makes the fakes of one kernel. Dimensions of the same name share one symbolic size, also in a chain."""
 
-    def __init__(self, static: Any, tile: Any) -> None:
-        self.static, self.tile = static, tile
-        self.sizes: dict[str, Any] = {"D": static.head_dim, "Dv": static.width_v}
+    def __init__(self, static: Any, tile: Any, sizes: dict[str, Any]) -> None:
+        """`sizes` has the symbolic sizes of kernels before this one; those of this kernel are added."""
+        self.static, self.tile, self.sizes = static, tile, sizes
+        self.widths = {"D": static.head_dim, "Dv": static.width_v}
 
     def make(self, operand: Operand) -> Any:
         """The fake of one operand, by its `Operand.type`."""
@@ -67,6 +71,8 @@ class Fakes:
     def size(self, name: str) -> Any:
         if name.isdigit():
             return int(name)
+        if name in self.widths:
+            return self.widths[name]
         if name in _BATCH or (name in _DENSE_BATCH and not self.static.varlen):
             name = "B"
         if name not in self.sizes:
