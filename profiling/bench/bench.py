@@ -120,7 +120,7 @@ def _result(
     result = Result(accuracy=accuracy, error=next((error for error in errors if error), None))
     if name not in measured.samples:
         return result
-    result = replace(result, **Result.timing(measured.samples[name], cell.flops))
+    result = replace(result, **measured.samples[name].with_tflops(cell.flops))
     normal = checks["normal"]
     again = attempt(partial(_outputs, direction, peer, normal.timed_calls[name], timer), timer)
     if isinstance(again, Failure):

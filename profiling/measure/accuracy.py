@@ -88,10 +88,10 @@ class Oracle:
     @staticmethod
     def of(pick: Callable[[Tensor], Tensor], exact: Tensor, rough: Tensor) -> Oracle:
         """`rough`: the same sample by unfused PyTorch in the input's precision."""
-        return Oracle(pick, exact, _errors(rough, exact))
+        return Oracle(pick, exact, errors_of(rough, exact))
 
     def errors(self, out: Tensor) -> Errors:
-        return _errors(self.pick(out), self.exact)
+        return errors_of(self.pick(out), self.exact)
 
     def judge(self, out: Tensor, peer: Tensor | None = None) -> Accuracy:
         """The errors of an output (B, H, S, D), and whether it is wrong; `peer` is the reference's output."""
@@ -114,8 +114,9 @@ class Oracle:
         return _bound(errors.relative) <= relative and _bound(errors.max_abs) <= max_abs
 
 
-def _errors(sample: Tensor, exact: Tensor) -> Errors:
-    error = sample.double() - exact
+def errors_of(out: Tensor, exact: Tensor) -> Errors:
+    """The errors of a result against fp64."""
+    error = out.double() - exact
     norm = torch.linalg.vector_norm
     return Errors(_number(norm(error) / norm(exact)), _number(error.abs().max()))
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from profiling.measure.accuracy import Accuracy, Errors
 from profiling.measure.shapes import Shape
-from profiling.measure.timing import Samples
 
 SCHEMA = 1
 
@@ -33,10 +32,6 @@ class Result:
     # The same bits before and after the timed calls; None for gradients, which may be summed in any order.
     is_repeatable: bool | None = None
     error: str | None = None
-
-    @staticmethod
-    def timing(samples: Samples, flops: float) -> dict[str, Any]:
-        return {"tflops": flops / samples.median_ms / 1e9, **samples.as_dict()}
 
     @property
     def is_wrong(self) -> bool:

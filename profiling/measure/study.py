@@ -15,7 +15,8 @@ import argparse
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -105,6 +106,22 @@ class Tools:
             torch.cuda.empty_cache()
 
 
+class CellFailure(NamedTuple):
+    """A call or a peer that failed in a cell, or whose result is wrong."""
+
+    cell: str
+    name: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.cell}, {self.name}: {self.message}"
+
+
+def failures_in(cells: Iterable[Record], title: Callable[[Record], str]) -> list[CellFailure]:
+    """The entries of "failures" of each cell."""
+    return [CellFailure(title(cell), name, text) for cell in cells for name, text in cell["failures"].items()]
+
+
 class Step(NamedTuple):
     """A measurement. Its result is added to a part of the record, which is a list or a dict."""
 
@@ -126,9 +143,11 @@ class Study(Generic[S]):
     # The parts of the record besides settings, machine and method.
     parts: Callable[[S, Tools], Record] = lambda settings, tools: {"cells": []}
     check: Callable[[S], Any] = lambda settings: None  # raises ValueError for wrong settings
-    failures: Callable[[Record], list[str]] = lambda record: []
-    # Whether the command fails: by default, if there is a failure.
-    has_failed: Callable[[Record], bool] | None = None
+    failures: Callable[[Record], list[CellFailure]] = lambda record: []
+    # The names whose failure fails the command; None: all. Peers may fail.
+    ours: Collection[str] | None = None
+    # Entered around compilation and measurement.
+    context: Callable[[S], AbstractContextManager[Any]] = lambda settings: nullcontext()
     notes: Callable[[Record], list[str]] = lambda record: []  # lines below the tables
     # A file results/<gpu>/<date>-<name>.json, and .txt with the tables, if --out names no other file.
     has_own_file: bool = False
@@ -191,17 +210,18 @@ class Study(Generic[S]):
         tools = Tools() if is_on_gpu else Tools.on_cpu()
         facts = tools.facts() if self.needs_gpu else {**tools.facts(), "gpu": None}
         path = args.out or (machine.default_path(self.name, facts) if self.has_own_file and not is_dry_run else None)
-        if self.kernels is not None and is_on_gpu:
-            precompile_keys(list(self.kernels(settings, tools)), args.jobs)
-        with steps(f"measuring {self.name}", len(self.steps(settings, tools))) as done:
-            record = self.measure(
-                settings, replace(tools, facts=lambda: facts, progress=done, save=partial(write_json, path=path))
-            )
+        with self.context(settings):
+            if self.kernels is not None and is_on_gpu:
+                precompile_keys(list(self.kernels(settings, tools)), args.jobs)
+            with steps(f"measuring {self.name}", len(self.steps(settings, tools))) as done:
+                save = partial(write_json, path=path)
+                record = self.measure(settings, replace(tools, facts=lambda: facts, progress=done, save=save))
         return self.report(record, path if self.has_own_file else None)
 
     def report(self, record: Record, path: Path | None) -> int:
         """Print the tables; with a path, write the record there and the tables beside it."""
-        tables, failures, notes = self.tables(record), self.failures(record), self.notes(record)
+        tables, notes = self.tables(record), self.notes(record)
+        failures = [*map(str, self.failures(record))]
         failures += [f"{title}: left out, the time was up" for title in record.get("left_out", ())]
         print_unavailable(record.get("unavailable", {}))
         show(tables)
@@ -211,5 +231,9 @@ class Study(Generic[S]):
             write_json(record, path)
             text = "\n".join([machine.headline(record["machine"]), "", *map(markdown, tables), *notes, *failures, ""])
             path.with_suffix(".txt").write_text(text, encoding="utf-8")
-        has_failed = bool(failures) if self.has_failed is None else self.has_failed(record)
-        return FAILED if has_failed or record.get("left_out") else OK
+        return FAILED if self.has_failed(record) else OK
+
+    def has_failed(self, record: Record) -> bool:
+        """Whether a call of ours failed, or a step was left out."""
+        failures = self.failures(record)
+        return any(self.ours is None or one.name in self.ours for one in failures) or bool(record.get("left_out"))

@@ -22,7 +22,7 @@ from profiling.measure.launches import needed_kernels
 from profiling.measure.options import LIMIT_S, MS, ROUNDS, option
 from profiling.measure.shapes import DTYPES, MASKS, Shape
 from profiling.measure.study import Record, Step, Tools
-from profiling.measure.timing import TimedCall, describe, measure
+from profiling.measure.timing import TimedCall, attempt_each, describe, measure
 from profiling.peers.cute_flash import our_library
 from profiling.peers.directions import calls_of, timed_call
 from profiling.peers.peer import Forward, Library, Peer
@@ -60,7 +60,7 @@ class Settings:
 
     lengths: tuple[int, ...] = option((512, 1024, 2048, 4096, 8192, 16384, 32768), "with --bytes 1024,4096,16384")
     head_dims: tuple[int, ...] = option((64, 128))
-    masks: tuple[str, ...] = option(MASKS, "with --bytes full")
+    masks: tuple[str, ...] = option(MASKS, "with --bytes full", choices=MASKS)
     rounds: int = ROUNDS(3)
     ms: float = MS(8.0)
     seed: int = 0
@@ -176,30 +176,27 @@ def measure_cell(shape: Shape, direction: str, settings: Settings, tools: Tools)
     cell = Cell(shape, direction, "graph" if is_small else "event", score_bytes(shape), model)
     cell.results = {peer.name: Measurement() for peer in PEERS}
     tensors = _inputs(shape, settings, tools.device)
-    timed_calls = {}
-    for peer in PEERS:
-        try:
-            inputs = tensors[:3] if direction == "fwd" else tensors
-            timed_calls[peer.name] = timed_call(peer, direction, inputs, shape.causal, timer)
-        except Exception as error:
-            cell.results[peer.name].error = describe(error)
+    inputs = tensors[:3] if direction == "fwd" else tensors
+    makes = {peer.name: partial(timed_call, peer, direction, inputs, shape.causal, timer) for peer in PEERS}
+    timed_calls, errors = attempt_each(makes, timer)
     if direction == "fwd" and len(timed_calls) == len(PEERS):
         cell.distance = _distance(timed_calls)
     measured = measure(timed_calls, timer, settings.rounds, settings.ms)
     for name, samples in measured.samples.items():
         result = cell.results[name]
         result.ms, result.round_ms, result.calls = samples.median_ms, samples.round_ms, samples.calls
-    for name, message in measured.errors.items():
-        cell.results[name].error = message
     # The saved matrices of a timed backward are freed first.
     timed_calls.clear()
     tools.release()
+    errors |= measured.errors
     for peer in PEERS:
         try:
             cell.results[peer.name].peak_bytes = tools.peak_bytes(_peak_call(peer, direction, tensors, shape.causal))
         except Exception as error:
-            cell.results[peer.name].error = describe(error)
+            errors[peer.name] = describe(error)
         tools.release()
+    for name, message in errors.items():
+        cell.results[name].error = message
     return {**asdict(cell), "key": cell.key}
 
 
