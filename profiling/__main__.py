@@ -29,7 +29,7 @@ DESCRIPTION = "Measure cute_flash beside other libraries, tune its tiles, and co
 COMMANDS: tuple[Command, ...] = (
     bench.COMMAND,
     host.COMMAND,
-    features.COMMAND,
+    features.STUDY.command,
     mods.COMMAND,
     fp32.STUDY.command,
     decode.STUDY.command,

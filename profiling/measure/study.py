@@ -158,8 +158,11 @@ class Study(Generic[S]):
     def command(self) -> Command:
         return Command(self.name, self.help, self.examples, self.add_arguments, self.run)
 
-    def measure(self, settings: S, tools: Tools) -> Record:
-        """Run all steps; `tools.save` gets the record after each. Steps beyond `settings.limit_s` are left out."""
+    def measure(self, settings: S, tools: Tools, steps: Sequence[Step] | None = None) -> Record:
+        """Run the steps, by default all; `tools.save` gets the record after each.
+
+        Steps beyond `settings.limit_s` are left out.
+        """
         record: Record = {
             "schema": SCHEMA,
             "settings": asdict(settings),  # type: ignore[call-overload]
@@ -172,7 +175,7 @@ class Study(Generic[S]):
             **self.parts(settings, tools),
         }
         end = tools.clock() + getattr(settings, "limit_s", math.inf)
-        for part, title, measure_step in self.steps(settings, tools):
+        for part, title, measure_step in self.steps(settings, tools) if steps is None else steps:
             if tools.clock() > end:
                 record["left_out"].append(title)
             else:
@@ -213,9 +216,10 @@ class Study(Generic[S]):
         with self.context(settings):
             if self.kernels is not None and is_on_gpu:
                 precompile_keys(list(self.kernels(settings, tools)), args.jobs)
-            with steps(f"measuring {self.name}", len(self.steps(settings, tools))) as done:
-                save = partial(write_json, path=path)
-                record = self.measure(settings, replace(tools, facts=lambda: facts, progress=done, save=save))
+            chosen = self.steps(settings, tools)
+            with steps(f"measuring {self.name}", len(chosen)) as done:
+                tools = replace(tools, facts=lambda: facts, progress=done, save=partial(write_json, path=path))
+                record = self.measure(settings, tools, chosen)
         return self.report(record, path if self.has_own_file else None)
 
     def report(self, record: Record, path: Path | None) -> int:
