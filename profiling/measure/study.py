@@ -152,7 +152,8 @@ class Study(Generic[S]):
     # A file results/<gpu>/<date>-<name>.json, and .txt with the tables, if --out names no other file.
     has_own_file: bool = False
     small: S | None = None  # of a dry run on the CPU; None: the command has no --dry-run
-    needs_gpu: bool = True
+    # "cuda"; "cpu"; or "any": on a GPU if there is one.
+    runs_on: str = "cuda"
 
     @property
     def command(self) -> Command:
@@ -207,11 +208,11 @@ class Study(Generic[S]):
         settings = settings_of(self.settings, args, self.small if is_dry_run else None)
         # Wrong settings are refused before anything is compiled.
         self.check(settings)
-        is_on_gpu = self.needs_gpu and not is_dry_run
-        if is_on_gpu:
+        if self.runs_on == "cuda" and not is_dry_run:
             need_gpu("; --dry-run tries it on the CPU" if self.small is not None else "")
+        is_on_gpu = self.runs_on != "cpu" and not is_dry_run and arch.has_gpu()
         tools = Tools() if is_on_gpu else Tools.on_cpu()
-        facts = tools.facts() if self.needs_gpu else {**tools.facts(), "gpu": None}
+        facts = {**tools.facts(), "gpu": None} if self.runs_on == "cpu" else tools.facts()
         path = args.out or (machine.default_path(self.name, facts) if self.has_own_file and not is_dry_run else None)
         with self.context(settings):
             if self.kernels is not None and is_on_gpu:

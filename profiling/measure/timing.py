@@ -18,6 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from profiling.measure.workers import Unusable
+
 T = TypeVar("T")
 
 # Calls from which the time of one call is estimated.
@@ -180,6 +182,21 @@ def attempt(action: Callable[[], T], timer: Timer) -> T | Failure:
         except Exception as fatal:
             raise DeviceLost(failure.message) from fatal
         return failure
+
+
+@contextmanager
+def unusable_if_lost(timer: Timer) -> Iterator[None]:
+    """In a worker process: raise `Unusable` for a failure that lost the CUDA context."""
+    try:
+        yield
+    except DeviceLost as lost:
+        raise Unusable(str(lost)) from lost
+    except Exception as error:
+        try:
+            timer.synchronize()
+        except Exception:
+            raise Unusable(describe(error)) from error
+        raise
 
 
 def attempt_each(actions: Mapping[str, Callable[[], T]], timer: Timer) -> tuple[dict[str, T], dict[str, str]]:

@@ -134,7 +134,7 @@ CPU_STUDY = Study(
     tables=lambda record: numerics_report.cpu_tables(record["records"]),
     has_own_file=True,
     small=numerics.SMALL,
-    needs_gpu=False,
+    runs_on="cpu",
 )
 GPU_STUDY = Study(
     name="numerics",

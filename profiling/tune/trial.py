@@ -32,8 +32,8 @@ from profiling.measure.accuracy import nan_in_new_memory
 from profiling.measure.record import Cell
 from profiling.measure.shapes import DTYPES, MASKS
 from profiling.measure.study import Tools
-from profiling.measure.timing import DeviceLost, EventTimer, GraphTimer, describe
-from profiling.measure.workers import Unusable, note
+from profiling.measure.timing import EventTimer, GraphTimer, unusable_if_lost
+from profiling.measure.workers import note
 from profiling.peers.peer import BackwardCall, Call, Peer
 from profiling.peers.registry import select
 from profiling.tune.variants import Variant, family_of
@@ -160,20 +160,14 @@ def check(variant: Variant, arch: ArchSpec, dtype: str, mask: str) -> str | None
         raise RuntimeError("python -O removes the assertions that check the results")
     here = tools(is_graph=False)
     assert_right = _assert_output if family_of(variant.family).direction == "fwd" else _assert_gradients
-    try:
+    with unusable_if_lost(here.timer):
         for sizes in ODD_SHAPES:
             case = Case(*sizes, variant.head_dim, band_of(mask))
             try:
                 assert_right(variant.plan(case.problem(DTYPES[dtype]), arch), case, DTYPES[dtype], here)
             except _Wrong as wrong:
                 return f"{case.id}: {wrong}"
-        return None
-    except Exception as error:
-        try:
-            here.timer.synchronize()
-        except Exception:
-            raise Unusable(describe(error)) from error
-        raise
+    return None
 
 
 class _Wrong(Exception):
@@ -267,7 +261,6 @@ def time_cell(
 ) -> Cell:
     """The cell with the results of variants and peers, timed interleaved."""
     timed: list[Peer] = [*select(peers), *(TilePeer(variant, arch) for variant in variants)]
-    try:
-        return run_cell(cell, [cast(Peer, _Noted(peer)) for peer in timed], settings, tools(settings.graph))
-    except DeviceLost as lost:
-        raise Unusable(str(lost)) from lost
+    here = tools(settings.graph)
+    with unusable_if_lost(here.timer):
+        return run_cell(cell, [cast(Peer, _Noted(peer)) for peer in timed], settings, here)
