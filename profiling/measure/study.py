@@ -123,9 +123,12 @@ def failures_in(cells: Iterable[Record], title: Callable[[Record], str]) -> list
 
 
 class Step(NamedTuple):
-    """A measurement. Its result is added to a part of the record, which is a list or a dict."""
+    """A measurement. Its result is added to a part of the record, which is a list or a dict.
 
-    part: str
+    Without a part, the result is a dict of parts.
+    """
+
+    part: str | None
     title: str
     measure: Callable[[], Any]
 
@@ -181,10 +184,11 @@ class Study(Generic[S]):
                 record["left_out"].append(title)
             else:
                 found = measure_step()
-                if isinstance(record.get(part), list):
-                    record[part] += found if isinstance(found, list) else [found]
-                else:
-                    record[part] = {**record.get(part, {}), **found}
+                for name, value in (found if part is None else {part: found}).items():
+                    if isinstance(record.get(name), list):
+                        record[name] += value if isinstance(value, list) else [value]
+                    else:
+                        record[name] = {**record.get(name, {}), **value}
             tools.save(record)
             tools.progress(title)
         record["card"]["after"] = tools.card_state()

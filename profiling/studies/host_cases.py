@@ -20,6 +20,7 @@ from profiling.measure.accuracy import random_inputs
 from profiling.measure.options import option
 from profiling.measure.shapes import DTYPES, Shape
 from profiling.measure.timing import TimedCall
+from profiling.peers.peer import KERNELS
 
 SHAPE = Shape(batch=2, heads=8, heads_kv=8, seqlen=512, head_dim=64, causal=False)
 # With at most 5 launches a call, a loop never fills the launch queue of 1024.
@@ -128,23 +129,23 @@ CASES = (
     *(Case(direction="train", watcher=watcher, goal=Goal(is_as_base=True)) for watcher in WATCHERS),
 )
 
+CASE_NAMES = tuple(case.name for case in CASES)
+
 
 @dataclass(frozen=True)
 class Settings:
-    cases: tuple[str, ...] = option(tuple(case.name for case in CASES))
+    cases: tuple[str, ...] = option(CASE_NAMES, choices=CASE_NAMES)
     processes: int = option(PROCESSES, "fresh processes")
     calls: int = option(CALLS, "calls in a loop")
     repeats: int = option(REPEATS, "loops in a process")
+    kernels: str = option("auto", "kernel family of cute_flash", choices=KERNELS)
+    start: bool = option(False, "measure the import and the first call too")
     shape: Shape = SHAPE
     one_token_shape: Shape = ONE_TOKEN_SHAPE
     device: str = "cuda"
 
     def chosen(self) -> list[Case]:
-        known = {case.name: case for case in CASES}
-        for name in self.cases:
-            if name not in known:
-                raise ValueError(f"case {name!r}: choose from {', '.join(known)}")
-        return [known[name] for name in dict.fromkeys(self.cases)]
+        return [case for name in dict.fromkeys(self.cases) for case in CASES if case.name == name]
 
 
 def _bias(shape: Shape, device: torch.device) -> Tensor:

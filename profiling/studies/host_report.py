@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from profiling.measure.host_time import Times
+from profiling.measure.study import CellFailure, Record
 from profiling.measure.tables import Table, number
 from profiling.studies.host_cases import SDPA, Case
+from profiling.studies.start import start_table
 
 OURS, FLOOR = "cute_flash", "floor"
 
@@ -84,10 +86,18 @@ def case_record(case: Case, figures: Figures, base: Mapping[str, Any]) -> dict[s
     }
 
 
-def has_failed(data: dict[str, Any]) -> bool:
-    """Whether a goal is missed or cannot be judged, or cute_flash or a process failed."""
-    is_missed = any(case["is_met"] is False for case in data["cases"].values())
-    return is_missed or any(not name.endswith(tuple(SDPA)) for name in data["errors"])
+def failures(record: Record) -> list[CellFailure]:
+    """Missed goals, goals that cannot be judged, and failed calls and processes."""
+    errors = dict(record["errors"])
+    if "error" in record["start"]:
+        errors["start"] = record["start"]["error"]
+    found = []
+    for key, text in errors.items():
+        case, _, name = key.rpartition(" ")
+        is_call = name in (OURS, FLOOR, *SDPA)
+        found.append(CellFailure(case, name, text) if is_call else CellFailure(key, OURS, text))
+    missed = [name for name, case in record["cases"].items() if case["is_met"] is False]
+    return found + [CellFailure(name, OURS, f"goal: {_goal(record['cases'][name]['bounds'])}") for name in missed]
 
 
 def _us(times: dict[str, Any] | None) -> str:
@@ -101,9 +111,10 @@ def _goal(bounds: Mapping[str, float]) -> str:
     return ", ".join(texts[name].format(bound) for name, bound in bounds.items()) or "-"
 
 
-def host_tables(data: dict[str, Any]) -> list[Table]:
+def host_tables(record: Record) -> list[Table]:
+    """The cases; the backends of SDPA; the start, if it was measured."""
     rows, backends = [], []
-    for name, case in data["cases"].items():
+    for name, case in record["cases"].items():
         by_name, sdpa = case["sides"], case["fastest_sdpa"]
         rows.append(
             (
@@ -128,4 +139,4 @@ def host_tables(data: dict[str, Any]) -> list[Table]:
     tables = [Table(title, columns, tuple(rows))]
     if backends:
         tables.append(Table("Backends of SDPA, us", ("case", "backend", "host time", ""), tuple(backends)))
-    return tables
+    return tables + ([start_table(record["start"])] if "cold" in record["start"] else [])
