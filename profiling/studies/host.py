@@ -35,7 +35,7 @@ import torch
 from profiling.measure.host_time import Place, Times, host_times
 from profiling.measure.launches import floor_of, needed_kernels
 from profiling.measure.study import Record, Step, Study, Tools
-from profiling.measure.timing import EventTimer, TimedCall, attempt_each
+from profiling.measure.timing import EventTimer, TimedCall, WallTimer, attempt_each
 from profiling.measure.workers import Pool, TaskFailed, note
 from profiling.peers.cute_flash import our_library
 from profiling.studies import start
@@ -48,7 +48,8 @@ LIMIT_S = 180.0
 
 def measure(settings: Settings, index: int) -> Times:
     """All calls of all cases in this process; `index` seeds the order."""
-    timer, device = EventTimer(), torch.device(settings.device)
+    device = torch.device(settings.device)
+    timer = EventTimer() if device.type == "cuda" else WallTimer()
     timed_calls: dict[Place, TimedCall] = {}
     errors: dict[Place, str] = {}
 

@@ -47,11 +47,6 @@ def measured(monkeypatch, one: Callable[..., Times], *cases: str, base: Any = No
     return study_of_base.measure(settings(*cases), tools(FakeTimer()))
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(host, "EventTimer", FakeTimer)
-
-
 # ---- statistics
 # ---------------------------------------------------------------------------------------------------------
 
