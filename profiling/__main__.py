@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from cute_flash.tools.cli import HELP_FORMATTER, add_command
-from profiling.bench import command as bench
+from profiling.bench import bench
 from profiling.counters import ncu_run, sanitize
 from profiling.documents import command as plots
 from profiling.documents import every_run

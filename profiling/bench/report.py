@@ -8,7 +8,9 @@ from itertools import groupby
 from profiling.bench.compare import Change
 from profiling.measure.accuracy import Accuracy
 from profiling.measure.record import Cell, Result, Run
+from profiling.measure.study import CellFailure
 from profiling.measure.tables import Table, geometric_mean
+from profiling.peers.registry import OURS
 
 # A larger spread of the rounds is marked.
 NOISY_SPREAD = 0.05
@@ -18,6 +20,8 @@ LEGEND = (
     "err/ref: our relative error (Frobenius norm) over that of the reference; for gradients the worst of dq, dk and dv"
 )
 NOTHING = "-"
+# The exact results that outputs are compared with, as the name of a failure.
+ORACLE = "oracle"
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -137,34 +141,34 @@ def accuracy_table(run: Run) -> Table | None:
     return Table(title, tuple(columns), (*rows, tuple(last)))
 
 
-def failures(run: Run) -> list[str]:
-    """The failures of a run: cells in which cute_flash is missing, failed, wrong or not repeatable; an early stop."""
-    oracles = [(cell.key, f"no oracle: {cell.oracle_error}") for cell in run.cells if cell.oracle_error]
-    stopped = [run.stopped] if run.stopped else []
-    return _unavailable(run, True) + stopped + _merged(oracles + _complaints(run, run.ours))
+def tables(run: Run) -> list[Table]:
+    accuracy = accuracy_table(run)
+    return [*cell_tables(run), summary_table(run), *([accuracy] if accuracy else [])]
 
 
-def notes(run: Run) -> list[str]:
-    """Notes on peers that are unavailable, failed or were wrong."""
-    return _unavailable(run, False) + _merged(_complaints(run, run.peers))
+def failures(run: Run) -> list[CellFailure]:
+    """What failed, was wrong or not repeatable; one for each message, with its first cell and the number of the others.
 
-
-def _unavailable(run: Run, is_ours: bool) -> list[str]:
-    reasons = {n: why for n, why in run.unavailable.items() if n.startswith("cute_flash") == is_ours}
-    return [f"{name} is not available: {why}" for name, why in reasons.items()]
-
-
-def _complaints(run: Run, names: Sequence[str]) -> list[tuple[str, str]]:
-    """(cell, complaint about a peer in it)."""
-    complaints = []
+    Also cute_flash, if it is not available.
+    """
+    missing = [
+        CellFailure("all cells", name, f"not available: {why}") for name, why in run.unavailable.items() if name in OURS
+    ]
+    cells: dict[tuple[str, str], list[str]] = {}
     for cell in run.cells:
-        for name in names:
+        if cell.oracle_error:
+            cells.setdefault((ORACLE, cell.oracle_error), []).append(cell.key)
+        for name in run.names:
             result = cell.results[name]
             lines = [f"failed: {result.error}"] if result.error else []
             lines += [_wrong(label, a) for label, a in result.accuracy.items() if a.is_wrong]
             lines += ["gives other bits on the same inputs"] if result.is_repeatable is False else []
-            complaints += [(cell.key, f"{name} {line}") for line in lines]
-    return complaints
+            for line in lines:
+                cells.setdefault((name, line), []).append(cell.key)
+    return missing + [
+        CellFailure(first + (f" and {len(others)} more" if others else ""), name, line)
+        for (name, line), (first, *others) in cells.items()
+    ]
 
 
 def _wrong(label: str, accuracy: Accuracy) -> str:
@@ -174,15 +178,6 @@ def _wrong(label: str, accuracy: Accuracy) -> str:
         f"wrong {where} inputs: relative error {accuracy.relative}, max {accuracy.max_abs}, "
         f"{accuracy.non_finite} entries not finite, distance from the reference {accuracy.distance}"
     )
-
-
-def _merged(complaints: Sequence[tuple[str, str]]) -> list[str]:
-    """One line per complaint, with its first cell and the number of the others."""
-    cells: dict[str, list[str]] = {}
-    for key, line in complaints:
-        cells.setdefault(line, []).append(key)
-    more = {line: f" and {len(keys) - 1} more" if len(keys) > 1 else "" for line, keys in cells.items()}
-    return [f"{keys[0]}{more[line]}: {line}" for line, keys in cells.items()]
 
 
 def change_table(changes: Sequence[Change], threshold: float) -> Table:

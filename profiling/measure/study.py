@@ -33,7 +33,7 @@ from profiling.measure import machine
 from profiling.measure.options import S, add_jobs, add_options, add_out, settings_of
 from profiling.measure.record import write_json
 from profiling.measure.tables import Table, markdown, print_lines, print_unavailable, show
-from profiling.measure.timing import EventTimer, GraphTimer, Timer, WallTimer
+from profiling.measure.timing import DeviceLost, EventTimer, GraphTimer, Timer, WallTimer
 
 SCHEMA = 1
 # Exit status: 0 success, 1 a failure, a regression or a missed goal, 2 nothing was measured.
@@ -122,6 +122,15 @@ def failures_in(cells: Iterable[Record], title: Callable[[Record], str]) -> list
     return [CellFailure(title(cell), name, text) for cell in cells for name, text in cell["failures"].items()]
 
 
+def _add(record: Record, found: Record) -> None:
+    """Add the results of a step to the parts of a record."""
+    for name, value in found.items():
+        if isinstance(record.get(name), list):
+            record[name] += value if isinstance(value, list) else [value]
+        else:
+            record[name] = {**record.get(name, {}), **value}
+
+
 class Step(NamedTuple):
     """A measurement. Its result is added to a part of the record, which is a list or a dict.
 
@@ -147,6 +156,7 @@ class Study(Generic[S]):
     parts: Callable[[S, Tools], Record] = lambda settings, tools: {"cells": []}
     check: Callable[[S], Any] = lambda settings: None  # raises ValueError for wrong settings
     failures: Callable[[Record], list[CellFailure]] = lambda record: []
+    line: Callable[[str, Any], str] = lambda title, found: title  # of the progress: the title and result of a step
     # The names whose failure fails the command; None: all. Peers may fail.
     ours: Collection[str] | None = None
     # Entered around compilation and measurement.
@@ -176,23 +186,24 @@ class Study(Generic[S]):
             "left_out": [],
             "is_dry_run": tools.device.type == "cpu",
             "is_complete": False,
+            "stopped": None,
             **self.parts(settings, tools),
         }
         end = tools.clock() + getattr(settings, "limit_s", math.inf)
-        for part, title, measure_step in self.steps(settings, tools) if steps is None else steps:
-            if tools.clock() > end:
-                record["left_out"].append(title)
-            else:
-                found = measure_step()
-                for name, value in (found if part is None else {part: found}).items():
-                    if isinstance(record.get(name), list):
-                        record[name] += value if isinstance(value, list) else [value]
-                    else:
-                        record[name] = {**record.get(name, {}), **value}
-            tools.save(record)
-            tools.progress(title)
+        try:
+            for part, title, measure_step in self.steps(settings, tools) if steps is None else steps:
+                found: Any = {}
+                if tools.clock() > end:
+                    record["left_out"].append(title)
+                else:
+                    found = measure_step()
+                    _add(record, found if part is None else {part: found})
+                tools.save(record)
+                tools.progress(self.line(title, found))
+            record["is_complete"] = True
+        except DeviceLost as lost:
+            record["stopped"] = f"the CUDA context was lost at {title}: {lost}"
         record["card"]["after"] = tools.card_state()
-        record["is_complete"] = True
         tools.save(record)
         return record
 
@@ -218,13 +229,13 @@ class Study(Generic[S]):
         tools = Tools() if is_on_gpu else Tools.on_cpu()
         facts = {**tools.facts(), "gpu": None} if self.runs_on == "cpu" else tools.facts()
         path = args.out or (machine.default_path(self.name, facts) if self.has_own_file and not is_dry_run else None)
+        tools = replace(tools, facts=lambda: facts, save=partial(write_json, path=path))
         with self.context(settings):
             if self.kernels is not None and is_on_gpu:
                 precompile_keys(list(self.kernels(settings, tools)), args.jobs)
             chosen = self.steps(settings, tools)
             with steps(f"measuring {self.name}", len(chosen)) as done:
-                tools = replace(tools, facts=lambda: facts, progress=done, save=partial(write_json, path=path))
-                record = self.measure(settings, tools, chosen)
+                record = self.measure(settings, replace(tools, progress=done), chosen)
         return self.report(record, path if self.has_own_file else None)
 
     def report(self, record: Record, path: Path | None) -> int:
@@ -232,6 +243,7 @@ class Study(Generic[S]):
         tables, notes = self.tables(record), self.notes(record)
         failures = [*map(str, self.failures(record))]
         failures += [f"{title}: left out, the time was up" for title in record.get("left_out", ())]
+        failures += [record["stopped"]] if record.get("stopped") else []
         print_unavailable(record.get("unavailable", {}))
         show(tables)
         print("\n".join(notes), end="\n" if notes else "")
@@ -244,5 +256,5 @@ class Study(Generic[S]):
 
     def has_failed(self, record: Record) -> bool:
         """Whether a call of ours failed, or a step was left out."""
-        failures = self.failures(record)
-        return any(self.ours is None or one.name in self.ours for one in failures) or bool(record.get("left_out"))
+        is_ours = [self.ours is None or one.name in self.ours for one in self.failures(record)]
+        return any(is_ours) or bool(record.get("left_out") or record.get("stopped"))

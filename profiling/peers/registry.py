@@ -33,6 +33,7 @@ def registry(kernels: str = "auto") -> dict[str, Peer]:
 
 
 BY_NAME_ONLY = ("cute_flash-sm80", "cute_flash-sm90", "flex")
+OURS = tuple(name for name, peer in registry().items() if peer.is_ours)
 DEFAULT_NAMES = tuple(name for name in registry() if name not in BY_NAME_ONLY)
 
 
