@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from profiling.measure.shapes import MASKS
 from profiling.measure.study import CellFailure, Record
 from profiling.measure.tables import Table, number
-from profiling.studies.standard import DIRECTIONS, OURS, STANDARD
+from profiling.peers.directions import DIRECTIONS
+from profiling.studies.standard import OURS, STANDARD
 
 LABELS = {"fwd": "forward", "bwd": "backward"}
 

@@ -20,7 +20,7 @@ WORDS = {
     "rival": "peer", "opponent": "peer", "competitor": "peer",
 }  # fmt: skip
 # Fields that are keys of checked-in result files, or names of options.
-FILE_KEYS = {"bench/bench.py": {"providers"}, "studies/numerics_gpu.py": {"provider"}}
+FILE_KEYS = {"bench/bench.py": {"providers"}}
 PATHS = sorted(FOLDER.rglob("*.py"))
 
 
