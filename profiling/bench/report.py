@@ -9,7 +9,7 @@ from profiling.bench.compare import Change
 from profiling.measure.accuracy import Accuracy
 from profiling.measure.record import Cell, Result, Run
 from profiling.measure.study import CellFailure
-from profiling.measure.tables import Table, geometric_mean
+from profiling.measure.tables import Table, geometric_mean, number
 from profiling.peers.registry import OURS
 
 # A larger spread of the rounds is marked.
@@ -24,15 +24,7 @@ NOTHING = "-"
 ORACLE = "oracle"
 
 
-def _number(value: float | None, digits: int) -> str:
-    return NOTHING if value is None else f"{value:.{digits}f}"
-
-
-def _ratio(value: float | None) -> str:
-    return _number(value, 2)
-
-
-def _speed(result: Result | None) -> str:
+def speed(result: Result | None) -> str:
     if result is None:
         return NOTHING
     if result.tflops is None:
@@ -58,11 +50,11 @@ def cell_tables(run: Run) -> list[Table]:
             columns += ["ours/ref", "ours/best", "best", "err/ref"]
         rows = []
         for cell in cells:
-            row = [str(cell.shape.seqlen), *(_speed(cell.results.get(name)) for name in run.names)]
+            row = [str(cell.shape.seqlen), *(speed(cell.results.get(name)) for name in run.names)]
             if run.ours:
                 ours = run.ours[0]
-                row += [_ratio(cell.ratio(ours, run.reference)), _ratio(_best_ratio(run, cell, ours))]
-                row += [run.best_peer(cell) or NOTHING, _ratio(cell.worst_error_ratio(ours, run.reference))]
+                row += [number(cell.ratio(ours, run.reference)), number(_best_ratio(run, cell, ours))]
+                row += [run.best_peer(cell) or NOTHING, number(cell.worst_error_ratio(ours, run.reference))]
             rows.append(tuple(row))
         tables.append(Table(f"{direction} {dtype}, D={head_dim}, {mask}", tuple(columns), tuple(rows)))
     return tables
@@ -77,7 +69,7 @@ def _versus(ratios: Sequence[tuple[float | None, Cell]]) -> list[str]:
     known = [(ratio, cell) for ratio, cell in ratios if ratio is not None]
     mean = geometric_mean([ratio for ratio, _ in known])
     wins = sum(ratio >= 1.0 for ratio, _ in known)
-    return [_ratio(mean), f"{wins}/{len(known)}", _lowest(known)] if known else [NOTHING, NOTHING, NOTHING]
+    return [number(mean), f"{wins}/{len(known)}", _lowest(known)] if known else [NOTHING, NOTHING, NOTHING]
 
 
 def _directions(run: Run) -> str:
@@ -92,17 +84,17 @@ def summary_table(run: Run) -> Table:
         columns += ["ours/it geomean", "ours at least as fast", "lowest ours/it"]
     rows = []
     for name in run.names:
-        speeds = [speed for cell in run.cells if (speed := cell.tflops(name))]
+        speeds = [tflops for cell in run.cells if (tflops := cell.tflops(name))]
         best = max(speeds, default=None)
         percent = 100 * best / ceiling if best and ceiling else None
-        row = [name, _number(geometric_mean(speeds), 0), _number(best, 0), _number(percent, 0)]
+        row = [name, *(number(x, ".0f") for x in (geometric_mean(speeds), best, percent))]
         if run.ours:
             row += _versus([(cell.ratio(run.ours[0], name), cell) for cell in run.cells])
         rows.append(tuple(row))
     if run.ours:
         ratios = [(_best_ratio(run, cell, run.ours[0]), cell) for cell in run.cells]
         rows.append(("best peer of each cell", NOTHING, NOTHING, NOTHING, *_versus(ratios)))
-    matmul = f"{run.ceiling.name}: {_number(ceiling, 0)} TFLOP/s" if run.ceiling else "matmul not measured"
+    matmul = f"{run.ceiling.name}: {number(ceiling, '.0f')} TFLOP/s" if run.ceiling else "matmul not measured"
     return Table(f"All cells, {_directions(run)} ({matmul})", tuple(columns), tuple(rows))
 
 
@@ -128,7 +120,7 @@ def accuracy_table(run: Run) -> Table | None:
                 errors = [value for a in accuracies if a is not None and (value := getattr(a, norm)) is not None]
                 ratios = [cell.error_ratio(name, run.reference, label, norm) for cell in run.cells]
                 worst = max((ratio for ratio in ratios if ratio is not None), default=None)
-                row += [f"{max(errors):.2e}" if errors else NOTHING, _ratio(worst)]
+                row += [f"{max(errors):.2e}" if errors else NOTHING, number(worst)]
         rows.append(tuple(row))
     last = ["unfused PyTorch"]
     for label in labels:
@@ -184,8 +176,8 @@ def change_table(changes: Sequence[Change], threshold: float) -> Table:
     rows = [
         (
             change.key,
-            _ratio(change.before),
-            _ratio(change.after),
+            number(change.before),
+            number(change.after),
             f"{100 * change.relative:+.1f} %" if change.after is not None else "failed now",
             "regression" if change.is_regression(threshold) else "",
         )
