@@ -220,11 +220,11 @@ def steps(settings: Settings, tools: Tools, peers: Sequence[Peer], jobs: int = 1
     shapes, l2_bytes = settings.shapes(), tools.facts().get("l2_bytes")
     # The state of the card after each cell, and before the first.
     states: list[Record] = []
-    ceilings: list[Ceiling | None] = [None]
+    ceilings: list[Ceiling] = []
 
     def ceiling() -> Record:
-        ceilings.append(measure_ceiling(settings, tools, ceilings[-1]))
-        return asdict(ceilings[-1])  # type: ignore[call-overload]
+        ceilings.append(measure_ceiling(settings, tools, ceilings[-1] if ceilings else None))
+        return asdict(ceilings[-1])
 
     @torch.no_grad()
     def cell_of(shape: Shape) -> Record:

@@ -47,14 +47,6 @@ def recorded_launches(is_dry: bool = False) -> Iterator[list[Launch]]:
         yield launches
 
 
-@contextmanager
-def recorded_kernels(keys: dict[CompileKey, None]) -> Iterator[None]:
-    """Add the kernels that the calls inside the block need to `keys`; nothing is compiled or launched."""
-    with recorded_launches(is_dry=True) as launches:
-        yield
-    keys.update(dict.fromkeys(one.key for one in launches))
-
-
 def needed_kernels(calls: Iterable[Callable[[], Any]]) -> list[CompileKey]:
     """The kernels that these calls of cute_flash need, each once; nothing is compiled or launched.
 
@@ -62,8 +54,9 @@ def needed_kernels(calls: Iterable[Callable[[], Any]]) -> list[CompileKey]:
     """
     keys: dict[CompileKey, None] = {}
     for call in calls:
-        with recorded_kernels(keys), suppress(Exception):
+        with recorded_launches(is_dry=True) as launches, suppress(Exception):
             call()
+        keys.update(dict.fromkeys(one.key for one in launches))
     return list(keys)
 
 

@@ -162,7 +162,7 @@ class Pool:
 
     def __init__(self, size: int, environment: Mapping[str, str], limit_s: float, packages: Path | None = None) -> None:
         self.size, self.limit_s = size, limit_s
-        self._start = partial(_Worker, dict(environment), packages and str(packages))
+        self._start = partial(_Worker, dict(environment), str(packages) if packages else None)
         self._idle: list[_Worker] = []
         self._busy: list[_Worker] = []
 

@@ -14,7 +14,7 @@ from profiling.measure.accuracy import Oracle, random_dout, random_inputs
 from profiling.measure.oracles import GRADIENTS, backward_oracles, forward_oracle
 from profiling.measure.shapes import Shape
 from profiling.measure.timing import TimedCall, Timer
-from profiling.peers.peer import BackwardCall, Call, Peer, as_bhsd, in_layout
+from profiling.peers.peer import Peer, as_bhsd, in_layout
 
 Inputs = tuple[Tensor, ...]
 
@@ -46,32 +46,12 @@ def _backward_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, see
     return *random_inputs(shape, dtype, device, seed, distribution), random_dout(shape, dtype, device, seed)
 
 
-def _prepare(peer: Peer, inputs: Inputs, causal: bool) -> Call:
-    q, k, v = inputs
-    return peer.prepare(q, k, v, causal)
-
-
-def _prepare_backward(peer: Peer, inputs: Inputs, causal: bool) -> BackwardCall:
-    q, k, v, dout = inputs
-    return peer.prepare_backward(q, k, v, dout, causal)
-
-
-def _oracles(inputs: Inputs, causal: bool) -> dict[str, Oracle]:
-    q, k, v = inputs
-    return {"out": forward_oracle(q, k, v, causal)}
-
-
-def _backward_oracles(inputs: Inputs, causal: bool) -> dict[str, Oracle]:
-    q, k, v, dout = inputs
-    return backward_oracles(q, k, v, dout, causal)
-
-
 DIRECTIONS = {
     "fwd": Direction(
         outputs=("out",),
         inputs=random_inputs,
-        prepare=_prepare,
-        oracles=_oracles,
+        prepare=lambda peer, inputs, causal: peer.prepare(*inputs, causal=causal),
+        oracles=lambda inputs, causal: {"out": forward_oracle(*inputs, causal=causal)},
         has_fixed_order=True,
         method={
             "flops": "4 B H S^2 D, halved when causal",
@@ -81,8 +61,8 @@ DIRECTIONS = {
     "bwd": Direction(
         outputs=GRADIENTS,
         inputs=_backward_inputs,
-        prepare=_prepare_backward,
-        oracles=_backward_oracles,
+        prepare=lambda peer, inputs, causal: peer.prepare_backward(*inputs, causal=causal),
+        oracles=lambda inputs, causal: backward_oracles(*inputs, causal=causal),
         # dQ is summed by atomic additions, in no fixed order.
         has_fixed_order=False,
         method={

@@ -31,9 +31,9 @@ from profiling.measure.shapes import MASKS
 from profiling.measure.study import CellFailure, Record, Step, Study, Tools
 from profiling.measure.tables import Table, number
 from profiling.measure.timing import TimedCall, Timer, attempt_each, measure
-from profiling.peers.cute_flash import OPTIONS, our_library
+from profiling.peers.cute_flash import OPTIONS, our_peer
 from profiling.peers.directions import DIRECTIONS
-from profiling.peers.flash_attention import fa3_ops
+from profiling.peers.flash_attention import fa3_gradients, fa3_ops
 from profiling.peers.peer import AGREEMENT, KERNELS, gradients_of
 
 SHORTEST, LONGEST = 100, 8192
@@ -150,7 +150,7 @@ def _fa3_varlen(inputs: Sequence[Tensor], lengths: Sequence[int], causal: bool, 
     """The operators of FlashAttention-3, which have no autograd formula."""
     q, k, v = inputs
     offsets, longest = offsets_of(lengths, q.device), max(lengths)
-    forward, backward = fa3_ops().fwd, fa3_ops().bwd
+    forward = fa3_ops().fwd
     options = {
         "cu_seqlens_q": offsets,
         "cu_seqlens_k": offsets,
@@ -162,14 +162,7 @@ def _fa3_varlen(inputs: Sequence[Tensor], lengths: Sequence[int], causal: bool, 
     if direction == "fwd":
         return TimedCall(lambda: forward(q, k, v, num_splits=1, **options)[0])
     out, lse = forward(q, k, v, num_splits=1, **options)[:2]
-    dout = torch.randn_like(out)
-
-    def gradients() -> tuple[Tensor, ...]:
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options)
-        return dq, dk, dv
-
-    return TimedCall(gradients)
+    return TimedCall(partial(fa3_gradients, torch.randn_like(out), q, k, v, out, lse, **options))
 
 
 def ragged_cells(sizes: Sizes, seed: int, device: torch.device, head_dim: int) -> Iterator[Cell]:
@@ -346,7 +339,7 @@ STUDY = Study(
     help="calls with a feature beside calls without it",
     examples=("--head-dims 128",),
     settings=Settings,
-    context=lambda settings: our_library(kernels=settings.kernels).context(),
+    context=lambda settings: our_peer(kernels=settings.kernels).context(),
     kernels=lambda settings, tools: kernels_of(settings.groups(tools.device)),
     parts=lambda settings, tools: {"ragged": ragged_lengths(settings.sizes, settings.seed), "cells": []},
     steps=lambda settings, tools: [

@@ -29,10 +29,10 @@ from profiling.measure.shapes import MASKS, Shape
 from profiling.measure.study import CellFailure, Record, Step, Study, Tools, failures_in
 from profiling.measure.tables import Table, geometric_mean, number
 from profiling.measure.timing import attempt_each, measure
-from profiling.peers.cute_flash import our_library
+from profiling.peers.cute_flash import our_peer
 from profiling.peers.directions import calls_of, timed_call
 from profiling.peers.peer import Peer
-from profiling.peers.sdpa import sdpa_library
+from profiling.peers.sdpa import sdpa_peer
 
 OURS, EFFICIENT, MATH = "cute_flash", "sdpa-efficient", "sdpa-math"
 SUITE = Suite(16384, 2048, (1024, 2048, 4096, 8192, 16384), (64, 128))
@@ -78,11 +78,7 @@ class Settings:
 
 
 def peers() -> list[Peer]:
-    return [
-        our_library(OURS),
-        sdpa_library(EFFICIENT, SDPBackend.EFFICIENT_ATTENTION),
-        sdpa_library(MATH, SDPBackend.MATH),
-    ]
+    return [our_peer(OURS), sdpa_peer(EFFICIENT, SDPBackend.EFFICIENT_ATTENTION), sdpa_peer(MATH, SDPBackend.MATH)]
 
 
 def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:

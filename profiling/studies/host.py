@@ -37,7 +37,7 @@ from profiling.measure.launches import floor_of, needed_kernels
 from profiling.measure.study import Record, Step, Study, Tools
 from profiling.measure.timing import EventTimer, TimedCall, WallTimer, attempt_each
 from profiling.measure.workers import Pool, TaskFailed, note
-from profiling.peers.cute_flash import our_library
+from profiling.peers.cute_flash import our_peer
 from profiling.studies import start
 from profiling.studies.host_cases import MADE_BY_TORCH, Settings, timed_call
 from profiling.studies.host_report import FLOOR, OURS, case_record, failures, figures_of, host_tables
@@ -107,7 +107,7 @@ STUDY = Study(
     help="host time of calls beside SDPA and bare launches",
     examples=("--out host.json", "--start"),
     settings=Settings,
-    context=lambda settings: our_library(kernels=settings.kernels).context(),
+    context=lambda settings: our_peer(kernels=settings.kernels).context(),
     kernels=lambda settings, tools: needed_kernels(
         lambda case=case: timed_call(case, settings)()  # type: ignore[misc]
         for case in settings.chosen()

@@ -20,7 +20,7 @@ from profiling.measure.accuracy import random_inputs
 from profiling.measure.options import option
 from profiling.measure.shapes import DTYPES, Shape
 from profiling.measure.timing import TimedCall
-from profiling.peers.peer import KERNELS
+from profiling.peers.peer import KERNELS, gradients_of
 
 SHAPE = Shape(batch=2, heads=8, heads_kv=8, seqlen=512, head_dim=64, causal=False)
 # With at most 5 launches a call, a loop never fills the launch queue of 1024.
@@ -202,12 +202,8 @@ def timed_call(case: Case, settings: Settings, backend: SDPBackend | None = None
         forward = _forward(case.feature, settings.shape, device)
     if case.direction == "fwd":
         return TimedCall(partial(forward, *inputs), partial(_entered, torch.no_grad, *contexts))
-    leaves = [x.requires_grad_() for x in inputs]
     context = partial(_entered, *contexts)
     if case.direction == "train":
-        return TimedCall(partial(forward, *leaves), context)
+        return TimedCall(partial(forward, *(x.requires_grad_() for x in inputs)), context)
     with context():
-        out = forward(*leaves)
-    # In the stride order of the output, as the next layer's gradient would be.
-    dout = torch.randn_like(out)
-    return TimedCall(partial(torch.autograd.grad, out, leaves, dout, retain_graph=True), context)
+        return TimedCall(gradients_of(forward, inputs).call, context)

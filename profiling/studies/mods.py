@@ -14,12 +14,13 @@ import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
 from cute_flash import masks
@@ -30,8 +31,9 @@ from profiling.measure.study import Record, Step, Study, Tools
 from profiling.measure.tables import Table, geometric_mean
 from profiling.measure.workers import Outcome, Pool, Task
 from profiling.peers import fa4_mods
-from profiling.peers.cute_flash import our_library
+from profiling.peers.cute_flash import our_peer
 from profiling.peers.directions import DIRECTIONS
+from profiling.peers.flex import shared_compiled_flex
 from profiling.peers.peer import KERNELS
 from profiling.studies import features
 from profiling.studies.features import Cell, CellCall, Sizes, kernels_of, measure_cells, ours, random_qkv, ratio
@@ -80,24 +82,13 @@ def _functions(heads: int, device: torch.device, seed: int = 0) -> dict[str, Fun
     }
 
 
-@lru_cache(maxsize=1)
-def _compiled_flex() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # Every function and size is a compilation; past the limit torch would silently run it uncompiled.
-    torch._dynamo.config.recompile_limit = 256
-    return torch.compile(flex_attention, dynamic=False)
-
-
 def _flex(inputs: Sequence[Tensor], mods: dict[str, Any]) -> CellCall:
     """FlexAttention, compiled on a GPU; its block mask is made outside the timed calls."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
     seqlen, device = inputs[0].shape[2], inputs[0].device
     options: dict[str, Any] = {"score_mod": mods.get("score_mod")}
     if "mask_mod" in mods:
         options["block_mask"] = create_block_mask(mods["mask_mod"], None, None, seqlen, seqlen, device=device)
-    function: Any = _compiled_flex() if device.type == "cuda" else flex_attention
+    function: Any = shared_compiled_flex() if device.type == "cuda" else flex_attention
     return CellCall(partial(features.through_autograd, partial(function, **options), inputs))
 
 
@@ -238,7 +229,7 @@ STUDY = Study(
     help="score_mod, mask_mod and bias beside FlexAttention and FA4",
     examples=("--functions alibi,causal --peers flex",),
     settings=Settings,
-    context=lambda settings: our_library(kernels=settings.kernels).context(),
+    context=lambda settings: our_peer(kernels=settings.kernels).context(),
     kernels=lambda settings, tools: kernels_of(settings.groups(tools.device)),
     parts=lambda settings, tools: {"unavailable": unavailable(settings), "cells": []},
     steps=lambda settings, tools: [
@@ -264,7 +255,7 @@ def measure_group(settings: Settings, lock: Path) -> list[Record]:
     tools, gpu_lock = Tools(), GpuLock(lock)
     ((_, cells),) = settings.groups(tools.device).items()
     with STUDY.context(settings):
-        list(precompile_all(STUDY.kernels(settings, tools), 1))
+        list(precompile_all(kernels_of(settings.groups(tools.device)), 1))
         return measure_cells(cells, settings.rounds, settings.ms, tools, gpu_lock)
 
 

@@ -21,20 +21,20 @@ from profiling.measure.options import LIMIT_S
 from profiling.measure.shapes import Shape
 from profiling.measure.study import Record, Step, Study, Tools
 from profiling.measure.timing import attempt_each
-from profiling.peers.cute_flash import our_library
+from profiling.peers.cute_flash import our_peer
 from profiling.peers.directions import DIRECTIONS, calls_of
 from profiling.peers.peer import Peer
-from profiling.peers.sdpa import sdpa_library
+from profiling.peers.sdpa import sdpa_peer
 from profiling.studies import numerics, numerics_report
 from profiling.studies.numerics import CPU_DTYPES as DTYPES
 from profiling.studies.numerics import DISTRIBUTIONS, Sizes
 
 # `sdpa-math` is unfused; it computes 16-bit inputs in fp32.
 PEERS: tuple[Peer, ...] = (
-    our_library(),
-    sdpa_library("sdpa-flash", SDPBackend.FLASH_ATTENTION),
-    sdpa_library("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
-    sdpa_library("sdpa-math", SDPBackend.MATH),
+    our_peer(),
+    sdpa_peer("sdpa-flash", SDPBackend.FLASH_ATTENTION),
+    sdpa_peer("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
+    sdpa_peer("sdpa-math", SDPBackend.MATH),
 )
 
 

@@ -23,9 +23,9 @@ from profiling.measure.options import LIMIT_S, MS, ROUNDS, option
 from profiling.measure.shapes import DTYPES, MASKS, Shape
 from profiling.measure.study import Record, Step, Tools
 from profiling.measure.timing import TimedCall, attempt_each, describe, measure
-from profiling.peers.cute_flash import our_library
+from profiling.peers.cute_flash import our_peer
 from profiling.peers.directions import DIRECTIONS, calls_of, timed_call
-from profiling.peers.peer import Forward, Library, Peer
+from profiling.peers.peer import Forward, Peer
 
 DTYPE = "bf16"
 STANDARD, OURS = NAMES = ("standard", "cute_flash")
@@ -50,7 +50,7 @@ def standard_forward(q: Tensor, k: Tensor, causal: bool) -> Forward:
     return forward
 
 
-PEERS: tuple[Peer, ...] = (Library(STANDARD, lambda: standard_forward), our_library())
+PEERS: tuple[Peer, ...] = (Peer(STANDARD, lambda: standard_forward), our_peer())
 
 
 @dataclass(frozen=True)

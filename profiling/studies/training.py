@@ -162,7 +162,7 @@ def measure_length(seqlen: int, settings: Settings, tools: Tools) -> Record:
     calls = {one.name: TimedCall(partial(stack.results, one.make()), one.context) for one in here}
     results, failures = attempt_each(calls, tools.events)
     failures |= {name: f"not available: {reason}" for name, reason in reasons.items() if reason}
-    wanted = next(iter(results.values()), [])
+    wanted: list[Tensor] = next(iter(results.values()), [])
     differences = {name: relative_difference(found, wanted) for name, found in results.items()}
     wrong = {name: difference for name, difference in differences.items() if difference > AGREEMENT}
     failures |= {name: f"not timed: {difference:.2g} away from {OURS}" for name, difference in wrong.items()}

@@ -34,7 +34,7 @@ from profiling.measure.shapes import DTYPES, MASKS
 from profiling.measure.study import Tools
 from profiling.measure.timing import EventTimer, GraphTimer, unusable_if_lost
 from profiling.measure.workers import note
-from profiling.peers.peer import BackwardCall, Forward, Library, Peer
+from profiling.peers.peer import BackwardCall, Forward, Peer
 from profiling.peers.registry import select
 from profiling.tune.variants import Variant, family_of
 from tests import gradients
@@ -201,7 +201,7 @@ def _assert_gradients(plan: Plan, case: Case, dtype: torch.dtype, here: Tools) -
         gradients.assert_close(found, known.inputs, expected)
 
 
-def tile_peer(variant: Variant, arch: ArchSpec) -> Library:
+def tile_peer(variant: Variant, arch: ArchSpec) -> Peer:
     """A variant as a peer of the benchmark; each call allocates its outputs, as `attn` does."""
 
     def problem(q: Tensor, k: Tensor, causal: bool) -> Problem:
@@ -218,7 +218,7 @@ def tile_peer(variant: Variant, arch: ArchSpec) -> Library:
         dout = torch.empty_like(out).copy_(dout)
         return lambda: backward(dout, q, k, v, out, lse)
 
-    return Library(variant.text, lambda: make_forward, lambda: prepare_backward, is_ours=True)
+    return Peer(variant.text, lambda: make_forward, lambda: prepare_backward, is_ours=True)
 
 
 class _Noted:

@@ -18,15 +18,13 @@ from torch import Tensor
 
 import cute_flash
 from cute_flash.jit.compile import precompile_all
-from cute_flash.planning.plan import CompileKey
-from profiling.measure.launches import recorded_kernels
+from profiling.measure.launches import needed_kernels
 from profiling.measure.timing import (
     Batch,
     GraphTimer,
     TimedCall,
     Timer,
     WallTimer,
-    attempt,
     time_batch,
     unusable_if_lost,
     warm_up,
@@ -79,13 +77,10 @@ class VersionWorker:
 
         The others were in the cache. A cell that fails is skipped; `prepare` reports its error.
         """
-        keys: dict[CompileKey, None] = {}
-        for cell in cells:
-            with recorded_kernels(keys):
-                attempt(lambda cell=cell: self._make(cell, 0).call(), self.timer)  # type: ignore[misc]
+        keys = needed_kernels(lambda cell=cell: self._make(cell, 0).call() for cell in cells)  # type: ignore[misc]
         self.release()
         self.check_imports()
-        return len(keys), sum(precompile_all(list(keys), jobs))
+        return len(keys), sum(precompile_all(keys, jobs))
 
     def prepare(self, cell: Cell, seed: int, budget_ms: float) -> list[Tensor]:
         """Make the call and the batch that `time` runs; return some elements of each result."""

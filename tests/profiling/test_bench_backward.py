@@ -14,9 +14,9 @@ from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
 from profiling.measure.launches import needed_kernels
 from profiling.measure.shapes import Shape
-from profiling.peers.cute_flash import our_library
+from profiling.peers.cute_flash import our_peer
 from profiling.peers.directions import calls_of
-from profiling.peers.sdpa import sdpa_library
+from profiling.peers.sdpa import sdpa_peer
 from tests.fakes.cuda import claiming_cuda
 from tests.profiling.fakes import SETTINGS, SMALL, CpuGpu, FakePeer, FakeTimer, bench, failures, notes
 
@@ -58,8 +58,8 @@ def test_speeds_and_errors_of_a_good_run(shape):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_real_peers_through_autograd(causal):
-    peer = sdpa_library("sdpa-flash", SDPBackend.MATH)
-    run = bench(FakeTimer(), [our_library(), peer], [replace(GROUPED, causal=causal)])
+    peer = sdpa_peer("sdpa-flash", SDPBackend.MATH)
+    run = bench(FakeTimer(), [our_peer(), peer], [replace(GROUPED, causal=causal)])
     (cell,) = run.cells
     for result in cell.results.values():
         assert result.error is None and not result.is_wrong and len(result.accuracy) == 3
@@ -204,7 +204,7 @@ def test_kernels_of_a_run_are_all_compiled_before_it(direction, kernels):
                 operands[name].zero_()
 
     shapes = [SMALL, GROUPED, replace(GROUPED, causal=True)]
-    settings, ours = replace(SETTINGS, direction=direction, kernels=kernels), [our_library(kernels=kernels)]
+    settings, ours = replace(SETTINGS, direction=direction, kernels=kernels), [our_peer(kernels=kernels)]
     with use_gpu(CpuGpu(ARCHS["sm_90"], launch)), claiming_cuda():
         peers = [*ours, FakePeer("fa3", FakeTimer(), 1.0)]
         keys = needed_kernels(calls_of(peers, shapes, (direction,), torch.bfloat16, torch.device("cpu")))
@@ -219,4 +219,4 @@ def test_kernels_of_a_run_are_all_compiled_before_it(direction, kernels):
 def test_a_refused_call_does_not_stop_the_run():
     wide = replace(GROUPED, head_dim=512)
     with use_gpu(CpuGpu(ARCHS["sm_90"], lambda key, operands: None)), claiming_cuda():
-        assert needed_kernels(calls_of([our_library()], [wide], ("fwd",), torch.bfloat16, torch.device("cpu"))) == []
+        assert needed_kernels(calls_of([our_peer()], [wide], ("fwd",), torch.bfloat16, torch.device("cpu"))) == []

@@ -11,7 +11,7 @@ import torch
 from profiling.bench.suites import Suite
 from profiling.documents import doc_results
 from profiling.measure.shapes import Shape
-from profiling.peers.cute_flash import our_library
+from profiling.peers.cute_flash import our_peer
 from profiling.studies import fp32
 from tests.fakes.cuda import claiming_cuda
 from tests.fakes.gpu import fake_gpu
@@ -131,7 +131,7 @@ def test_torch_computes_without_tf32_and_is_left_as_it_was():
 @pytest.mark.slow
 def test_kernels_of_a_run_are_all_compiled_before_it(monkeypatch):
     """A run launches no kernel that `kernels` did not name."""
-    monkeypatch.setattr(fp32, "peers", lambda: [our_library(fp32.OURS)])
+    monkeypatch.setattr(fp32, "peers", lambda: [our_peer(fp32.OURS)])
     with fake_gpu("sm_90") as gpu, claiming_cuda():
         keys = fp32.kernels(SMALL, tools(FakeTimer()))
         assert not gpu.keys

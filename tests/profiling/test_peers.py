@@ -14,12 +14,12 @@ from torch.nn.attention.flex_attention import flex_attention
 from cute_flash import reference
 from cute_flash.spec.band import Band
 from profiling.peers import flash_attention, flex
-from profiling.peers.cute_flash import our_library
-from profiling.peers.flash_attention import bshd_library
-from profiling.peers.flex import flex_library
+from profiling.peers.cute_flash import our_peer
+from profiling.peers.flash_attention import bshd_peer
+from profiling.peers.flex import flex_peer
 from profiling.peers.peer import NO_GPU, as_bhsd
 from profiling.peers.registry import DEFAULT_NAMES, registry, select, split_available
-from profiling.peers.sdpa import sdpa_library
+from profiling.peers.sdpa import sdpa_peer
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_package_that_breaks_on_import_is_a_reason(pretend_gpu):
     def load():
         raise RuntimeError("built for another torch")
 
-    _, absent = split_available([bshd_library("peer", load)])
+    _, absent = split_available([bshd_peer("peer", load)])
     assert absent == {"peer": "RuntimeError: built for another torch"}
 
 
@@ -90,7 +90,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads_kv", [4, 2])
 def test_sdpa_is_attention(causal, heads_kv):
-    peer, tensors = sdpa_library("sdpa", SDPBackend.MATH), inputs(heads_kv)
+    peer, tensors = sdpa_peer("sdpa", SDPBackend.MATH), inputs(heads_kv)
     with peer.context():
         out = as_bhsd(peer, peer.prepare(*tensors, causal)())
     exact, _ = reference.dense(*tensors, Band.of(causal, (None, None)))
@@ -101,9 +101,9 @@ def test_sdpa_is_attention(causal, heads_kv):
 @pytest.mark.parametrize("heads_kv", [4, 2])
 def test_flex_is_attention(monkeypatch, eager_flex, causal, heads_kv):
     """Uncompiled, because compilation needs a GPU."""
-    monkeypatch.setattr(flex, "_compiled_flex", lambda: flex_attention)
+    monkeypatch.setattr(flex, "compiled_flex", lambda: flex_attention)
     monkeypatch.setattr(flex, "_load", lambda: flex._make_forward)  # without triton
-    peer, tensors = flex_library(), inputs(heads_kv)
+    peer, tensors = flex_peer(), inputs(heads_kv)
     with peer.context():
         out = as_bhsd(peer, peer.prepare(*tensors, causal)())
     exact, _ = reference.dense(*tensors, Band.of(causal, (None, None)))
@@ -122,9 +122,9 @@ def test_gradients_of_flex(monkeypatch, causal, heads_kv):
         out, _ = reference.dense(q, k, v, Band.of(block_mask is not None, (None, None)))
         return out.to(q.dtype)
 
-    monkeypatch.setattr(flex, "_compiled_flex", lambda: attend)
+    monkeypatch.setattr(flex, "compiled_flex", lambda: attend)
     monkeypatch.setattr(flex, "_load", lambda: flex._make_forward)  # without triton
-    tensors, dout, peer = inputs(heads_kv), torch.randn(2, 4, 33, 16), flex_library()
+    tensors, dout, peer = inputs(heads_kv), torch.randn(2, 4, 33, 16), flex_peer()
     call = peer.prepare_backward(*tensors, dout, causal)
     call()
     assert_gradients(peer, call(), tensors, dout, causal)
@@ -135,13 +135,15 @@ def test_flex_compiles_for_every_cell_anew(monkeypatch):
     done = []
     monkeypatch.setattr(torch._dynamo, "reset", lambda: done.append("reset"))
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: done.append((function, dynamic)))
-    flex._compiled_flex()
+    monkeypatch.setattr(flex, "importlib", SimpleNamespace(import_module=lambda name: None))
+    q, k, _ = inputs()
+    flex._make_forward(q, k, False)
     assert done == ["reset", (flex_attention, False)]
 
 
 def test_flex_without_triton_says_so(pretend_gpu, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert "triton" in str(flex_library().available())
+    assert "triton" in str(flex_peer().available())
 
 
 def test_bshd_peers_get_their_own_contiguous_tensors_with_the_same_values():
@@ -154,7 +156,7 @@ def test_bshd_peers_get_their_own_contiguous_tensors_with_the_same_values():
 
         return forward
 
-    peer = bshd_library("peer", load)
+    peer = bshd_peer("peer", load)
     call = peer.prepare(*tensors, True)
     out = as_bhsd(peer, call())
     assert torch.equal(out, tensors[0])
@@ -177,9 +179,9 @@ def test_kernels_are_chosen_around_the_calls_not_in_them(monkeypatch):
 
     stub = SimpleNamespace(attn=lambda q, k, v, causal: ("attn", causal), use_kernels=use_kernels)
     monkeypatch.setattr(importlib, "import_module", lambda name: {"cute_flash": stub}[name])
-    our_library().context()
+    our_peer().context()
     assert chosen == []
-    peer = our_library(kernels="sm80")
+    peer = our_peer(kernels="sm80")
     peer.context()
     assert chosen == ["sm80"]
     assert peer.prepare(*inputs(), True)() == ("attn", True)
@@ -203,7 +205,7 @@ def assert_gradients(peer, grads, tensors, dout, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads_kv", [4, 2])
-@pytest.mark.parametrize("peer", [our_library(), sdpa_library("sdpa", SDPBackend.MATH)], ids=lambda p: p.name)
+@pytest.mark.parametrize("peer", [our_peer(), sdpa_peer("sdpa", SDPBackend.MATH)], ids=lambda p: p.name)
 def test_gradients_are_those_of_attention_and_can_be_had_again(peer, heads_kv, causal):
     tensors, dout = inputs(heads_kv), torch.randn((2, 4, 33, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), peer.context():
@@ -229,7 +231,7 @@ def test_the_forward_of_a_bshd_peer_runs_once_and_its_gradients_are_bshd(heads_k
         forwards.append(causal)
         return dense_bshd(q, k, v, causal)
 
-    peer = bshd_library("peer", lambda: forward)
+    peer = bshd_peer("peer", lambda: forward)
     call = peer.prepare_backward(*tensors, dout, True)
     call()
     assert_gradients(peer, call(), tensors, dout, True)
