@@ -24,6 +24,7 @@ class Direction:
     """One direction. The i-th output has the shape of the i-th input."""
 
     outputs: tuple[str, ...]
+    # `prepare` and `oracles` take the inputs q, k and v; of the backward dout too.
     inputs: Callable[[Shape, torch.dtype, torch.device, int, str], Inputs]
     prepare: Callable[[Peer, Inputs, bool], Callable[[], Any]]
     oracles: Callable[[Inputs, bool], dict[str, Oracle]]  # by output
@@ -50,8 +51,8 @@ DIRECTIONS = {
     "fwd": Direction(
         outputs=("out",),
         inputs=random_inputs,
-        prepare=lambda peer, inputs, causal: peer.prepare(*inputs, causal=causal),
-        oracles=lambda inputs, causal: {"out": forward_oracle(*inputs, causal=causal)},
+        prepare=lambda peer, x, causal: peer.prepare(x[0], x[1], x[2], causal),
+        oracles=lambda x, causal: {"out": forward_oracle(x[0], x[1], x[2], causal)},
         has_fixed_order=True,
         method={
             "flops": "4 B H S^2 D, halved when causal",
@@ -61,8 +62,8 @@ DIRECTIONS = {
     "bwd": Direction(
         outputs=GRADIENTS,
         inputs=_backward_inputs,
-        prepare=lambda peer, inputs, causal: peer.prepare_backward(*inputs, causal=causal),
-        oracles=lambda inputs, causal: backward_oracles(*inputs, causal=causal),
+        prepare=lambda peer, x, causal: peer.prepare_backward(x[0], x[1], x[2], x[3], causal),
+        oracles=lambda x, causal: backward_oracles(x[0], x[1], x[2], x[3], causal),
         # dQ is summed by atomic additions, in no fixed order.
         has_fixed_order=False,
         method={
