@@ -40,7 +40,7 @@ from profiling.measure.workers import Pool, TaskFailed, note
 from profiling.peers.cute_flash import our_peer
 from profiling.studies import start
 from profiling.studies.host_cases import MADE_BY_TORCH, Settings, timed_call
-from profiling.studies.host_report import FLOOR, OURS, case_record, failures, figures_of, host_tables
+from profiling.studies.host_report import FLOOR, OURS, case_record, failures, host_tables
 
 # Seconds without a report after which a measuring process counts as hung.
 LIMIT_S = 180.0
@@ -93,7 +93,7 @@ def steps(settings: Settings, tools: Tools, base: Mapping[str, Any]) -> list[Ste
         except TaskFailed as error:
             return {"errors": {f"process {index + 1}": str(error)}}
         processes.append(times)
-        cases = {case.name: case_record(case, figures_of(case, processes), base) for case in settings.chosen()}
+        cases = {case.name: case_record(case, processes, base) for case in settings.chosen()}
         return {"cases": cases, "errors": {" ".join(place): text for place, text in times.errors.items()}}
 
     numbers = range(settings.processes)

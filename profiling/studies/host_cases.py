@@ -20,6 +20,7 @@ from profiling.measure.accuracy import random_inputs
 from profiling.measure.options import option
 from profiling.measure.shapes import DTYPES, Shape
 from profiling.measure.timing import TimedCall
+from profiling.peers.cute_flash import OPTIONS
 from profiling.peers.peer import KERNELS, gradients_of
 
 SHAPE = Shape(batch=2, heads=8, heads_kv=8, seqlen=512, head_dim=64, causal=False)
@@ -44,7 +45,7 @@ class Goal:
     is_as_base: bool = False  # the ratio to SDPA may exceed that of an earlier run by at most NOISE
 
     def bounds(self, base_ratio: float | None) -> dict[str, float]:
-        """The bounds by field of `Figures`; without an earlier run, `is_as_base` adds none."""
+        """The bounds by figure; without an earlier run, `is_as_base` adds none."""
         bounds = {
             "us": self.us,
             "over_floor_us": self.over_floor_us,
@@ -95,17 +96,12 @@ WATCHERS: dict[str, Context] = {
     "dispatch_mode": PassingDispatchMode,
     "function_mode": PassingFunctionMode,
 }
-# Feature -> a function that makes its keyword arguments of `attn`.
-FEATURES: dict[str, Callable[[Shape, torch.device], dict[str, Any]]] = {
-    "plain": lambda shape, device: {},
-    "softcap": lambda shape, device: {"softcap": 30.0},
-    "alibi": lambda shape, device: {"alibi": torch.linspace(0.5, 0.01, shape.heads, device=device)},
-    "sinks": lambda shape, device: {"sinks": torch.zeros(shape.heads, device=device)},
-    "dropout": lambda shape, device: {"dropout": 0.1},
-    "max_logit": lambda shape, device: {"return_max_logit": True},
-    "bias": lambda shape, device: {"bias": _bias(shape, device)},
-    "mask_mod": lambda shape, device: {"mask_mod": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx},
-    "window": lambda shape, device: {"window": (128, 128)},
+# Feature -> (heads, length, device) -> keyword arguments of `attn`.
+FEATURES: dict[str, Callable[[int, int, torch.device], dict[str, Any]]] = {
+    **{name: OPTIONS[name] for name in ("plain", "softcap", "alibi", "sinks", "dropout", "bias")},
+    "max_logit": lambda heads, seqlen, device: {"return_max_logit": True},
+    "mask_mod": lambda heads, seqlen, device: {"mask_mod": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx},
+    "window": lambda heads, seqlen, device: {"window": (128, 128)},
 }
 # Feature -> the torch operation that makes an operand of its kernel. The floor includes it.
 MADE_BY_TORCH: dict[str, Callable[[Shape, torch.device], Callable[[], Tensor]]] = {
@@ -148,10 +144,6 @@ class Settings:
         return [case for name in dict.fromkeys(self.cases) for case in CASES if case.name == name]
 
 
-def _bias(shape: Shape, device: torch.device) -> Tensor:
-    return torch.zeros(1, shape.heads, shape.seqlen, shape.seqlen, dtype=DTYPES["bf16"], device=device)
-
-
 def _forward(feature: str, shape: Shape, device: torch.device) -> Callable[..., Any]:
     if feature == "score_mod":
         shift = 0.5
@@ -161,7 +153,7 @@ def _forward(feature: str, shape: Shape, device: torch.device) -> Callable[..., 
         steps = range(0, (shape.batch + 1) * shape.seqlen, shape.seqlen)
         offsets = torch.tensor(steps, dtype=torch.int32, device=device)
         return partial(cute_flash.attn_varlen, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-    return partial(cute_flash.attn, **FEATURES[feature](shape, device))
+    return partial(cute_flash.attn, **FEATURES[feature](shape.heads, shape.seqlen, device))
 
 
 @contextmanager

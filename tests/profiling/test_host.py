@@ -21,13 +21,14 @@ from cute_flash.spec import arch
 from cute_flash.spec.arch import ARCHS
 from profiling import __main__ as cli
 from profiling.measure import host_time, launches, study
+from profiling.measure.machine import ROOT
 from profiling.measure.shapes import Shape
 from profiling.measure.study import FAILED, NOT_MEASURED, OK
 from profiling.measure.timing import TimedCall
 from profiling.measure.workers import TaskFailed
 from profiling.studies import host
 from profiling.studies.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Settings, timed_call
-from profiling.studies.host_report import FLOOR, OURS, Figures, Times, figures_of, host_tables
+from profiling.studies.host_report import FLOOR, OURS, Times, case_record, host_tables
 from tests.profiling.fakes import CpuGpu, FakeTimer, tools
 
 TINY_TOKEN = Shape(batch=1, heads=4, heads_kv=2, seqlen=64, head_dim=16, causal=False)
@@ -93,46 +94,50 @@ def test_a_case_is_compared_by_the_medians_of_its_processes():
     case, sides = Case(), (OURS, FLOOR, "sdpa-flash", "sdpa-cudnn")
     of_processes = [(20, 10, 30, 26), (11, 9, 28, 22), (12, 8, 27, 25), (13, 9, 29, 21), (14, 9, 25, 24)]
     processes = [Times({(case.name, s): us for s, us in zip(sides, one)}) for one in of_processes]
-    figures = figures_of(case, processes)
-    assert [figures.median_us(side) for side in sides] == [13, 9, 28, 24]
-    assert figures.fastest_sdpa == "sdpa-cudnn"
-    assert figures.over_floor_us == 4 and figures.ratio == 13 / 24
+    found = case_record(case, processes, {})
+    assert [found["sides"][side]["median_us"] for side in sides] == [13, 9, 28, 24]
+    assert found["fastest_sdpa"] == "sdpa-cudnn"
+    assert found["over_floor_us"] == 4 and found["ratio"] == 13 / 24 and found["over_plain"] == 1.0
 
 
-def test_goals():
-    figures = Figures({OURS: (15.0,), FLOOR: (9.0,), "sdpa-flash": (20.0,)})
-    assert figures.meets(Goal(over_floor_us=6.0, of_sdpa=0.75).bounds(None)) is True
-    assert figures.meets(Goal(over_floor_us=5.9, of_sdpa=0.75).bounds(None)) is False
-    assert figures.meets(Goal(over_floor_us=6.0, of_sdpa=0.7).bounds(None)) is False
-    assert figures.meets(Goal(is_as_base=True).bounds(0.72)) is True
-    assert figures.meets(Goal(is_as_base=True).bounds(0.71)) is False
-    over_plain = Figures({OURS: (15.0,)}, plain_us=10.0)
-    assert over_plain.meets(Goal(us=15.0, of_plain=1.5).bounds(None)) is True
-    assert over_plain.meets(Goal(us=14.9).bounds(None)) is False
-    assert over_plain.meets(Goal(of_plain=1.49).bounds(None)) is False
-    # A case without goals does not fail; a missing measurement does.
-    assert figures.meets(Goal(is_as_base=True).bounds(None)) is None
-    assert Figures({OURS: (15.0,)}).meets(Goal(over_floor_us=6.0).bounds(None)) is False
+@pytest.mark.parametrize(
+    ("goal", "base", "is_met"),
+    [
+        (Goal(over_floor_us=6.0, of_sdpa=0.75), None, True),
+        (Goal(over_floor_us=5.9, of_sdpa=0.75), None, False),
+        (Goal(over_floor_us=6.0, of_sdpa=0.7), None, False),
+        (Goal(is_as_base=True), 0.72, True),
+        (Goal(is_as_base=True), 0.71, False),
+        (Goal(us=15.0, of_plain=1.5), None, True),
+        (Goal(us=14.9), None, False),
+        (Goal(of_plain=1.49), None, False),
+        # A case without goals does not fail.
+        (Goal(is_as_base=True), None, None),
+    ],
+)
+def test_goals(goal, base, is_met):
+    case, us = Case("softcap", goal=goal), {OURS: 15.0, FLOOR: 9.0, "sdpa-flash": 20.0}
+    times = Times({**{("softcap-fwd", name): value for name, value in us.items()}, ("plain-fwd", OURS): 10.0})
+    earlier = {"cases": {"softcap-fwd": {"ratio": base}}}
+    assert case_record(case, [times], earlier)["is_met"] is is_met
 
 
-def test_every_goal_has_its_cases():
+def test_a_missing_measurement_misses_its_goal_but_that_of_the_plain_call():
+    times = Times({("softcap-fwd", OURS): 15.0})
+    for goal, is_met in ((Goal(over_floor_us=6.0), False), (Goal(us=15.0, of_plain=1.1), True)):
+        assert case_record(Case("softcap", goal=goal), [times], {})["is_met"] is is_met
+
+
+def test_the_readme_names_the_goals():
+    text = (ROOT / "profiling" / "README.md").read_text(encoding="utf-8")
     goals = {case.name: case.goal for case in CASES}
     assert len(goals) == len(CASES)
-    assert goals["plain-fwd"] == Goal(over_floor_us=6.0, of_sdpa=1.0)
-    assert goals["plain-train"] == Goal(of_sdpa=1.05) and goals["plain-bwd"] == Goal(of_sdpa=1.15)
-    assert goals["few_queries-fwd"] == Goal(of_sdpa=1.1) and goals["decode-fwd"] == Goal(us=20.0)
-    one_feature = {name: goal.of_plain for name, goal in goals.items() if goal.over_floor_us == 10.0}
-    features = "softcap alibi sinks dropout max_logit bias mask_mod window score_mod"
-    assert set(one_feature) == {f"{feature}-fwd" for feature in features.split()}
-    assert {name: bound for name, bound in one_feature.items() if bound} == {
-        "softcap-fwd": 1.1, "alibi-fwd": 1.3, "dropout-fwd": 1.6, "score_mod-fwd": 1.3,
-    }  # fmt: skip
-    watched = {name for name, goal in goals.items() if goal.is_as_base}
-    assert watched == {f"plain-train-{name}" for name in ("profiler", "dispatch_mode", "function_mode")}
-    unjudged = {name for name, goal in goals.items() if goal == Goal()}
-    assert unjudged == {"varlen-fwd", "varlen-bwd"} | {
-        f"{feature}-{direction}" for feature in ("softcap", "score_mod") for direction in ("train", "bwd")
-    }
+    plain, train, backward = (goals[f"plain-{direction}"] for direction in ("fwd", "train", "bwd"))
+    assert f"floor + {plain.over_floor_us:g} µs, and SDPA" in text and plain.of_sdpa == 1.0
+    assert f"`plain-train`: forward with gradients | {train.of_sdpa:g} × SDPA |" in text
+    assert f"`plain-bwd` | {backward.of_sdpa:g} × SDPA |" in text
+    ratios = {name: goals[f"{name}-fwd"].of_plain for name in ("softcap", "alibi", "score_mod", "dropout")}
+    assert "floor + 10 µs; softcap {softcap}, ALiBi and score_mod {alibi}, dropout {dropout}".format(**ratios) in text
 
 
 # ---- floor
@@ -326,7 +331,7 @@ def test_a_process_that_fails_is_reported_and_the_others_count(monkeypatch):
 
     data = measured(monkeypatch, one, "plain-fwd")
     assert data["errors"] == {"process 1": "no message for 180 s"}
-    assert data["cases"]["plain-fwd"]["sides"][OURS]["process_us"] == (3.0,)
+    assert data["cases"]["plain-fwd"]["sides"][OURS]["process_us"] == [3.0]
     assert data["cases"]["plain-fwd"]["is_met"] and host.STUDY.has_failed(data)
 
 
