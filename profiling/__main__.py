@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from cute_flash.tools.cli import HELP_FORMATTER, add_command
-from profiling.bench import command as bench
+from profiling.bench import bench
 from profiling.counters import ncu_run, sanitize
 from profiling.documents import command as plots
 from profiling.documents import every_run
@@ -29,7 +29,7 @@ DESCRIPTION = "Measure cute_flash beside other libraries, tune its tiles, and co
 COMMANDS: tuple[Command, ...] = (
     bench.COMMAND,
     host.COMMAND,
-    features.COMMAND,
+    features.STUDY.command,
     mods.COMMAND,
     fp32.STUDY.command,
     decode.STUDY.command,

@@ -1,4 +1,4 @@
-"""The benchmark: checks and times every peer on every shape, and records the results.
+"""`python -m profiling bench`: checks and times every peer on every shape, and compares with an earlier run.
 
 If a peer fails in a cell, its error is recorded there, and the run continues. Only a lost CUDA context ends the
 run; results up to then are saved.
@@ -6,23 +6,32 @@ run; results up to then are saved.
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from cute_flash.planning.plan import CompileKey
+from profiling.bench import compare, fa4_cache, report
+from profiling.bench.compare import Change
 from profiling.bench.suites import SUITES
 from profiling.measure.accuracy import DISTRIBUTIONS, Accuracy, Oracle, poison
-from profiling.measure.options import MS, ROUNDS, SEED, option
-from profiling.measure.record import Ceiling, Cell, Result, Run
-from profiling.measure.shapes import DTYPES, Shape
-from profiling.measure.study import Tools
-from profiling.measure.timing import DeviceLost, Failure, Measured, TimedCall, Timer, attempt, measure
-from profiling.peers.directions import DIRECTIONS, Direction, Inputs
+from profiling.measure.launches import needed_kernels
+from profiling.measure.options import MS, ROUNDS, SEED, int_list, name_list, option, settings_of
+from profiling.measure.record import Ceiling, Cell, Result, Run, load
+from profiling.measure.shapes import DTYPES, MASKS, Shape
+from profiling.measure.study import NOT_MEASURED, CellFailure, Record, Step, Study, Tools
+from profiling.measure.tables import Table, print_unavailable
+from profiling.measure.timing import Failure, Measured, TimedCall, Timer, attempt, attempt_each, measure
+from profiling.peers.directions import DIRECTIONS, Direction, Inputs, calls_of
 from profiling.peers.peer import KERNELS, LAYOUTS, Peer, in_layout
+from profiling.peers.registry import BY_NAME_ONLY, DEFAULT_NAMES, OURS, select, split_available
 
 METHOD = {
     "rounds": "in one process, every round times every peer once; over as many rounds as there are "
@@ -36,13 +45,24 @@ METHOD = {
 }
 
 
+OF_SUITE = "default: those of the suite"
+
+
 @dataclass(frozen=True)
 class Settings:
     suite: str = option("quick", "shapes", choices=SUITES)
     direction: str = option("fwd", "forward or backward pass", choices=DIRECTIONS)
     dtype: str = option("bf16", choices=DTYPES)
     kernels: str = option("auto", "kernel family of cute_flash", choices=KERNELS)
+    providers: tuple[str, ...] = option(DEFAULT_NAMES, f"also {','.join(BY_NAME_ONLY)}")
     reference: str = option("sdpa-flash", "peer of the column ours/ref", metavar="NAME")
+    head_dims: tuple[int, ...] | None = option(None, OF_SUITE, type=int_list, metavar="LIST")
+    masks: tuple[str, ...] | None = option(None, OF_SUITE, choices=MASKS, type=name_list, metavar="LIST")
+    lengths: tuple[int, ...] | None = option(None, OF_SUITE, type=int_list, metavar="LIST")
+    batch: int | None = option(None, "default: tokens of the suite / length", type=int, metavar="N")
+    heads: int | None = option(
+        None, "query heads (default: hidden size of the suite / head dim)", type=int, metavar="N"
+    )
     rounds: int = ROUNDS(6)
     ms: float = MS(25.0)
     graph: bool = option(False, "time replays of CUDA graphs, without host time")
@@ -50,6 +70,9 @@ class Settings:
     layout: str = option("bhsd", "order of the inputs in memory", choices=LAYOUTS)
     seed: int = SEED(0)
     ceiling_size: int = 8192
+
+    def shapes(self) -> list[Shape]:
+        return SUITES[self.suite].narrowed(self.lengths, self.head_dims, self.masks, self.batch, self.heads).shapes()
 
 
 @dataclass
@@ -96,12 +119,10 @@ def _check(shape: Shape, peers: Sequence[Peer], distribution: str, settings: Set
     made = direction.inputs(shape, DTYPES[settings.dtype], tools.device, settings.seed, distribution)
     inputs = tuple(in_layout(x, settings.layout) for x in made)
     checked = _Checked(oracles=attempt(partial(direction.oracles, inputs, shape.causal), timer))
-    for peer in peers:
-        done = attempt(partial(_first_call, direction, peer, inputs, shape.causal, timer), timer)
-        if isinstance(done, Failure):
-            checked.errors[peer.name] = done.message
-        else:
-            checked.timed_calls[peer.name], checked.outputs[peer.name] = done
+    calls = {peer.name: partial(_first_call, direction, peer, inputs, shape.causal, timer) for peer in peers}
+    done, checked.errors = attempt_each(calls, timer)
+    for name, (timed_call, outputs) in done.items():
+        checked.timed_calls[name], checked.outputs[name] = timed_call, outputs
     for name, outputs in checked.outputs.items():
         checked.accuracy[name] = checked.judge(outputs, settings.reference)
     return checked
@@ -120,7 +141,7 @@ def _result(
     result = Result(accuracy=accuracy, error=next((error for error in errors if error), None))
     if name not in measured.samples:
         return result
-    result = replace(result, **Result.timing(measured.samples[name], cell.flops))
+    result = replace(result, **measured.samples[name].with_tflops(cell.flops))
     normal = checks["normal"]
     again = attempt(partial(_outputs, direction, peer, normal.timed_calls[name], timer), timer)
     if isinstance(again, Failure):
@@ -193,39 +214,127 @@ def measure_ceiling(settings: Settings, tools: Tools, earlier: Ceiling | None = 
     return Ceiling(name, tflops, round_ms)
 
 
-def _line(cell: Cell) -> str:
-    values = [f"{n} {r.tflops:.0f}" if r.tflops else f"{n} failed" for n, r in cell.results.items()]
-    return f"{cell.key}: {', '.join(values)} TFLOP/s"
+def steps(settings: Settings, tools: Tools, peers: Sequence[Peer], jobs: int = 1) -> list[Step]:
+    """The cells, between two measurements of the matrix product. `peers`: those that can run here."""
+    tools = tools if settings.graph else replace(tools, timer=tools.events)
+    shapes, l2_bytes = settings.shapes(), tools.facts().get("l2_bytes")
+    # The state of the card after each cell, and before the first.
+    states: list[Record] = []
+    ceilings: list[Ceiling] = []
+
+    def ceiling() -> Record:
+        ceilings.append(measure_ceiling(settings, tools, ceilings[-1] if ceilings else None))
+        return asdict(ceilings[-1])
+
+    @torch.no_grad()
+    def cell_of(shape: Shape) -> Record:
+        before = states[-1] if states else tools.card_state()
+        cell = run_cell(blank_cell(shape, settings, l2_bytes), peers, settings, tools)
+        states.append(tools.card_state())
+        return replace(cell, before=before, after=states[-1]).as_dict()
+
+    product = Step("ceiling", "the matrix product", ceiling)
+    cells = [Step("cells", shape.id, partial(cell_of, shape)) for shape in shapes]
+    compiled = [Step(None, f"kernels of {fa4_cache.FA4}", partial(_compile_fa4, settings, jobs))]
+    return [*compiled * any(peer.name == fa4_cache.FA4 for peer in peers), product, *cells, product]
 
 
-@torch.no_grad()
-def run_bench(
-    shapes: Sequence[Shape], peers: Sequence[Peer], unavailable: dict[str, str], settings: Settings, tools: Tools
-) -> Run:
-    """Run all cells; results are saved after each."""
-    run = Run(
-        settings=asdict(settings),
-        machine=tools.facts(),
-        method={**METHOD, **DIRECTIONS[settings.direction].method},
-        ours=tuple(peer.name for peer in peers if peer.is_ours),
-        names=tuple(peer.name for peer in peers),
-        unavailable=unavailable,
+def _compile_fa4(settings: Settings, jobs: int) -> Record:
+    fa4_cache.fill(fa4_cache.representatives(settings.shapes()), settings.direction, settings.dtype, jobs)
+    return {}
+
+
+def kernels(settings: Settings, tools: Tools, peers: Sequence[Peer]) -> list[CompileKey]:
+    dtype, directions = DTYPES[settings.dtype], (settings.direction,)
+    return needed_kernels(calls_of(peers, settings.shapes(), directions, dtype, tools.device, settings.layout))
+
+
+def _line(title: str, found: Record) -> str:
+    """The progress of a cell."""
+    results = found.get("results", {})
+    values = [f"{name} {one['tflops']:.0f}" if one["tflops"] else f"{name} failed" for name, one in results.items()]
+    return f"{title}: {', '.join(values)} TFLOP/s" if values else title
+
+
+def study_of(
+    peers: Sequence[Peer],
+    unavailable: Mapping[str, str],
+    base: Run | None = None,
+    threshold: float = 0.05,
+    jobs: int = 1,
+) -> Study[Settings]:
+    """The study of peers that can run here, compared with an earlier run."""
+
+    def changes(record: Record) -> list[Change]:
+        return [] if base is None else compare.changes(Run.from_dict(record), base)
+
+    def tables(record: Record) -> list[Table]:
+        found = report.tables(Run.from_dict(record))
+        return found + ([report.change_table(changes(record), threshold)] if base is not None else [])
+
+    def failures(record: Record) -> list[CellFailure]:
+        found = report.failures(Run.from_dict(record))
+        if base is not None and not changes(record):
+            reference = record["settings"]["reference"]
+            found.append(CellFailure("all cells", OURS[0], f"none of the base has a ratio to {reference}"))
+        worse = [one for one in changes(record) if one.is_regression(threshold)]
+        return found + [CellFailure(one.key, OURS[0], "regression") for one in worse]
+
+    return replace(
+        STUDY,
+        kernels=partial(kernels, peers=peers),
+        parts=lambda settings, tools: {
+            "method": {**METHOD, **DIRECTIONS[settings.direction].method},
+            "ours": [peer.name for peer in peers if peer.is_ours],
+            "providers": [peer.name for peer in peers],
+            "unavailable": dict(unavailable),
+            "ceiling": {},
+            "cells": [],
+        },
+        steps=partial(steps, peers=peers, jobs=jobs),
+        tables=tables,
+        failures=failures,
     )
-    l2_bytes = run.machine.get("l2_bytes")
-    try:
-        run = replace(run, ceiling=measure_ceiling(settings, tools))
-        before = tools.card_state()
-        for shape in shapes:
-            cell = run_cell(blank_cell(shape, settings, l2_bytes), peers, settings, tools)
-            after = tools.card_state()
-            cell = replace(cell, before=before, after=after)
-            before = after
-            run = replace(run, cells=(*run.cells, cell))
-            tools.save(run)
-            tools.progress(_line(cell))
-        run = replace(run, ceiling=measure_ceiling(settings, tools, run.ceiling), is_complete=True)
-    except DeviceLost as lost:
-        at = shapes[len(run.cells)].id if len(run.cells) < len(shapes) else "the matrix product"
-        run = replace(run, stopped=f"the CUDA context was lost at {at}: {lost}")
-    tools.save(run)
-    return run
+
+
+STUDY = Study(
+    name="bench",
+    help="speed and accuracy beside other libraries",
+    examples=(
+        "--suite paper --out paper.json",
+        "--suite paper --direction bwd --base paper-bwd.json  # exit status 1 if a cell got slower",
+        "--head-dims 128 --masks causal --lengths 512,4096 --providers cute_flash,sdpa-flash,flex",
+        "--batch 2 --heads 32 --lengths 8192 --head-dims 128 --masks causal  # one shape",
+    ),
+    settings=Settings,
+    check=Settings.shapes,
+    kernels=partial(kernels, peers=()),
+    steps=partial(steps, peers=()),
+    tables=lambda record: [],
+    notes=lambda record: [report.LEGEND, ""],
+    line=_line,
+    ours=(*OURS, report.ORACLE),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    STUDY.add_arguments(parser)
+    add = parser.add_argument
+    add("--base", type=Path, metavar="FILE", help="compare with the JSON of an earlier run")
+    text = "relative fall of ours/ref that is a regression (default: %(default)s)"
+    add("--threshold", type=float, default=0.05, metavar="X", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings, base = settings_of(Settings, args), load(args.base) if args.base else None
+    settings.shapes()
+    select([settings.reference])
+    peers, unavailable = split_available(select(settings.providers, settings.kernels), settings.direction)
+    if not peers:
+        print_unavailable(unavailable)
+        print("Nothing was measured. `cute-flash explain` predicts the time of a call without a GPU.", file=sys.stderr)
+        return NOT_MEASURED
+    return study_of(peers, unavailable, base, args.threshold, args.jobs).run(args)
+
+
+COMMAND = replace(STUDY.command, add_arguments=add_arguments, run=run)

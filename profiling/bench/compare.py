@@ -39,7 +39,3 @@ def changes(run: Run, base: Run) -> list[Change]:
         if before is not None and is_comparable:
             result.append(Change(cell.key, before, cell.ratio(run.ours[0], run.reference)))
     return result
-
-
-def regressions(all_changes: list[Change], threshold: float) -> list[Change]:
-    return [change for change in all_changes if change.is_regression(threshold)]

@@ -8,7 +8,9 @@ from itertools import groupby
 from profiling.bench.compare import Change
 from profiling.measure.accuracy import Accuracy
 from profiling.measure.record import Cell, Result, Run
-from profiling.measure.tables import Table, geometric_mean
+from profiling.measure.study import CellFailure
+from profiling.measure.tables import Table, geometric_mean, number
+from profiling.peers.registry import OURS
 
 # A larger spread of the rounds is marked.
 NOISY_SPREAD = 0.05
@@ -18,17 +20,11 @@ LEGEND = (
     "err/ref: our relative error (Frobenius norm) over that of the reference; for gradients the worst of dq, dk and dv"
 )
 NOTHING = "-"
+# The exact results that outputs are compared with, as the name of a failure.
+ORACLE = "oracle"
 
 
-def _number(value: float | None, digits: int) -> str:
-    return NOTHING if value is None else f"{value:.{digits}f}"
-
-
-def _ratio(value: float | None) -> str:
-    return _number(value, 2)
-
-
-def _speed(result: Result | None) -> str:
+def speed(result: Result | None) -> str:
     if result is None:
         return NOTHING
     if result.tflops is None:
@@ -54,11 +50,11 @@ def cell_tables(run: Run) -> list[Table]:
             columns += ["ours/ref", "ours/best", "best", "err/ref"]
         rows = []
         for cell in cells:
-            row = [str(cell.shape.seqlen), *(_speed(cell.results.get(name)) for name in run.names)]
+            row = [str(cell.shape.seqlen), *(speed(cell.results.get(name)) for name in run.names)]
             if run.ours:
                 ours = run.ours[0]
-                row += [_ratio(cell.ratio(ours, run.reference)), _ratio(_best_ratio(run, cell, ours))]
-                row += [run.best_peer(cell) or NOTHING, _ratio(cell.worst_error_ratio(ours, run.reference))]
+                row += [number(cell.ratio(ours, run.reference)), number(_best_ratio(run, cell, ours))]
+                row += [run.best_peer(cell) or NOTHING, number(cell.worst_error_ratio(ours, run.reference))]
             rows.append(tuple(row))
         tables.append(Table(f"{direction} {dtype}, D={head_dim}, {mask}", tuple(columns), tuple(rows)))
     return tables
@@ -73,7 +69,7 @@ def _versus(ratios: Sequence[tuple[float | None, Cell]]) -> list[str]:
     known = [(ratio, cell) for ratio, cell in ratios if ratio is not None]
     mean = geometric_mean([ratio for ratio, _ in known])
     wins = sum(ratio >= 1.0 for ratio, _ in known)
-    return [_ratio(mean), f"{wins}/{len(known)}", _lowest(known)] if known else [NOTHING, NOTHING, NOTHING]
+    return [number(mean), f"{wins}/{len(known)}", _lowest(known)] if known else [NOTHING, NOTHING, NOTHING]
 
 
 def _directions(run: Run) -> str:
@@ -88,17 +84,17 @@ def summary_table(run: Run) -> Table:
         columns += ["ours/it geomean", "ours at least as fast", "lowest ours/it"]
     rows = []
     for name in run.names:
-        speeds = [speed for cell in run.cells if (speed := cell.tflops(name))]
+        speeds = [tflops for cell in run.cells if (tflops := cell.tflops(name))]
         best = max(speeds, default=None)
         percent = 100 * best / ceiling if best and ceiling else None
-        row = [name, _number(geometric_mean(speeds), 0), _number(best, 0), _number(percent, 0)]
+        row = [name, *(number(x, ".0f") for x in (geometric_mean(speeds), best, percent))]
         if run.ours:
             row += _versus([(cell.ratio(run.ours[0], name), cell) for cell in run.cells])
         rows.append(tuple(row))
     if run.ours:
         ratios = [(_best_ratio(run, cell, run.ours[0]), cell) for cell in run.cells]
         rows.append(("best peer of each cell", NOTHING, NOTHING, NOTHING, *_versus(ratios)))
-    matmul = f"{run.ceiling.name}: {_number(ceiling, 0)} TFLOP/s" if run.ceiling else "matmul not measured"
+    matmul = f"{run.ceiling.name}: {number(ceiling, '.0f')} TFLOP/s" if run.ceiling else "matmul not measured"
     return Table(f"All cells, {_directions(run)} ({matmul})", tuple(columns), tuple(rows))
 
 
@@ -124,7 +120,7 @@ def accuracy_table(run: Run) -> Table | None:
                 errors = [value for a in accuracies if a is not None and (value := getattr(a, norm)) is not None]
                 ratios = [cell.error_ratio(name, run.reference, label, norm) for cell in run.cells]
                 worst = max((ratio for ratio in ratios if ratio is not None), default=None)
-                row += [f"{max(errors):.2e}" if errors else NOTHING, _ratio(worst)]
+                row += [f"{max(errors):.2e}" if errors else NOTHING, number(worst)]
         rows.append(tuple(row))
     last = ["unfused PyTorch"]
     for label in labels:
@@ -137,34 +133,34 @@ def accuracy_table(run: Run) -> Table | None:
     return Table(title, tuple(columns), (*rows, tuple(last)))
 
 
-def failures(run: Run) -> list[str]:
-    """The failures of a run: cells in which cute_flash is missing, failed, wrong or not repeatable; an early stop."""
-    oracles = [(cell.key, f"no oracle: {cell.oracle_error}") for cell in run.cells if cell.oracle_error]
-    stopped = [run.stopped] if run.stopped else []
-    return _unavailable(run, True) + stopped + _merged(oracles + _complaints(run, run.ours))
+def tables(run: Run) -> list[Table]:
+    accuracy = accuracy_table(run)
+    return [*cell_tables(run), summary_table(run), *([accuracy] if accuracy else [])]
 
 
-def notes(run: Run) -> list[str]:
-    """Notes on peers that are unavailable, failed or were wrong."""
-    return _unavailable(run, False) + _merged(_complaints(run, run.peers))
+def failures(run: Run) -> list[CellFailure]:
+    """What failed, was wrong or not repeatable; one for each message, with its first cell and the number of the others.
 
-
-def _unavailable(run: Run, is_ours: bool) -> list[str]:
-    reasons = {n: why for n, why in run.unavailable.items() if n.startswith("cute_flash") == is_ours}
-    return [f"{name} is not available: {why}" for name, why in reasons.items()]
-
-
-def _complaints(run: Run, names: Sequence[str]) -> list[tuple[str, str]]:
-    """(cell, complaint about a peer in it)."""
-    complaints = []
+    Also cute_flash, if it is not available.
+    """
+    missing = [
+        CellFailure("all cells", name, f"not available: {why}") for name, why in run.unavailable.items() if name in OURS
+    ]
+    cells: dict[tuple[str, str], list[str]] = {}
     for cell in run.cells:
-        for name in names:
+        if cell.oracle_error:
+            cells.setdefault((ORACLE, cell.oracle_error), []).append(cell.key)
+        for name in run.names:
             result = cell.results[name]
             lines = [f"failed: {result.error}"] if result.error else []
             lines += [_wrong(label, a) for label, a in result.accuracy.items() if a.is_wrong]
             lines += ["gives other bits on the same inputs"] if result.is_repeatable is False else []
-            complaints += [(cell.key, f"{name} {line}") for line in lines]
-    return complaints
+            for line in lines:
+                cells.setdefault((name, line), []).append(cell.key)
+    return missing + [
+        CellFailure(first + (f" and {len(others)} more" if others else ""), name, line)
+        for (name, line), (first, *others) in cells.items()
+    ]
 
 
 def _wrong(label: str, accuracy: Accuracy) -> str:
@@ -176,21 +172,12 @@ def _wrong(label: str, accuracy: Accuracy) -> str:
     )
 
 
-def _merged(complaints: Sequence[tuple[str, str]]) -> list[str]:
-    """One line per complaint, with its first cell and the number of the others."""
-    cells: dict[str, list[str]] = {}
-    for key, line in complaints:
-        cells.setdefault(line, []).append(key)
-    more = {line: f" and {len(keys) - 1} more" if len(keys) > 1 else "" for line, keys in cells.items()}
-    return [f"{keys[0]}{more[line]}: {line}" for line, keys in cells.items()]
-
-
 def change_table(changes: Sequence[Change], threshold: float) -> Table:
     rows = [
         (
             change.key,
-            _ratio(change.before),
-            _ratio(change.after),
+            number(change.before),
+            number(change.after),
             f"{100 * change.relative:+.1f} %" if change.after is not None else "failed now",
             "regression" if change.is_regression(threshold) else "",
         )

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from profiling.documents.plot_style import BLUE, GREY, ORANGE, add_legend, new_figure
 from profiling.measure.shapes import MASKS
-from profiling.studies.standard import DIRECTIONS
+from profiling.peers.directions import DIRECTIONS
 from profiling.studies.standard_report import LABELS, RATIOS, Record, head_dims, select
 
 COLOURS = dict(zip(DIRECTIONS, (BLUE, ORANGE), strict=True))

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ OUTLIER_STD, OUTLIER_RATE = 10.0, 0.001
 # Added to the seed of the inputs; without it dout would be equal to q.
 DOUT_SEED = 1_000_003
 DISTRIBUTIONS = ("normal", "outliers")
+# Degrees of freedom of Student's t-distribution: the fewest with a finite variance.
+TAIL_DEGREES = 3
 
 
 def relative_difference(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
@@ -31,21 +34,32 @@ def relative_difference(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> flo
     return max(x if x == x else math.inf for x in each)
 
 
+def draw(distribution: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """An fp32 tensor of independent entries, on the generator's device.
+
+    normal: N(0, 1). outliers: N(0, 1) + N(0, 100) Bernoulli(0.001), as in the FlashAttention-3 paper. long-tailed:
+    Student's t with 3 degrees of freedom.
+    """
+    normal = partial(torch.randn, size, generator=generator, device=generator.device)
+    x = normal()
+    if distribution == "outliers":
+        hit = torch.rand(size, generator=generator, device=generator.device) < OUTLIER_RATE
+        x += OUTLIER_STD * normal() * hit
+    elif distribution == "long-tailed":
+        x /= sum(normal().square() for _ in range(TAIL_DEGREES)).div(TAIL_DEGREES).sqrt()  # type: ignore[union-attr]
+    elif distribution != "normal":
+        raise ValueError(f"distribution {distribution!r}: choose from normal, outliers, long-tailed")
+    return x
+
+
 def random_inputs(
     shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, distribution: str = "normal"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v; equal for equal seeds on the same type of device."""
     generator = torch.Generator(device).manual_seed(seed)
-
-    def tensor(heads: int) -> Tensor:
-        size = (shape.batch, heads, shape.seqlen, shape.head_dim)
-        x = torch.randn(size, generator=generator, device=device)
-        if distribution == "outliers":
-            hit = torch.rand(size, generator=generator, device=device) < OUTLIER_RATE
-            x += OUTLIER_STD * torch.randn(size, generator=generator, device=device) * hit
-        return x.to(dtype)
-
-    return tensor(shape.heads), tensor(shape.heads_kv), tensor(shape.heads_kv)
+    sizes = [(shape.batch, heads, shape.seqlen, shape.head_dim) for heads in (shape.heads, shape.heads_kv)]
+    q, k, v = (draw(distribution, size, generator).to(dtype) for size in (sizes[0], sizes[1], sizes[1]))
+    return q, k, v
 
 
 def random_dout(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
@@ -88,10 +102,10 @@ class Oracle:
     @staticmethod
     def of(pick: Callable[[Tensor], Tensor], exact: Tensor, rough: Tensor) -> Oracle:
         """`rough`: the same sample by unfused PyTorch in the input's precision."""
-        return Oracle(pick, exact, _errors(rough, exact))
+        return Oracle(pick, exact, errors_of(rough, exact))
 
     def errors(self, out: Tensor) -> Errors:
-        return _errors(self.pick(out), self.exact)
+        return errors_of(self.pick(out), self.exact)
 
     def judge(self, out: Tensor, peer: Tensor | None = None) -> Accuracy:
         """The errors of an output (B, H, S, D), and whether it is wrong; `peer` is the reference's output."""
@@ -114,8 +128,9 @@ class Oracle:
         return _bound(errors.relative) <= relative and _bound(errors.max_abs) <= max_abs
 
 
-def _errors(sample: Tensor, exact: Tensor) -> Errors:
-    error = sample.double() - exact
+def errors_of(out: Tensor, exact: Tensor) -> Errors:
+    """The errors of a result against fp64."""
+    error = out.double() - exact
     norm = torch.linalg.vector_norm
     return Errors(_number(norm(error) / norm(exact)), _number(error.abs().max()))
 

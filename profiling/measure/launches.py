@@ -51,14 +51,6 @@ def recorded_launches(is_dry: bool = False) -> Iterator[list[Launch]]:
         yield launches
 
 
-@contextmanager
-def recorded_kernels(keys: dict[LaunchKey, None]) -> Iterator[None]:
-    """Add the kernels that the calls inside the block need to `keys`; nothing is compiled or launched."""
-    with recorded_launches(is_dry=True) as launches:
-        yield
-    keys.update(dict.fromkeys(one.key for one in launches))
-
-
 def needed_kernels(calls: Iterable[Callable[[], Any]]) -> list[LaunchKey]:
     """The kernels that these calls of cute_flash need, each once; nothing is compiled or launched.
 
@@ -66,8 +58,9 @@ def needed_kernels(calls: Iterable[Callable[[], Any]]) -> list[LaunchKey]:
     """
     keys: dict[LaunchKey, None] = {}
     for call in calls:
-        with recorded_kernels(keys), suppress(Exception):
+        with recorded_launches(is_dry=True) as launches, suppress(Exception):
             call()
+        keys.update(dict.fromkeys(one.key for one in launches))
     return list(keys)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -41,9 +41,12 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def option(default: Any, text: str = "", **keywords: Any) -> Any:
-    """A field of a settings class that is an option of its command. `keywords`: of `add_argument`."""
-    return field(default=default, metadata={"text": text, "keywords": keywords})
+def option(default: Any, text: str = "", choices: Iterable[str] = (), **keywords: Any) -> Any:
+    """A field of a settings class that is an option of its command.
+
+    `choices`: the known values, or the known names of a list. `keywords`: of `add_argument`.
+    """
+    return field(default=default, metadata={"text": text, "choices": tuple(choices), "keywords": keywords})
 
 
 # Options that many studies have; each takes its default.
@@ -53,7 +56,7 @@ SEED: Callable[[int], Any] = partial(option, text="seed of the inputs", type=int
 LIMIT_S: Callable[[float], Any] = partial(option, text="seconds of measurement")
 
 
-def _keywords(default: Any, text: str, keywords: dict[str, Any]) -> dict[str, Any]:
+def _keywords(default: Any, text: str, choices: Sequence[str], keywords: dict[str, Any]) -> dict[str, Any]:
     """The keywords of `add_argument` for a field with this default."""
     if isinstance(default, bool):
         return {"action": "store_true", "help": text, **keywords}
@@ -63,25 +66,49 @@ def _keywords(default: Any, text: str, keywords: dict[str, Any]) -> dict[str, An
         made |= {"type": int_list if is_int else name_list, "metavar": "LIST"}
     elif isinstance(default, int):
         made |= {"type": at_least_one, "metavar": "N"}
-    if default not in (None, ()):
+    made |= keywords
+    if made["type"] is name_list:
+        text = "; ".join(filter(None, (f"of {', '.join(choices)}" if choices else "", text)))
+    elif choices:
+        made["choices"] = choices
+    if default not in (None, (), choices):
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
         text = f"{text} (default: {shown})" if text else f"default: {shown}"
-    return {**made, "help": text, **keywords}
+    return {**made, "help": text}
 
 
 def add_options(parser: argparse.ArgumentParser, settings: type) -> None:
     """Add an option for each field that was made by `option`. Parsed arguments have only the options that are given."""
     for one in fields(settings):
-        if "keywords" in one.metadata:
-            keywords = _keywords(one.default, one.metadata["text"], one.metadata["keywords"])
-            parser.add_argument(f"--{one.name.replace('_', '-')}", dest=one.name, default=argparse.SUPPRESS, **keywords)
+        if one.metadata:
+            parser.add_argument(
+                flag(one.name), dest=one.name, default=argparse.SUPPRESS, **_keywords(one.default, **one.metadata)
+            )
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def settings_of(settings: type[S], args: argparse.Namespace, base: S | None = None) -> S:
-    """The settings with the options that are given; the others are those of `base`, or the defaults."""
-    names = [one.name for one in fields(settings) if "keywords" in one.metadata]  # type: ignore[arg-type]
-    chosen = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    """The settings with the options that are given; the others are those of `base`, or the defaults.
+
+    Raises `ValueError` for an unknown name in a list.
+    """
+    chosen: dict[str, Any] = {}
+    for one in fields(settings):  # type: ignore[arg-type]
+        if one.metadata and hasattr(args, one.name):
+            chosen[one.name] = value = getattr(args, one.name)
+            if one.metadata["choices"] and isinstance(value, tuple):
+                check_names(value, one.metadata["choices"], flag(one.name))
     return settings(**chosen) if base is None else replace(base, **chosen)  # type: ignore[type-var]
+
+
+def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raise `ValueError` for a name that is not known."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{what} {name!r}: choose from {', '.join(known)}")
 
 
 def add_out(parser: argparse.ArgumentParser, text: str = "write all results as JSON, after each cell") -> None:

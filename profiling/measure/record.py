@@ -14,7 +14,6 @@ from typing import Any
 
 from profiling.measure.accuracy import Accuracy, Errors
 from profiling.measure.shapes import Shape
-from profiling.measure.timing import Samples
 
 SCHEMA = 1
 
@@ -33,10 +32,6 @@ class Result:
     # The same bits before and after the timed calls; None for gradients, which may be summed in any order.
     is_repeatable: bool | None = None
     error: str | None = None
-
-    @staticmethod
-    def timing(samples: Samples, flops: float) -> dict[str, Any]:
-        return {"tflops": flops / samples.median_ms / 1e9, **samples.as_dict()}
 
     @property
     def is_wrong(self) -> bool:
@@ -91,6 +86,10 @@ class Cell:
         known = [ratio for ratio in ratios if ratio is not None]
         return max(known) if known and len(known) == len(ratios) else None
 
+    def as_dict(self) -> dict[str, Any]:
+        """The entry of a result file."""
+        return {**asdict(self), "key": self.key}
+
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Cell:
         fields = {name: value for name, value in data.items() if name != "key"}
@@ -111,17 +110,16 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Run:
+    """The parts of a record that tables and documents read."""
+
     settings: dict[str, Any]
     machine: dict[str, Any]
-    method: dict[str, Any]
     ours: tuple[str, ...]  # the names of cute_flash among `names`; ratios use the first
     names: tuple[str, ...]  # cute_flash and its peers; "providers" in the file
     unavailable: dict[str, str]
     ceiling: Ceiling | None = None
     cells: tuple[Cell, ...] = ()
     is_complete: bool = False
-    stopped: str | None = None  # why the run ended before its last cell
-    schema: int = SCHEMA
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -142,24 +140,17 @@ class Run:
             raise ValueError(
                 f"a result file of schema {data.get('schema')}: this version reads schema {SCHEMA}; measure it again"
             )
-        ceiling, names = data["ceiling"], data["providers"]
+        ceiling = data["ceiling"]
         return Run(
-            **{
-                **{name: value for name, value in data.items() if name != "providers"},
-                "ours": tuple(data["ours"]),
-                "names": tuple(names),
-                "cells": tuple(Cell.from_dict(cell) for cell in data["cells"]),
-                "ceiling": ceiling and Ceiling(**{**ceiling, "round_ms": tuple(ceiling["round_ms"])}),
-            }
+            settings=data["settings"],
+            machine=data["machine"],
+            ours=tuple(data["ours"]),
+            names=tuple(data["providers"]),
+            unavailable=data["unavailable"],
+            ceiling=Ceiling(**{**ceiling, "round_ms": tuple(ceiling["round_ms"])}) if ceiling else None,
+            cells=tuple(Cell.from_dict(cell) for cell in data["cells"]),
+            is_complete=data["is_complete"],
         )
-
-
-def to_dict(run: Run) -> dict[str, Any]:
-    data = asdict(run)
-    data["providers"] = data.pop("names")
-    for cell, values in zip(run.cells, data["cells"], strict=True):
-        values["key"] = cell.key
-    return data
 
 
 def write_json(data: Any, path: Path | None) -> None:
@@ -170,10 +161,6 @@ def write_json(data: Any, path: Path | None) -> None:
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n")
     os.replace(part, path)
-
-
-def save(run: Run, path: Path | None) -> None:
-    write_json(to_dict(run), path)
 
 
 def load(path: Path) -> Run:

@@ -15,7 +15,8 @@ import argparse
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from profiling.measure import machine
 from profiling.measure.options import S, add_jobs, add_options, add_out, settings_of
 from profiling.measure.record import write_json
 from profiling.measure.tables import Table, markdown, print_lines, print_unavailable, show
-from profiling.measure.timing import EventTimer, GraphTimer, Timer, WallTimer
+from profiling.measure.timing import DeviceLost, EventTimer, GraphTimer, Timer, WallTimer
 
 SCHEMA = 1
 # Exit status: 0 success, 1 a failure, a regression or a missed goal, 2 nothing was measured.
@@ -105,10 +106,38 @@ class Tools:
             torch.cuda.empty_cache()
 
 
-class Step(NamedTuple):
-    """A measurement. Its result is added to a part of the record, which is a list or a dict."""
+class CellFailure(NamedTuple):
+    """A call or a peer that failed in a cell, or whose result is wrong."""
 
-    part: str
+    cell: str
+    name: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.cell}, {self.name}: {self.message}"
+
+
+def failures_in(cells: Iterable[Record], title: Callable[[Record], str]) -> list[CellFailure]:
+    """The entries of "failures" of each cell."""
+    return [CellFailure(title(cell), name, text) for cell in cells for name, text in cell["failures"].items()]
+
+
+def _add(record: Record, found: Record) -> None:
+    """Add the results of a step to the parts of a record."""
+    for name, value in found.items():
+        if isinstance(record.get(name), list):
+            record[name] += value if isinstance(value, list) else [value]
+        else:
+            record[name] = {**record.get(name, {}), **value}
+
+
+class Step(NamedTuple):
+    """A measurement. Its result is added to a part of the record, which is a list or a dict.
+
+    Without a part, the result is a dict of parts.
+    """
+
+    part: str | None
     title: str
     measure: Callable[[], Any]
 
@@ -126,21 +155,28 @@ class Study(Generic[S]):
     # The parts of the record besides settings, machine and method.
     parts: Callable[[S, Tools], Record] = lambda settings, tools: {"cells": []}
     check: Callable[[S], Any] = lambda settings: None  # raises ValueError for wrong settings
-    failures: Callable[[Record], list[str]] = lambda record: []
-    # Whether the command fails: by default, if there is a failure.
-    has_failed: Callable[[Record], bool] | None = None
+    failures: Callable[[Record], list[CellFailure]] = lambda record: []
+    line: Callable[[str, Any], str] = lambda title, found: title  # of the progress: the title and result of a step
+    # The names whose failure fails the command; None: all. Peers may fail.
+    ours: Collection[str] | None = None
+    # Entered around compilation and measurement.
+    context: Callable[[S], AbstractContextManager[Any]] = lambda settings: nullcontext()
     notes: Callable[[Record], list[str]] = lambda record: []  # lines below the tables
     # A file results/<gpu>/<date>-<name>.json, and .txt with the tables, if --out names no other file.
     has_own_file: bool = False
     small: S | None = None  # of a dry run on the CPU; None: the command has no --dry-run
-    needs_gpu: bool = True
+    # "cuda"; "cpu"; or "any": on a GPU if there is one.
+    runs_on: str = "cuda"
 
     @property
     def command(self) -> Command:
         return Command(self.name, self.help, self.examples, self.add_arguments, self.run)
 
-    def measure(self, settings: S, tools: Tools) -> Record:
-        """Run all steps; `tools.save` gets the record after each. Steps beyond `settings.limit_s` are left out."""
+    def measure(self, settings: S, tools: Tools, steps: Sequence[Step] | None = None) -> Record:
+        """Run the steps, by default all; `tools.save` gets the record after each.
+
+        Steps beyond `settings.limit_s` are left out.
+        """
         record: Record = {
             "schema": SCHEMA,
             "settings": asdict(settings),  # type: ignore[call-overload]
@@ -150,22 +186,24 @@ class Study(Generic[S]):
             "left_out": [],
             "is_dry_run": tools.device.type == "cpu",
             "is_complete": False,
+            "stopped": None,
             **self.parts(settings, tools),
         }
         end = tools.clock() + getattr(settings, "limit_s", math.inf)
-        for part, title, measure_step in self.steps(settings, tools):
-            if tools.clock() > end:
-                record["left_out"].append(title)
-            else:
-                found = measure_step()
-                if isinstance(record.get(part), list):
-                    record[part] += found if isinstance(found, list) else [found]
+        try:
+            for part, title, measure_step in self.steps(settings, tools) if steps is None else steps:
+                found: Any = {}
+                if tools.clock() > end:
+                    record["left_out"].append(title)
                 else:
-                    record[part] = {**record.get(part, {}), **found}
-            tools.save(record)
-            tools.progress(title)
+                    found = measure_step()
+                    _add(record, found if part is None else {part: found})
+                tools.save(record)
+                tools.progress(self.line(title, found))
+            record["is_complete"] = True
+        except DeviceLost as lost:
+            record["stopped"] = f"the CUDA context was lost at {title}: {lost}"
         record["card"]["after"] = tools.card_state()
-        record["is_complete"] = True
         tools.save(record)
         return record
 
@@ -185,24 +223,27 @@ class Study(Generic[S]):
         settings = settings_of(self.settings, args, self.small if is_dry_run else None)
         # Wrong settings are refused before anything is compiled.
         self.check(settings)
-        is_on_gpu = self.needs_gpu and not is_dry_run
-        if is_on_gpu:
+        if self.runs_on == "cuda" and not is_dry_run:
             need_gpu("; --dry-run tries it on the CPU" if self.small is not None else "")
+        is_on_gpu = self.runs_on != "cpu" and not is_dry_run and arch.has_gpu()
         tools = Tools() if is_on_gpu else Tools.on_cpu()
-        facts = tools.facts() if self.needs_gpu else {**tools.facts(), "gpu": None}
+        facts = {**tools.facts(), "gpu": None} if self.runs_on == "cpu" else tools.facts()
         path = args.out or (machine.default_path(self.name, facts) if self.has_own_file and not is_dry_run else None)
-        if self.kernels is not None and is_on_gpu:
-            precompile_keys(list(self.kernels(settings, tools)), args.jobs)
-        with steps(f"measuring {self.name}", len(self.steps(settings, tools))) as done:
-            record = self.measure(
-                settings, replace(tools, facts=lambda: facts, progress=done, save=partial(write_json, path=path))
-            )
+        tools = replace(tools, facts=lambda: facts, save=partial(write_json, path=path))
+        with self.context(settings):
+            if self.kernels is not None and is_on_gpu:
+                precompile_keys(list(self.kernels(settings, tools)), args.jobs)
+            chosen = self.steps(settings, tools)
+            with steps(f"measuring {self.name}", len(chosen)) as done:
+                record = self.measure(settings, replace(tools, progress=done), chosen)
         return self.report(record, path if self.has_own_file else None)
 
     def report(self, record: Record, path: Path | None) -> int:
         """Print the tables; with a path, write the record there and the tables beside it."""
-        tables, failures, notes = self.tables(record), self.failures(record), self.notes(record)
+        tables, notes = self.tables(record), self.notes(record)
+        failures = [*map(str, self.failures(record))]
         failures += [f"{title}: left out, the time was up" for title in record.get("left_out", ())]
+        failures += [record["stopped"]] if record.get("stopped") else []
         print_unavailable(record.get("unavailable", {}))
         show(tables)
         print("\n".join(notes), end="\n" if notes else "")
@@ -211,5 +252,9 @@ class Study(Generic[S]):
             write_json(record, path)
             text = "\n".join([machine.headline(record["machine"]), "", *map(markdown, tables), *notes, *failures, ""])
             path.with_suffix(".txt").write_text(text, encoding="utf-8")
-        has_failed = bool(failures) if self.has_failed is None else self.has_failed(record)
-        return FAILED if has_failed or record.get("left_out") else OK
+        return FAILED if self.has_failed(record) else OK
+
+    def has_failed(self, record: Record) -> bool:
+        """Whether a call of ours failed, or a step was left out."""
+        is_ours = [self.ours is None or one.name in self.ours for one in self.failures(record)]
+        return any(is_ours) or bool(record.get("left_out") or record.get("stopped"))

@@ -19,9 +19,9 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
-def number(value: float | None, form: str = ".2f") -> str:
+def number(value: float | None, form: str = ".2f", missing: str = "-") -> str:
     """A number of a table; "-" if there is none."""
-    return "-" if value is None else format(value, form)
+    return missing if value is None else format(value, form)
 
 
 def markdown(table: Table) -> str:

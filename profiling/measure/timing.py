@@ -18,6 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from profiling.measure.workers import Unusable
+
 T = TypeVar("T")
 
 # Calls from which the time of one call is estimated.
@@ -40,6 +42,11 @@ class Failure:
 class TimedCall:
     call: Callable[[], Any]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def __call__(self) -> Any:
+        """The result of one call, inside the context."""
+        with self.context():
+            return self.call()
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,10 @@ class Samples:
     def as_dict(self) -> dict[str, Any]:
         """The entry of a result file."""
         return {"ms": self.median_ms, "spread": self.spread, "calls": self.calls, "round_ms": self.round_ms}
+
+    def with_tflops(self, flops: float) -> dict[str, Any]:
+        """The entry of a result file, for a call of so many FLOPs."""
+        return {"tflops": flops / self.median_ms / 1e9, **self.as_dict()}
 
 
 @dataclass(frozen=True)
@@ -173,6 +184,34 @@ def attempt(action: Callable[[], T], timer: Timer) -> T | Failure:
         return failure
 
 
+@contextmanager
+def unusable_if_lost(timer: Timer) -> Iterator[None]:
+    """In a worker process: raise `Unusable` for a failure that lost the CUDA context."""
+    try:
+        yield
+    except DeviceLost as lost:
+        raise Unusable(str(lost)) from lost
+    except Exception as error:
+        try:
+            timer.synchronize()
+        except Exception:
+            raise Unusable(describe(error)) from error
+        raise
+
+
+def attempt_each(actions: Mapping[str, Callable[[], T]], timer: Timer) -> tuple[dict[str, T], dict[str, str]]:
+    """The results of the actions that succeed, and the messages of those that fail, by name."""
+    results: dict[str, T] = {}
+    failures: dict[str, str] = {}
+    for name, action in actions.items():
+        result = attempt(action, timer)
+        if isinstance(result, Failure):
+            failures[name] = result.message
+        else:
+            results[name] = result
+    return results, failures
+
+
 def balanced(names: Sequence[str], round_index: int) -> list[str]:
     """The order of one round, by a Williams design.
 
@@ -212,14 +251,9 @@ def time_batch(timed_call: TimedCall, batch: Batch, timer: Timer) -> float:
 
 def measure(timed_calls: Mapping[str, TimedCall], timer: Timer, rounds: int, budget_ms: float) -> Measured:
     """Time all calls, interleaved. One that fails is left out of later rounds."""
-    batches: dict[str, Batch] = {}
-    errors: dict[str, str] = {}
-    for name, timed_call in timed_calls.items():
-        batch = attempt(partial(warm_up, timed_call, timer, budget_ms), timer)
-        if isinstance(batch, Failure):
-            errors[name] = batch.message
-        else:
-            batches[name] = batch
+    batches, errors = attempt_each(
+        {name: partial(warm_up, timed_call, timer, budget_ms) for name, timed_call in timed_calls.items()}, timer
+    )
     times: dict[str, list[float]] = {name: [] for name in batches}
     for round_index in range(rounds):
         for name in balanced(list(times), round_index):

@@ -2,28 +2,39 @@
 
 The pools of the standard library do not support that: `multiprocessing.Pool` waits forever for a task whose process
 was killed, and `ProcessPoolExecutor` gives up all remaining tasks. Here a lost process is replaced, and its task ends
-with an error. Functions and arguments are pickled; processes are spawned, so that none inherits a CUDA context.
+with an error. Functions and arguments are pickled; processes are spawned, so that none inherits a CUDA context. This
+module imports only the standard library, so that a process can choose where it imports other packages from.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 # Seconds that a process may take to end.
 END_S = 10.0
 MAX_MESSAGE = 500
+STDOUT, STDERR = 1, 2  # file descriptors
 
 
 class Unusable(Exception):
     """Raised by a task that leaves its process unusable: the pool replaces the process."""
+
+
+class TaskFailed(RuntimeError):
+    """The error of a task that was called by `Pool.call`."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +56,15 @@ class Outcome:
 _to_parent: Connection | None = None
 
 
-def note(text: str) -> None:
+def _send(connection: Connection, message: Any) -> None:
+    """Send by plain pickle: `Connection.send` would share the memory of tensors."""
+    connection.send_bytes(pickle.dumps(message))
+
+
+def note(text: str | None) -> None:
     """Report the next step from inside a task. The outcome of a task whose process dies has the last note."""
     if _to_parent is not None:
-        _to_parent.send(("note", text))
+        _send(_to_parent, ("note", text))
 
 
 def _describe(error: BaseException) -> str:
@@ -56,35 +72,39 @@ def _describe(error: BaseException) -> str:
     return " ".join(text.split())[:MAX_MESSAGE]
 
 
-def _serve(connection: Connection, environment: Mapping[str, str]) -> None:
+def _serve(connection: Connection, environment: Mapping[str, str], packages: str | None) -> None:
     """The main loop of a worker process: run tasks until the parent closes the connection."""
     global _to_parent
     _to_parent = connection
     os.environ.update(environment)
-    # Ctrl-C reaches all processes of a terminal; the parent ends its workers itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if packages is not None:
+        sys.path.insert(0, packages)
+    # A new session: Ctrl-C reaches only the parent, which ends the worker with all processes that its tasks started.
+    os.setsid()
+    # The command's standard output is for tables.
+    os.dup2(STDERR, STDOUT)
     while True:
         try:
-            task = connection.recv()
+            task = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         # The time limit of a task does not include the start and the imports of its process.
-        connection.send(("note", None))
+        note(None)
         try:
-            connection.send(("value", task.function(*task.args)))
+            _send(connection, ("value", task.function(*task.args)))
         except Unusable as error:
-            connection.send(("lost", _describe(error)))
+            _send(connection, ("lost", _describe(error)))
             return
         except Exception as error:
-            connection.send(("error", _describe(error)))
+            _send(connection, ("error", _describe(error)))
 
 
 class _Worker:
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], packages: str | None) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        # A daemon ends with its parent.
-        self.process = context.Process(target=_serve, args=(theirs, dict(environment)), daemon=True)
+        # Not a daemon, which could not start processes. `Pool` ends it.
+        self.process = context.Process(target=_serve, args=(theirs, dict(environment), packages))
         self.process.start()
         # The worker holds the only other end now, so that reading fails if it dies.
         theirs.close()
@@ -95,7 +115,7 @@ class _Worker:
     def begin(self, index: int, task: Task) -> None:
         self.index, self.note, self.heard = index, None, time.monotonic()
         try:
-            self.connection.send(task)
+            _send(self.connection, task)
         except OSError:
             # The worker has died; `read` reports it.
             pass
@@ -103,7 +123,7 @@ class _Worker:
     def read(self) -> Outcome | None:
         """The end of the task, or None for a note."""
         try:
-            kind, content = self.connection.recv()
+            kind, content = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             return self.lost(f"its process ended with {self._exit()}")
         self.heard = time.monotonic()
@@ -127,17 +147,22 @@ class _Worker:
         self.connection.close()
         if not is_urgent:
             self.process.join(END_S)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(END_S)
+        assert self.process.pid
+        with suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join(END_S)
 
 
 class Pool:
-    """Up to `size` processes with additions to the environment; one without a message for `limit_s` counts as hung."""
+    """Up to `size` processes with additions to the environment; one without a message for `limit_s` counts as hung.
 
-    def __init__(self, size: int, environment: Mapping[str, str], limit_s: float) -> None:
+    `packages`: a folder from which the processes import first.
+    """
+
+    def __init__(self, size: int, environment: Mapping[str, str], limit_s: float, packages: Path | None = None) -> None:
         self.size, self.limit_s = size, limit_s
-        self._environment = dict(environment)
+        self._start = partial(_Worker, dict(environment), str(packages) if packages else None)
         self._idle: list[_Worker] = []
         self._busy: list[_Worker] = []
 
@@ -155,10 +180,17 @@ class Pool:
         waiting = deque(enumerate(tasks))
         while waiting or self._busy:
             while waiting and len(self._busy) < self.size:
-                worker = self._idle.pop() if self._idle else _Worker(self._environment)
+                worker = self._idle.pop() if self._idle else self._start()
                 worker.begin(*waiting.popleft())
                 self._busy.append(worker)
             yield from self._heard()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of one task. Raises `TaskFailed`."""
+        (outcome,) = self.run([Task(function, args)])
+        if outcome.error is not None:
+            raise TaskFailed(outcome.error + (f" (at: {outcome.note})" if outcome.note else ""))
+        return outcome.value
 
     def _heard(self) -> Iterator[Outcome]:
         """Wait for a message of a worker, or until one exceeds the time limit."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiling.peers.peer import Library, MakeForward
+from profiling.peers.peer import MakeForward, Peer
 
 
 def _load() -> MakeForward:
@@ -23,10 +23,10 @@ def _use_kernels(family: str) -> AbstractContextManager[Any]:
     return importlib.import_module("cute_flash").use_kernels(family)
 
 
-def our_library(name: str = "cute_flash", kernels: str = "auto") -> Library:
+def our_peer(name: str = "cute_flash", kernels: str = "auto") -> Peer:
     """`cute_flash.attn` with the kernels of a family; "auto": as the library chooses."""
     context = nullcontext if kernels == "auto" else partial(_use_kernels, kernels)
-    return Library(name, _load, context=context, is_ours=True)
+    return Peer(name, _load, context=context, is_ours=True)
 
 
 def _later_keys(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

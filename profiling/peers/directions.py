@@ -14,7 +14,7 @@ from profiling.measure.accuracy import Oracle, random_dout, random_inputs
 from profiling.measure.oracles import GRADIENTS, backward_oracles, forward_oracle
 from profiling.measure.shapes import Shape
 from profiling.measure.timing import TimedCall, Timer
-from profiling.peers.peer import BackwardCall, Call, Peer, as_bhsd, in_layout
+from profiling.peers.peer import Peer, as_bhsd, in_layout
 
 Inputs = tuple[Tensor, ...]
 
@@ -24,6 +24,7 @@ class Direction:
     """One direction. The i-th output has the shape of the i-th input."""
 
     outputs: tuple[str, ...]
+    # `prepare` and `oracles` take the inputs q, k and v; of the backward dout too.
     inputs: Callable[[Shape, torch.dtype, torch.device, int, str], Inputs]
     prepare: Callable[[Peer, Inputs, bool], Callable[[], Any]]
     oracles: Callable[[Inputs, bool], dict[str, Oracle]]  # by output
@@ -46,32 +47,12 @@ def _backward_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, see
     return *random_inputs(shape, dtype, device, seed, distribution), random_dout(shape, dtype, device, seed)
 
 
-def _prepare(peer: Peer, inputs: Inputs, causal: bool) -> Call:
-    q, k, v = inputs
-    return peer.prepare(q, k, v, causal)
-
-
-def _prepare_backward(peer: Peer, inputs: Inputs, causal: bool) -> BackwardCall:
-    q, k, v, dout = inputs
-    return peer.prepare_backward(q, k, v, dout, causal)
-
-
-def _oracles(inputs: Inputs, causal: bool) -> dict[str, Oracle]:
-    q, k, v = inputs
-    return {"out": forward_oracle(q, k, v, causal)}
-
-
-def _backward_oracles(inputs: Inputs, causal: bool) -> dict[str, Oracle]:
-    q, k, v, dout = inputs
-    return backward_oracles(q, k, v, dout, causal)
-
-
 DIRECTIONS = {
     "fwd": Direction(
         outputs=("out",),
         inputs=random_inputs,
-        prepare=_prepare,
-        oracles=_oracles,
+        prepare=lambda peer, x, causal: peer.prepare(x[0], x[1], x[2], causal),
+        oracles=lambda x, causal: {"out": forward_oracle(x[0], x[1], x[2], causal)},
         has_fixed_order=True,
         method={
             "flops": "4 B H S^2 D, halved when causal",
@@ -81,8 +62,8 @@ DIRECTIONS = {
     "bwd": Direction(
         outputs=GRADIENTS,
         inputs=_backward_inputs,
-        prepare=_prepare_backward,
-        oracles=_backward_oracles,
+        prepare=lambda peer, x, causal: peer.prepare_backward(x[0], x[1], x[2], x[3], causal),
+        oracles=lambda x, causal: backward_oracles(x[0], x[1], x[2], x[3], causal),
         # dQ is summed by atomic additions, in no fixed order.
         has_fixed_order=False,
         method={

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from profiling.measure.timing import TimedCall, describe
-from profiling.peers.peer import gradients_of
+from profiling.peers.peer import gradients_of, to_bshd
 
 # (queries, keys) of a block by head dim. In the backward these are the smallest that it supports, because they skip
 # the most.
@@ -53,29 +52,26 @@ def block_indices(mask: Callable[..., Any], x: Tensor, direction: str) -> tuple[
     return tuple(getattr(made, name) for name in names), block
 
 
-@dataclass(frozen=True)
-class Fa4Call:
-    """Imports the package when it is prepared: without the package only this peer fails."""
+def prepare(
+    inputs: Sequence[Tensor], make: Callable[[], Any], mask: Callable[..., Any] | None, direction: str
+) -> TimedCall:
+    """The call on (B, H, S, D) inputs; its results are (B, S, H, D).
 
-    inputs: tuple[Tensor, ...]  # (B, H, S, D)
-    make: Callable[[], Any]  # a function of `fa4_functions`
-    mask: Callable[..., Any] | None = None  # the same mask in torch, for the block indices
-    is_bshd: ClassVar[bool] = True
+    `make` makes a function of `fa4_functions`; `mask` is the same mask in torch, for the block indices. The package is
+    imported here: without it only this peer fails.
+    """
+    attend = importlib.import_module("flash_attn.cute.interface").flash_attn_func
+    options = make().options()
+    if mask is not None:
+        options["block_sparse_tensors"] = _blocks(mask, inputs[0], "fwd")
+    leaves = to_bshd(inputs)
+    if direction == "fwd":
+        return TimedCall(torch.no_grad()(lambda: attend(*leaves, **options)[0]))
+    if mask is not None:
+        options["block_sparse_tensors_bwd"] = _blocks(mask, inputs[0], "bwd")
+    return gradients_of(lambda *tensors: attend(*tensors, **options)[0], leaves, is_bshd=True)
 
-    def prepare(self, direction: str) -> TimedCall:
-        attend = importlib.import_module("flash_attn.cute.interface").flash_attn_func
-        options = self.make().options()
-        if self.mask is not None:
-            options["block_sparse_tensors"] = self._blocks("fwd")
-        leaves = [x.transpose(1, 2).contiguous() for x in self.inputs]
-        if direction == "fwd":
-            return TimedCall(torch.no_grad()(lambda: attend(*leaves, **options)[0]))
-        if self.mask is not None:
-            options["block_sparse_tensors_bwd"] = self._blocks("bwd")
-        return gradients_of(lambda *inputs: attend(*inputs, **options)[0], leaves, self.is_bshd)
 
-    def _blocks(self, direction: str) -> Any:
-        assert self.mask is not None
-        tensors, block = block_indices(self.mask, self.inputs[0], direction)
-        make = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
-        return make(*tensors, block_size=block)
+def _blocks(mask: Callable[..., Any], x: Tensor, direction: str) -> Any:
+    tensors, block = block_indices(mask, x, direction)
+    return importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch(*tensors, block_size=block)

@@ -6,14 +6,14 @@ import ctypes
 import importlib
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from profiling.peers.peer import BackwardCall, Gradients, Library, MakeForward, PrepareBackward
+from profiling.peers.peer import BackwardCall, Gradients, MakeForward, Peer, PrepareBackward
 
 FA4 = "fa4"
 # With this variable FlashAttention-4 keeps compiled kernels in a folder.
@@ -50,21 +50,21 @@ def fa3_forward() -> BshdForward:
     return forward
 
 
+def fa3_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any) -> Gradients:
+    """dq, dk and dv. They are passed to the op, as its package does: its return values differ between versions."""
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    fa3_ops().bwd(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options)
+    return dq, dk, dv
+
+
 def fa3_backward() -> PrepareBackward:
     """The backward op: the forward op has no autograd formula."""
-    forward, backward = fa3_ops().fwd, fa3_ops().bwd
+    forward, _ = fa3_ops().fwd, fa3_ops().bwd  # raises an error if one is missing
 
     def prepare(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
         options = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": causal}
         out, lse = forward(q, k, v, num_splits=1, **options)[:2]
-
-        def call() -> Gradients:
-            # The gradients are passed to the op, as its package does: its return values differ between versions.
-            dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-            backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options)
-            return dq, dk, dv
-
-        return call
+        return partial(fa3_gradients, dout, q, k, v, out, lse, **options)
 
     return prepare
 
@@ -85,13 +85,13 @@ def fa2_forward() -> BshdForward:
     return lambda q, k, v, causal: func(q, k, v, causal=causal)
 
 
-def bshd_library(
+def bshd_peer(
     name: str, load: Callable[[], BshdForward], load_backward: Callable[[], PrepareBackward] | None = None
-) -> Library:
+) -> Peer:
     """A library whose function takes (B, S, H, D) tensors and whether the mask is causal."""
 
     def load_forward() -> MakeForward:
         forward = load()
         return lambda q, k, causal: lambda q, k, v: forward(q, k, v, causal)
 
-    return Library(name, load_forward, load_backward, is_bshd=True)
+    return Peer(name, load_forward, load_backward, is_bshd=True)

@@ -6,7 +6,6 @@ and returns (B, S, H, D).
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-from profiling.peers.flash_attention import fa3_ops
-from profiling.peers.peer import NO_GPU
+from profiling.peers.flash_attention import fa3_gradients, fa3_ops
+from profiling.peers.flex import is_causal, shared_compiled_flex
+from profiling.peers.peer import missing
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -34,13 +35,7 @@ class Attention:
 
     def unavailable(self, device: torch.device) -> str | None:
         """The reason why it cannot run here, or None."""
-        if device.type == "cuda" and not torch.cuda.is_available():
-            return NO_GPU
-        try:
-            self.make()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return None
+        return missing(self.make, needs_gpu=device.type == "cuda")
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
@@ -87,15 +82,10 @@ def _sdpa_through_us() -> AbstractContextManager[Any]:
     return sdpa()
 
 
-def _is_causal(batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return q_idx >= kv_idx
-
-
 @lru_cache(maxsize=8)
 def _block_mask(seqlen: int, device: torch.device) -> Any:
     """torch's `BlockMask` of a causal mask. It is made at the first step, which is not timed."""
-    module = importlib.import_module("torch.nn.attention.flex_attention")
-    return module.create_block_mask(_is_causal, None, None, seqlen, seqlen, device=device)
+    return create_block_mask(is_causal, None, None, seqlen, seqlen, device=device)
 
 
 def _flex_with(function: Callable[..., Any]) -> Function:
@@ -112,11 +102,8 @@ def _our_flex() -> Function:
     return _flex_with(flex_attention)
 
 
-@lru_cache(maxsize=1)
-def _compiled_flex() -> Function:
-    importlib.import_module("triton")  # FlexAttention compiles to Triton kernels
-    flex_attention = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
-    return _flex_with(torch.compile(flex_attention, dynamic=False))
+def _flex() -> Function:
+    return _flex_with(shared_compiled_flex())
 
 
 class _Fa3(torch.autograd.Function):
@@ -132,9 +119,7 @@ class _Fa3(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        fa3_ops().bwd(dout.contiguous(), q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **ctx.options)
-        return dq, dk, dv
+        return fa3_gradients(dout.contiguous(), q, k, v, out, lse, **ctx.options)
 
 
 def _fa3() -> Function:
@@ -152,7 +137,7 @@ ATTENTIONS = (
     Attention("SDPA, cuDNN", _sdpa, context=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)),
     Attention("SDPA, FlashAttention-2", _sdpa, context=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
     Attention("FlashAttention-3", _fa3),
-    Attention("FlexAttention, compiled", _compiled_flex),
+    Attention("FlexAttention, compiled", _flex),
 )
 # Those that take CPU tensors, forward and backward.
 ON_CPU = tuple(one for one in ATTENTIONS if one.is_ours and one.context is nullcontext)

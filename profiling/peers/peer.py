@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,30 +35,9 @@ NO_GPU = "no CUDA device"
 AGREEMENT = 2e-2
 
 
-class Peer(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def is_ours(self) -> bool: ...
-
-    @property
-    def is_bshd(self) -> bool:
-        """Whether its output is (B, S, H, D)."""
-        ...
-
-    def available(self, direction: str = "fwd") -> str | None: ...
-
-    def context(self) -> AbstractContextManager[Any]: ...
-
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call: ...
-
-    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall: ...
-
-
-def missing(load: Callable[[], object]) -> str | None:
+def missing(load: Callable[[], object], needs_gpu: bool = True) -> str | None:
     """The reason why `load` fails, or None. Any exception of a peer's import counts."""
-    if not torch.cuda.is_available():
+    if needs_gpu and not torch.cuda.is_available():
         return NO_GPU
     try:
         load()
@@ -79,17 +58,6 @@ def in_layout(x: Tensor, layout: str) -> Tensor:
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def through_autograd(forward: Forward, inputs: Sequence[Tensor], dout: Tensor) -> BackwardCall:
-    """A call that computes the gradients of one forward pass again."""
-    q, k, v = (x.detach().requires_grad_() for x in inputs)
-    # The benchmark runs under no_grad.
-    with torch.enable_grad():
-        out = forward(q, k, v)
-    # In the stride order of the output, as the next layer's gradient would be, so that no peer copies it.
-    dout = torch.empty_like(out).copy_(dout)
-    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-
-
 # q, k and whether the mask is causal -> the forward pass. It makes masks, which are not timed.
 MakeForward = Callable[[Tensor, Tensor, bool], Forward]
 # q, k, v, dout and whether the mask is causal -> the call that computes the gradients.
@@ -97,15 +65,15 @@ PrepareBackward = Callable[[Tensor, Tensor, Tensor, Tensor, bool], BackwardCall]
 
 
 @dataclass(frozen=True)
-class Library:
-    """A peer: its functions are loaded when they are needed, and raise an error if the library is missing."""
+class Peer:
+    """A library, or cute_flash: its functions are loaded when they are needed, and raise an error if it is missing."""
 
     name: str
     load: Callable[[], MakeForward]
     load_backward: Callable[[], PrepareBackward] | None = None  # None: by autograd
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     is_ours: bool = False
-    is_bshd: bool = False
+    is_bshd: bool = False  # whether its tensors are (B, S, H, D)
 
     def available(self, direction: str = "fwd") -> str | None:
         return missing((self.load_backward if direction == "bwd" else None) or self.load)
@@ -119,7 +87,7 @@ class Library:
         Q, K, V, dO = to_bshd((q, k, v, dout)) if self.is_bshd else (q, k, v, dout)
         if self.load_backward is not None:
             return self.load_backward()(Q, K, V, dO, causal)
-        return through_autograd(self.load()(Q, K, causal), (Q, K, V), dO)
+        return gradients_of(self.load()(Q, K, causal), (Q, K, V), dO).call
 
 
 def as_bhsd(peer: Peer, out: Tensor) -> Tensor:
@@ -127,19 +95,25 @@ def as_bhsd(peer: Peer, out: Tensor) -> Tensor:
     return out.transpose(1, 2) if peer.is_bshd else out
 
 
-def gradients_of(forward: Callable[..., Any], inputs: Sequence[Tensor], is_bshd: bool = False) -> TimedCall:
-    """A call that computes the gradients of one forward pass again; dout is the same for all peers.
+def gradients_of(
+    forward: Callable[..., Any], inputs: Sequence[Tensor], dout: Tensor | None = None, is_bshd: bool = False
+) -> TimedCall:
+    """A call that computes the gradients of one forward pass again.
 
-    They are the gradients of the inputs, and of keyword arguments of a partial function that require one.
+    They are the gradients of the inputs, and of keyword arguments of a partial function that require one. Without
+    `dout`, it is random, and the same for peers whose output is (B, H, S, D) and for those whose output `is_bshd`.
     """
     leaves = [x.detach().requires_grad_() for x in inputs]
+    # The benchmark runs under no_grad.
     with torch.enable_grad():
         out = forward(*leaves)
     keywords = forward.keywords.values() if isinstance(forward, partial) else ()
     leaves += [x for x in keywords if isinstance(x, Tensor) and x.requires_grad]
-    shape = out.transpose(1, 2).shape if is_bshd else out.shape
-    generator = torch.Generator(out.device).manual_seed(1)
-    values = torch.randn(shape, generator=generator, device=out.device, dtype=out.dtype)
-    # In the stride order of the output, as the next layer's gradient would be.
-    dout = torch.empty_like(out).copy_(values.transpose(1, 2) if is_bshd else values)
+    if dout is None:
+        shape = out.transpose(1, 2).shape if is_bshd else out.shape
+        generator = torch.Generator(out.device).manual_seed(1)
+        dout = torch.randn(shape, generator=generator, device=out.device, dtype=out.dtype)
+        dout = dout.transpose(1, 2) if is_bshd else dout
+    # In the stride order of the output, as the next layer's gradient would be, so that no peer copies it.
+    dout = torch.empty_like(out).copy_(dout)
     return TimedCall(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))

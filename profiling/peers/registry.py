@@ -6,33 +6,34 @@ from collections.abc import Sequence
 
 from torch.nn.attention import SDPBackend
 
-from profiling.peers.cute_flash import our_library
-from profiling.peers.flash_attention import FA4, bshd_library, fa2_forward, fa3_backward, fa3_forward, fa4_forward
-from profiling.peers.flex import flex_library
+from profiling.peers.cute_flash import our_peer
+from profiling.peers.flash_attention import FA4, bshd_peer, fa2_forward, fa3_backward, fa3_forward, fa4_forward
+from profiling.peers.flex import flex_peer
 from profiling.peers.peer import Peer
-from profiling.peers.sdpa import sdpa_library
+from profiling.peers.sdpa import sdpa_peer
 
 
 def registry(kernels: str = "auto") -> dict[str, Peer]:
     """All peers by name, ours first. `kernels` is the family that `cute_flash` runs."""
     peers: list[Peer] = [
-        our_library(kernels=kernels),
+        our_peer(kernels=kernels),
         # By name only: to compare the families in one run.
-        our_library("cute_flash-sm80", "sm80"),
-        our_library("cute_flash-sm90", "sm90"),
-        sdpa_library("sdpa-flash", SDPBackend.FLASH_ATTENTION),
-        sdpa_library("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
-        sdpa_library("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
+        our_peer("cute_flash-sm80", "sm80"),
+        our_peer("cute_flash-sm90", "sm90"),
+        sdpa_peer("sdpa-flash", SDPBackend.FLASH_ATTENTION),
+        sdpa_peer("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
+        sdpa_peer("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
         # By name only: it compiles for every cell.
-        flex_library(),
-        bshd_library("fa3", fa3_forward, fa3_backward),
-        bshd_library(FA4, fa4_forward),
-        bshd_library("flash_attn", fa2_forward),
+        flex_peer(),
+        bshd_peer("fa3", fa3_forward, fa3_backward),
+        bshd_peer(FA4, fa4_forward),
+        bshd_peer("flash_attn", fa2_forward),
     ]
     return {peer.name: peer for peer in peers}
 
 
 BY_NAME_ONLY = ("cute_flash-sm80", "cute_flash-sm90", "flex")
+OURS = tuple(name for name, peer in registry().items() if peer.is_ours)
 DEFAULT_NAMES = tuple(name for name in registry() if name not in BY_NAME_ONLY)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from profiling.peers.peer import Forward, Library, MakeForward
+from profiling.peers.peer import Forward, MakeForward, Peer
 
 
 def _load() -> MakeForward:
@@ -21,6 +21,6 @@ def _load() -> MakeForward:
     return make
 
 
-def sdpa_library(name: str, backend: SDPBackend) -> Library:
+def sdpa_peer(name: str, backend: SDPBackend) -> Peer:
     """One backend, called as users call it."""
-    return Library(name, _load, context=partial(sdpa_kernel, backend))
+    return Peer(name, _load, context=partial(sdpa_kernel, backend))

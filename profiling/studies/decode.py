@@ -16,11 +16,10 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -29,9 +28,9 @@ from profiling.measure.accuracy import nan_in_new_memory
 from profiling.measure.host_time import host_times
 from profiling.measure.launches import needed_kernels
 from profiling.measure.options import MS, ROUNDS, SEED
-from profiling.measure.study import Record, Step, Study, Tools
+from profiling.measure.study import CellFailure, Record, Step, Study, Tools, failures_in
 from profiling.measure.tables import Table, geometric_mean, number
-from profiling.measure.timing import Failure, Samples, TimedCall, attempt, measure
+from profiling.measure.timing import Samples, TimedCall, attempt_each, measure
 from profiling.studies import decode_cases
 from profiling.studies.decode_cases import OURS, PEERS, PLAIN, VARIANTS, Call, Inputs, Shape, Sizes
 
@@ -42,6 +41,8 @@ CELLS = (
 VARIANT_CELLS = ((1, 8192), (8, 8192), (64, 4096))
 LAYER_CELLS, NUM_LAYERS = ((1, 8192), (8, 8192)), 32
 HOST_CELL = (1, 1024)
+# The call of the host times that appends.
+APPENDED = f"{OURS}, append"
 # Host time: calls per loop, and number of loops.
 HOST_CALLS, HOST_LOOPS = 200, 9
 SMALL_BATCH = 4
@@ -74,17 +75,12 @@ def inputs_of(cell: tuple[int, int], settings: Settings, tools: Tools) -> Inputs
     return Inputs.random(Shape(*cell), settings.sizes, tools.device, settings.seed)
 
 
-def _of_context(call: Call) -> Any:
-    with call.context():
-        return call.call()
-
-
 def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
-    calls: list[Callable[[], Any]] = []
+    calls: list[TimedCall] = []
     for cell in dict.fromkeys((settings.cells[0], *settings.variant_cells)):
         inputs = inputs_of(cell, settings, tools)
         ours = (decode_cases.library_calls(inputs)[OURS], *decode_cases.variants(inputs, settings.seed).values())
-        calls += [partial(_of_context, call) for call in ours]
+        calls += [TimedCall(call.call, call.context) for call in ours]
     return needed_kernels(calls)
 
 
@@ -123,16 +119,10 @@ def _timing(samples: Samples, num_bytes: int) -> Record:
 
 def measure_calls(shape: Shape, made: Mapping[str, Call], settings: Settings, tools: Tools) -> Record:
     """Check all calls, then time them. A call with a wrong result is timed too, and listed as wrong."""
-    errors: dict[str, float | None] = {}
-    failures: dict[str, str] = {}
-    timed_calls: dict[str, TimedCall] = {}
-    for name, call in made.items():
-        error = attempt(partial(error_of, call, settings.sizes), tools.timer)
-        if isinstance(error, Failure):
-            failures[name] = error.message
-            continue
-        errors[name] = error
-        timed_calls[name] = TimedCall(call.call, call.context)
+    errors, failures = attempt_each(
+        {name: partial(error_of, call, settings.sizes) for name, call in made.items()}, tools.timer
+    )
+    timed_calls = {name: TimedCall(made[name].call, made[name].context) for name in errors}
     measured = measure(timed_calls, tools.timer, settings.rounds, settings.ms)
     bytes_of = {name: shape.kv_bytes(settings.sizes, 1 if name == decode_cases.FP8_CACHE else 2) for name in made}
     return {
@@ -194,7 +184,7 @@ def measure_host(settings: Settings, tools: Tools) -> Record:
     """Host time of a call: plain, with append and rotary embedding, and of the peers."""
     inputs, names = inputs_of(settings.host_cell, settings, tools), _available()
     made = {name: call for name, call in decode_cases.library_calls(inputs).items() if name in names}
-    made[f"{OURS}, append"] = decode_cases.variants(inputs, settings.seed)[decode_cases.APPEND]
+    made[APPENDED] = decode_cases.variants(inputs, settings.seed)[decode_cases.APPEND]
     timed_calls = {("decode", name): TimedCall(call.call, call.context) for name, call in made.items()}
     order = random.Random(settings.seed)
     times = host_times(timed_calls, tools.events, tools.clock, HOST_CALLS, HOST_LOOPS, order)
@@ -324,23 +314,21 @@ def tables(record: Record) -> list[Table]:
     return [cell_table(record), mean_table(record), variant_table(record), layer_table(record), host_table(record)]
 
 
-def failures(record: Record) -> list[str]:
-    lines = []
-    for kind in ("cells", "variants"):
-        for cell in record[kind]:
-            place = Shape(cell["batch"], cell["length"]).id
-            lines += [f"{place}, {name}: {message}" for name, message in cell["failures"].items()]
-            for name in cell["wrong"]:
-                error = cell["errors"][name]
-                lines.append(f"{place}, {name}: " + ("not finite" if error is None else f"error {error:.1e}"))
-    return lines + [f"host, {name}: {message}" for name, message in record["host"]["failures"].items()]
+def _title(cell: Record) -> str:
+    return Shape(cell["batch"], cell["length"]).id
 
 
-def has_failed(record: Record) -> bool:
-    """Whether cute_flash failed or was wrong somewhere."""
-    ours = [(cell, (OURS,)) for cell in record["cells"]] + [(cell, tuple(VARIANTS)) for cell in record["variants"]]
-    is_bad = any(name in cell["wrong"] or name in cell["failures"] for cell, names in ours for name in names)
-    return is_bad or any(name.startswith(OURS) for name in record["host"]["failures"])
+def failures(record: Record) -> list[CellFailure]:
+    cells = [*record["cells"], *record["variants"]]
+    wrong = [(cell, name, cell["errors"][name]) for cell in cells for name in cell["wrong"]]
+    return [
+        *failures_in(cells, _title),
+        *(
+            CellFailure(_title(cell), name, "not finite" if error is None else f"error {error:.1e}")
+            for cell, name, error in wrong
+        ),
+        *failures_in([record["host"]], lambda host: "host"),
+    ]
 
 
 STUDY = Study(
@@ -360,5 +348,5 @@ STUDY = Study(
     steps=steps,
     tables=tables,
     failures=failures,
-    has_failed=has_failed,
+    ours=(OURS, APPENDED, *VARIANTS),
 )

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_flash
 from profiling.peers.flash_attention import fa3_ops
-from profiling.peers.peer import NO_GPU
+from profiling.peers.peer import missing
 
 OURS, CUDNN, FLASH, FA3 = "cute_flash", "sdpa-cudnn", "sdpa-flash", "fa3"
 PEERS = (CUDNN, FLASH, FA3)
@@ -118,13 +118,9 @@ def exact_rows(q: Tensor, k: Tensor, v: Tensor, sequence: int, head_kv: int) -> 
 
 def unavailable() -> dict[str, str]:
     """Peer -> the reason why it cannot run here."""
-    if not torch.cuda.is_available():
-        return dict.fromkeys(PEERS, NO_GPU)
-    try:
-        fa3_ops()
-    except Exception as error:
-        return {FA3: f"{type(error).__name__}: {error}"}
-    return {}
+    loads: dict[str, Callable[[], object]] = {CUDNN: lambda: None, FLASH: lambda: None, FA3: fa3_ops}
+    reasons = {name: missing(load) for name, load in loads.items()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _sdpa(inputs: Inputs) -> Tensor:

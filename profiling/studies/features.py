@@ -12,94 +12,51 @@ call is faster. "both" adds the times of the two directions. Times are device ti
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import cute_flash
 from cute_flash.planning.plan import CompileKey
-from cute_flash.tools.precompile import precompile_keys
-from cute_flash.tools.progress import steps
-from profiling.measure import machine
 from profiling.measure.accuracy import relative_difference
 from profiling.measure.gpu_lock import GpuLock
-from profiling.measure.launches import recorded_kernels
-from profiling.measure.options import MS, ROUNDS, SEED, add_jobs, add_options, add_out, name_list, option, settings_of
-from profiling.measure.record import write_json
-from profiling.measure.study import FAILED, OK, Command, need_gpu
-from profiling.measure.tables import Table, print_lines, show
-from profiling.measure.timing import Failure, GraphTimer, Samples, TimedCall, Timer, attempt, measure
-from profiling.peers.cute_flash import OPTIONS, our_library
+from profiling.measure.launches import needed_kernels
+from profiling.measure.options import MS, ROUNDS, SEED, option
+from profiling.measure.shapes import MASKS
+from profiling.measure.study import CellFailure, Record, Step, Study, Tools
+from profiling.measure.tables import Table, number
+from profiling.measure.timing import TimedCall, Timer, attempt_each, measure
+from profiling.peers.cute_flash import OPTIONS, our_peer
 from profiling.peers.directions import DIRECTIONS
-from profiling.peers.flash_attention import fa3_ops
-from profiling.peers.peer import AGREEMENT, KERNELS, Call, gradients_of
+from profiling.peers.flash_attention import fa3_gradients, fa3_ops
+from profiling.peers.peer import AGREEMENT, KERNELS, gradients_of
 
 SHORTEST, LONGEST = 100, 8192
-Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Settings:
-    head_dims: tuple[int, ...] = option((64, 128))
-    hidden: int = 2048
-    batch: int = 4
-    seqlen: int = 4096
-    long: int = 16384  # length at which the window is measured
-    window: int = 1024
-    sequences: int = 16  # of the ragged batch
-    # (D, Dv) of the cells by head dim.
-    pairs: tuple[tuple[int, int], ...] = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
-    rounds: int = ROUNDS(6)
-    ms: float = MS(15.0)
-    seed: int = SEED(0)
-    # Of `mods`: the functions and peers to measure; empty: all.
-    functions: tuple[str, ...] = ()
-    peers: tuple[str, ...] = ()
+class CellCall:
+    """One call of a cell: a function of the direction that returns the call, whose result is out or the gradients."""
+
+    prepare: Callable[[str], TimedCall]
+    is_ours: bool = False
+    is_bshd: bool = False  # whether its results are (B, S, H, D)
 
 
-class Implementation(Protocol):
-    """One implementation in a cell; its calls return the output or the gradients."""
-
-    @property
-    def is_bshd(self) -> bool:
-        """Whether its results are (B, S, H, D)."""
-        ...
-
-    def prepare(self, direction: str) -> TimedCall: ...
+def through_autograd(function: Callable[..., Any], inputs: Sequence[Tensor], direction: str) -> TimedCall:
+    if direction == "fwd":
+        return TimedCall(torch.no_grad()(partial(function, *inputs)))
+    return gradients_of(function, inputs)
 
 
-@dataclass(frozen=True)
-class AutogradCall:
-    """A forward pass on its own tensors, or ready-made calls for each direction."""
-
-    forward: Forward | None = None
-    inputs: tuple[Tensor, ...] = ()
-    calls: Callable[[], dict[str, Call]] | None = None
-    is_bshd: ClassVar[bool] = False
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether the forward pass is a function of cute_flash, with or without bound arguments."""
-        function = self.forward.func if isinstance(self.forward, partial) else self.forward
-        return str(getattr(function, "__module__", "")).partition(".")[0] == "cute_flash"
-
-    def prepare(self, direction: str) -> TimedCall:
-        if self.calls is not None:
-            return TimedCall(self.calls()[direction])
-        assert self.forward is not None
-        if direction == "fwd":
-            return TimedCall(torch.no_grad()(partial(self.forward, *self.inputs)))
-        return gradients_of(self.forward, self.inputs)
+def ours(function: Callable[..., Any], inputs: Sequence[Tensor], **options: Any) -> CellCall:
+    """A function of cute_flash."""
+    return CellCall(partial(through_autograd, partial(function, **options), inputs), is_ours=True)
 
 
 @dataclass(frozen=True)
@@ -112,44 +69,31 @@ class Cell:
 
     kind: str
     name: str
-    calls: Mapping[str, Implementation]
+    calls: Mapping[str, CellCall]
     base: str
     alike: str | None = None
-
-
-@dataclass(frozen=True)
-class CellResult:
-    kind: str
-    name: str
-    base: str
-    samples: dict[str, dict[str, Samples]] = field(default_factory=dict)  # by direction and call
-    errors: dict[str, str] = field(default_factory=dict)
-
-    def ms(self, call: str, direction: str) -> float | None:
-        parts = DIRECTIONS if direction == "both" else (direction,)
-        samples = [self.samples.get(part, {}).get(call) for part in parts]
-        times = [x.median_ms for x in samples if x is not None]
-        return sum(times) if len(times) == len(parts) else None
-
-    def ratio(self, call: str, direction: str, base: str | None = None) -> float | None:
-        mine, theirs = self.ms(call, direction), self.ms(base or self.base, direction)
-        return theirs / mine if mine and theirs else None
-
-    def rows(self) -> Iterator[tuple[str, ...]]:
-        calls = dict.fromkeys(call for samples in self.samples.values() for call in samples)
-        for call in calls:
-            times = (self.ms(call, direction) for direction in DIRECTIONS)
-            ratios = (self.ratio(call, direction) for direction in (*DIRECTIONS, "both"))
-            numbers = [*(f"{x:.3f}" if x else "-" for x in times), *(f"{x:.2f}" if x else "-" for x in ratios)]
-            yield (f"{self.name}: {call}", *numbers)
 
 
 # ---- the cells
 # -------------------------------------------------------------------------------------------------------
 
 
-def random_qkv(settings: Settings, device: torch.device, *shape: int) -> tuple[Tensor, ...]:
-    generator = torch.Generator(device).manual_seed(settings.seed)
+@dataclass(frozen=True)
+class Sizes:
+    """The tensors of the cells of `features` and `mods`."""
+
+    hidden: int = 2048
+    batch: int = 4
+    seqlen: int = 4096
+    long: int = 16384  # length at which the window and mods are measured too
+    window: int = 1024
+    sequences: int = 16  # of the ragged batch
+    # (D, Dv) of the cells by head dim.
+    pairs: tuple[tuple[int, int], ...] = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+
+
+def random_qkv(seed: int, device: torch.device, *shape: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator(device).manual_seed(seed)
     return tuple(torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(3))
 
 
@@ -157,64 +101,56 @@ def random_qkv(settings: Settings, device: torch.device, *shape: int) -> tuple[T
 SCORE_FEATURES = ("plain", "dropout", "softcap", "alibi", "sinks")
 
 
-def feature_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
-    from cute_flash import attn
-
-    for head_dim in settings.head_dims:
-        heads = settings.hidden // head_dim
-        inputs = random_qkv(settings, device, settings.batch, heads, settings.seqlen, head_dim)
-        kinds = {name: OPTIONS[name](heads, settings.seqlen, device) for name in SCORE_FEATURES}
-        for causal in (False, True):
-            calls = {name: AutogradCall(partial(attn, causal=causal, **kind), inputs) for name, kind in kinds.items()}
-            mask = "causal" if causal else "full"
-            yield Cell("feature", f"D={head_dim} S={settings.seqlen} {mask}", calls, "plain")
+def feature_cells(sizes: Sizes, seed: int, device: torch.device, head_dim: int) -> Iterator[Cell]:
+    heads = sizes.hidden // head_dim
+    inputs = random_qkv(seed, device, sizes.batch, heads, sizes.seqlen, head_dim)
+    options = {name: OPTIONS[name](heads, sizes.seqlen, device) for name in SCORE_FEATURES}
+    for causal in (False, True):
+        calls = {name: ours(cute_flash.attn, inputs, causal=causal, **one) for name, one in options.items()}
+        yield Cell("feature", f"D={head_dim} S={sizes.seqlen} {MASKS[causal]}", calls, "plain")
 
 
-def window_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
-    from cute_flash import attn
-
-    for head_dim in settings.head_dims:
-        inputs = random_qkv(settings, device, 1, settings.hidden // head_dim, settings.long, head_dim)
-        calls = {
-            "causal": AutogradCall(partial(attn, causal=True), inputs),
-            f"window {settings.window}": AutogradCall(partial(attn, window=(settings.window, 0)), inputs),
-        }
-        yield Cell("window", f"D={head_dim} S={settings.long}", calls, "causal")
+def window_cells(sizes: Sizes, seed: int, device: torch.device, head_dim: int) -> Iterator[Cell]:
+    inputs = random_qkv(seed, device, 1, sizes.hidden // head_dim, sizes.long, head_dim)
+    calls = {
+        "causal": ours(cute_flash.attn, inputs, causal=True),
+        f"window {sizes.window}": ours(cute_flash.attn, inputs, window=(sizes.window, 0)),
+    }
+    yield Cell("window", f"D={head_dim} S={sizes.long}", calls, "causal")
 
 
-def _offsets(lengths: list[int], device: torch.device) -> Tensor:
+def varlen(inputs: Sequence[Tensor], lengths: Sequence[int], causal: bool) -> CellCall:
+    offsets = offsets_of(lengths, inputs[0].device)
+    return ours(cute_flash.attn_varlen, inputs, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=causal)
+
+
+def offsets_of(lengths: Sequence[int], device: torch.device) -> Tensor:
     total = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
     return total.to(device=device, dtype=torch.int32)
 
 
-def equal_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
-    from cute_flash import attn, attn_varlen
-
-    batch, seqlen = settings.batch, settings.seqlen
-    offsets = _offsets([seqlen] * batch, device)
-    for head_dim in settings.head_dims:
-        heads = settings.hidden // head_dim
-        flat = random_qkv(settings, device, batch * seqlen, heads, head_dim)
-        dense = tuple(x.view(batch, seqlen, heads, head_dim) for x in flat)
-        for causal in (False, True):
-            varlen = partial(attn_varlen, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=causal)
-            calls = {
-                "dense": AutogradCall(partial(attn, causal=causal, layout="bshd"), dense),
-                "varlen": AutogradCall(varlen, flat),
-            }
-            mask = "causal" if causal else "full"
-            yield Cell("equal", f"D={head_dim} {batch} x {seqlen} {mask}", calls, "dense")
+def equal_cells(sizes: Sizes, seed: int, device: torch.device, head_dim: int) -> Iterator[Cell]:
+    lengths, heads = [sizes.seqlen] * sizes.batch, sizes.hidden // head_dim
+    flat = random_qkv(seed, device, sum(lengths), heads, head_dim)
+    dense = [x.view(sizes.batch, sizes.seqlen, heads, head_dim) for x in flat]
+    for causal in (False, True):
+        calls = {
+            "dense": ours(cute_flash.attn, dense, causal=causal, layout="bshd"),
+            "varlen": varlen(flat, lengths, causal),
+        }
+        yield Cell("equal", f"D={head_dim} {sizes.batch} x {sizes.seqlen} {MASKS[causal]}", calls, "dense")
 
 
-def ragged_lengths(settings: Settings) -> list[int]:
-    generator = random.Random(settings.seed)
-    return [generator.randint(SHORTEST, LONGEST) for _ in range(settings.sequences)]
+def ragged_lengths(sizes: Sizes, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randint(SHORTEST, LONGEST) for _ in range(sizes.sequences)]
 
 
-def _fa3_varlen(inputs: tuple[Tensor, ...], offsets: Tensor, longest: int, causal: bool) -> dict[str, Call]:
+def _fa3_varlen(inputs: Sequence[Tensor], lengths: Sequence[int], causal: bool, direction: str) -> TimedCall:
     """The operators of FlashAttention-3, which have no autograd formula."""
     q, k, v = inputs
-    forward, backward = fa3_ops().fwd, fa3_ops().bwd
+    offsets, longest = offsets_of(lengths, q.device), max(lengths)
+    forward = fa3_ops().fwd
     options = {
         "cu_seqlens_q": offsets,
         "cu_seqlens_k": offsets,
@@ -223,56 +159,37 @@ def _fa3_varlen(inputs: tuple[Tensor, ...], offsets: Tensor, longest: int, causa
         "softmax_scale": q.shape[-1] ** -0.5,
         "is_causal": causal,
     }
+    if direction == "fwd":
+        return TimedCall(lambda: forward(q, k, v, num_splits=1, **options)[0])
     out, lse = forward(q, k, v, num_splits=1, **options)[:2]
-    dout = torch.randn_like(out)
-
-    def gradients() -> tuple[Tensor, ...]:
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options)
-        return dq, dk, dv
-
-    return {"fwd": lambda: forward(q, k, v, num_splits=1, **options)[0], "bwd": gradients}
+    return TimedCall(partial(fa3_gradients, torch.randn_like(out), q, k, v, out, lse, **options))
 
 
-def ragged_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
-    from cute_flash import attn_varlen
-
-    lengths = ragged_lengths(settings)
-    offsets, longest = _offsets(lengths, device), max(lengths)
-    for head_dim in settings.head_dims:
-        flat = random_qkv(settings, device, sum(lengths), settings.hidden // head_dim, head_dim)
-        for causal in (False, True):
-            varlen = partial(attn_varlen, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=causal)
-            calls = {
-                "fa3": AutogradCall(calls=partial(_fa3_varlen, flat, offsets, longest, causal)),
-                "varlen": AutogradCall(varlen, flat),
-            }
-            mask = "causal" if causal else "full"
-            name = f"D={head_dim} {len(lengths)} of {SHORTEST} to {LONGEST} {mask}"
-            yield Cell("ragged", name, calls, "fa3")
+def ragged_cells(sizes: Sizes, seed: int, device: torch.device, head_dim: int) -> Iterator[Cell]:
+    lengths = ragged_lengths(sizes, seed)
+    flat = random_qkv(seed, device, sum(lengths), sizes.hidden // head_dim, head_dim)
+    for causal in (False, True):
+        calls = {"fa3": CellCall(partial(_fa3_varlen, flat, lengths, causal)), "varlen": varlen(flat, lengths, causal)}
+        name = f"D={head_dim} {len(lengths)} of {SHORTEST} to {LONGEST} {MASKS[causal]}"
+        yield Cell("ragged", name, calls, "fa3")
 
 
-def head_dim_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
-    from cute_flash import attn, attn_varlen
-
-    batch, seqlen = settings.batch, settings.seqlen
-    offsets = _offsets([seqlen] * batch, device)
-    for d, dv in settings.pairs:
-        heads = settings.hidden // d
-        q, k, v = random_qkv(settings, device, batch, seqlen, heads, d)
-        dense = q, k, v[..., :dv].contiguous()
-        flat = tuple(x.flatten(0, 1) for x in dense)
-        kinds = {name: options(heads, seqlen, device) for name, options in OPTIONS.items()}
-        calls = {
-            name: AutogradCall(partial(attn, causal=True, layout="bshd", **kind), dense) for name, kind in kinds.items()
-        }
-        varlen = partial(attn_varlen, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True)
-        name = f"D={d} S={seqlen}" if d == dv else f"D={d} Dv={dv} S={seqlen}"
-        yield Cell("head-dim", name, {**calls, "varlen": AutogradCall(varlen, flat)}, "plain")
+def head_dim_cells(sizes: Sizes, seed: int, device: torch.device, pair: tuple[int, int]) -> Iterator[Cell]:
+    d, dv = pair
+    heads = sizes.hidden // d
+    q, k, v = random_qkv(seed, device, sizes.batch, sizes.seqlen, heads, d)
+    dense = q, k, v[..., :dv].contiguous()
+    calls = {
+        name: ours(cute_flash.attn, dense, causal=True, layout="bshd", **options(heads, sizes.seqlen, device))
+        for name, options in OPTIONS.items()
+    }
+    calls["varlen"] = varlen([x.flatten(0, 1) for x in dense], [sizes.seqlen] * sizes.batch, True)
+    name = f"D={d} S={sizes.seqlen}" if d == dv else f"D={d} Dv={dv} S={sizes.seqlen}"
+    yield Cell("head-dim", name, calls, "plain")
 
 
-Cells = Callable[[Settings, torch.device], Iterator[Cell]]
-KINDS: dict[str, Cells] = {
+# Kind -> (sizes, seed, device, head dim) -> its cells of that head dim.
+KINDS: dict[str, Callable[..., Iterator[Cell]]] = {
     "feature": feature_cells,
     "window": window_cells,
     "equal": equal_cells,
@@ -281,54 +198,67 @@ KINDS: dict[str, Cells] = {
 }
 
 
-def cells_of(
-    kinds: Sequence[str], settings: Settings, device: torch.device, known: Mapping[str, Cells] = KINDS
-) -> Iterator[Cell]:
-    """The cells of these kinds; `ValueError` for an unknown kind."""
-    for kind in kinds:
-        if kind not in known:
-            raise ValueError(f"kind {kind!r}: choose from {', '.join(known)}")
-    return (cell for kind in kinds for cell in known[kind](settings, device))
+@dataclass(frozen=True)
+class Settings:
+    kinds: tuple[str, ...] = option(tuple(KINDS), choices=KINDS)
+    kernels: str = option("auto", "kernel family of cute_flash", choices=KERNELS)
+    head_dims: tuple[int, ...] = option((64, 128))
+    sizes: Sizes = Sizes()
+    rounds: int = ROUNDS(6)
+    ms: float = MS(15.0)
+    seed: int = SEED(0)
 
-
-def needed_kernels(cells: Iterable[Cell]) -> list[CompileKey]:
-    """The kernels of all calls of cute_flash in these cells; nothing is compiled or launched."""
-    keys: dict[CompileKey, None] = {}
-    for cell in cells:
-        ours = [call for call in cell.calls.values() if isinstance(call, AutogradCall) and call.is_ours]
-        for call, direction in product(ours, DIRECTIONS):
-            with recorded_kernels(keys):
-                call.prepare(direction).call()
-    return list(keys)
+    def groups(self, device: torch.device) -> dict[str, Callable[[], Iterator[Cell]]]:
+        """The cells of each kind and head dim. Their tensors are made when they are measured."""
+        return {
+            f"{kind}, D={head_dim}": partial(KINDS[kind], self.sizes, self.seed, device, head_dim)
+            for kind in self.kinds
+            for head_dim in (self.sizes.pairs if kind == "head-dim" else self.head_dims)
+        }
 
 
 # ---- measuring
 # -------------------------------------------------------------------------------------------------------
 
 
-def _first_call(call: Implementation, direction: str) -> tuple[TimedCall, tuple[Tensor, ...]]:
-    """The call, and its results as (B, H, S, D)."""
-    timed_call = call.prepare(direction)
-    with timed_call.context():
-        results = timed_call.call()
-    tensors = results if isinstance(results, tuple) else (results,)
-    return timed_call, tuple(x.transpose(1, 2) for x in tensors) if call.is_bshd else tensors
+def kernels_of(groups: Mapping[str, Callable[[], Iterator[Cell]]]) -> list[CompileKey]:
+    """The kernels of all calls of cute_flash."""
+    return needed_kernels(
+        lambda call=call, direction=direction: call.prepare(direction).call()  # type: ignore[misc]
+        for cells in groups.values()
+        for cell in cells()
+        for call in cell.calls.values()
+        for direction in DIRECTIONS
+        if call.is_ours
+    )
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A cell whose calls are compiled and checked."""
 
-    result: CellResult
+    cell: Cell
     timed_calls: dict[str, dict[str, TimedCall]]  # by direction and call
+    errors: dict[str, str]
 
-    def measure(self, timer: Timer, settings: Settings) -> CellResult:
+    def measure(self, timer: Timer, rounds: int, ms: float) -> Record:
+        times: dict[str, Any] = {}
+        errors = dict(self.errors)
         for direction, timed_calls in self.timed_calls.items():
-            measured = measure(timed_calls, timer, settings.rounds, settings.ms)
-            self.result.samples[direction] = measured.samples
-            errors = {f"{name} {direction}": error for name, error in measured.errors.items()}
-            self.result.errors.update(errors)
-        return self.result
+            measured = measure(timed_calls, timer, rounds, ms)
+            times[direction] = {name: samples.as_dict() for name, samples in measured.samples.items()}
+            errors |= {f"{name} {direction}": error for name, error in measured.errors.items()}
+        cell = self.cell
+        return {"kind": cell.kind, "name": cell.name, "base": cell.base, "sides": times, "errors": errors}
+
+
+def _first_call(call: CellCall, direction: str, timer: Timer, is_compared: bool) -> tuple[TimedCall, list[Tensor]]:
+    """The call; and its results as (B, H, S, D), if they are compared."""
+    with timer.stream():
+        timed_call = call.prepare(direction)
+        results = timed_call()
+    tensors = results if isinstance(results, tuple) else (results,)
+    return timed_call, [x.transpose(1, 2) if call.is_bshd else x for x in tensors] if is_compared else []
 
 
 def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
@@ -337,168 +267,85 @@ def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
     If `cell.alike` names a call, only calls whose results match its results are kept. That call is called first:
     importing a peer may patch the DSL that compiles our kernels.
     """
-    result = CellResult(cell.kind, cell.name, cell.base)
-    ready: dict[str, dict[str, TimedCall]] = {direction: {} for direction in DIRECTIONS}
-    expected: dict[str, tuple[Tensor, ...]] = {}
-    for name in sorted(cell.calls, key=lambda name: name != cell.alike):
-        for direction in DIRECTIONS:
-            with timer.stream():
-                called = attempt(partial(_first_call, cell.calls[name], direction), timer)
-            if isinstance(called, Failure):
-                result.errors[f"{name} {direction}"] = called.message
-                continue
-            timed_call, results = called
-            if name == cell.alike:
-                expected[direction] = results
-            difference = relative_difference(results, expected[direction]) if direction in expected else 0.0
-            if difference < AGREEMENT:
-                ready[direction][name] = timed_call
-            else:
-                message = f"not timed: {difference:.2g} away from {cell.alike}"
-                result.errors[f"{name} {direction}"] = message
-    timer.synchronize()
-    in_order = {
-        direction: {name: calls[name] for name in cell.calls if name in calls} for direction, calls in ready.items()
+    names = sorted(cell.calls, key=lambda name: name != cell.alike)
+    actions = {
+        f"{name} {direction}": partial(_first_call, cell.calls[name], direction, timer, cell.alike is not None)
+        for name in names
+        for direction in DIRECTIONS
     }
-    return Prepared(result, in_order)
+    called, errors = attempt_each(actions, timer)
+    timed_calls: dict[str, dict[str, TimedCall]] = {direction: {} for direction in DIRECTIONS}
+    for name in cell.calls:
+        for direction in DIRECTIONS:
+            place, expected = f"{name} {direction}", called.get(f"{cell.alike} {direction}")
+            if place not in called:
+                continue
+            timed_call, results = called[place]
+            difference = 0.0 if expected is None else relative_difference(results, expected[1])
+            if difference < AGREEMENT:
+                timed_calls[direction][name] = timed_call
+            else:
+                errors[place] = f"not timed: {difference:.2g} away from {cell.alike}"
+    timer.synchronize()
+    return Prepared(cell, timed_calls, errors)
 
 
-def measure_cell(cell: Cell, timer: Timer, settings: Settings) -> CellResult:
-    return prepare_cell(cell, timer).measure(timer, settings)
+def measure_cells(
+    cells: Callable[[], Iterator[Cell]], rounds: int, ms: float, tools: Tools, lock: GpuLock | None = None
+) -> list[Record]:
+    """`lock`: shared with other processes; all cells are compiled before the first is timed."""
+    prepared = (prepare_cell(cell, tools.timer) for cell in cells())
+    if lock is None:
+        return [one.measure(tools.timer, rounds, ms) for one in prepared]
+    compiled = list(prepared)
+    with lock.exclusive():
+        return [one.measure(tools.timer, rounds, ms) for one in compiled]
 
 
-def run_features(
-    kinds: tuple[str, ...],
-    settings: Settings,
-    timer: Timer,
-    device: torch.device,
-    step: Callable[[str], None] = lambda line: None,
-    cells: Mapping[str, Cells] | None = None,
-    lock: GpuLock | None = None,
-    save: Callable[[list[CellResult]], None] = lambda results: None,
-) -> list[CellResult]:
-    """Measure all cells of the kinds.
-
-    `cells`: the kinds to choose from; by default those of features. `lock`: shared with other processes; all cells
-    are compiled before the first is timed. `save` is called with all results after every cell.
-    """
-    results: list[CellResult] = []
-    chosen = cells_of(kinds, settings, device, KINDS if cells is None else cells)
-    prepared: Iterable[Prepared] = (prepare_cell(cell, timer) for cell in chosen)
-    if lock is not None:
-        prepared = list(prepared)
-    with lock.exclusive() if lock is not None else nullcontext():
-        for one in prepared:
-            results.append(one.measure(timer, settings))
-            step(f"{one.result.kind}, {one.result.name}")
-            save(results)
-    return results
-
-
-def to_dict(results: Sequence[CellResult], settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
-    cells = []
-    for one in results:
-        calls = {
-            direction: {name: one_call.as_dict() for name, one_call in samples.items()}
-            for direction, samples in one.samples.items()
-        }
-        cells.append({"kind": one.kind, "name": one.name, "base": one.base, "sides": calls, "errors": one.errors})
-    lengths = ragged_lengths(settings)
-    return {"settings": asdict(settings), "ragged": lengths, "machine": facts, "cells": cells}
-
-
-def from_dict(data: dict[str, Any]) -> list[CellResult]:
-    return [
-        CellResult(
-            cell["kind"],
-            cell["name"],
-            cell["base"],
-            {
-                direction: {name: Samples(x["calls"], tuple(x["round_ms"])) for name, x in calls.items()}
-                for direction, calls in cell["sides"].items()
-            },
-            cell["errors"],
-        )
-        for cell in data["cells"]
-    ]
-
-
-def merged(parts: Sequence[dict[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:
-    """Merge the records of runs that measured different cells with the same settings on the same machine.
-
-    The cells are sorted by kind, in the order of `kinds`, then by the numbers in their names.
-    """
-
-    def place(cell: dict[str, Any]) -> tuple[int, list[int]]:
-        return kinds.index(cell["kind"]), [int(x) for x in re.findall(r"\d+", cell["name"])]
-
-    choices = ("head_dims", "functions", "peers")
-    same = [{name: value for name, value in part["settings"].items() if name not in choices} for part in parts]
-    names = [(cell["kind"], cell["name"]) for part in parts for cell in part["cells"]]
-    if any(settings != same[0] for settings in same):
-        raise ValueError(
-            "--parts: the files were measured with different settings; repeat one run with those of the other"
-        )
-    if len(set(names)) < len(names):
-        raise ValueError("--parts: two files have cells in common; leave one file out")
-    head_dims = sorted({x for part in parts for x in part["settings"]["head_dims"]})
-    chosen = {"head_dims": head_dims, "functions": [], "peers": []}
-    cells = sorted((cell for part in parts for cell in part["cells"]), key=place)
-    return {**parts[0], "settings": {**same[0], **chosen}, "cells": cells}
-
-
-def tables(results: Sequence[CellResult]) -> list[Table]:
-    columns = ("setting", "fwd ms", "bwd ms", "fwd ratio", "bwd ratio", "both")
-    by_kind: dict[str, list[tuple[str, ...]]] = {}
-    for one in results:
-        by_kind.setdefault(one.kind, []).extend(one.rows())
-    return [Table(kind, columns, tuple(rows)) for kind, rows in by_kind.items() if rows]
-
-
-# ---- the command
+# ---- report
 # -------------------------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser, kinds: Mapping[str, Cells] = KINDS) -> None:
-    add = parser.add_argument
-    add("--kinds", type=name_list, default=tuple(kinds), metavar="LIST", help=f"default: {','.join(kinds)}")
-    add("--kernels", choices=KERNELS, default="auto", help="kernel family of cute_flash (default: %(default)s)")
-    add_options(parser, Settings)
-    add_jobs(parser)
-    add_out(parser)
-    add("--lock", type=Path, metavar="FILE", help="processes with the same FILE measure one after another")
-    text = "only merge the JSON files of runs that shared a --lock; needs no GPU"
-    add("--parts", type=Path, nargs="+", metavar="FILE", help=text)
+def time_of(cell: Record, call: str, direction: str) -> float | None:
+    """Milliseconds in a direction, or in "both"; None if it was not timed."""
+    parts = DIRECTIONS if direction == "both" else (direction,)
+    times = [cell["sides"].get(part, {}).get(call, {}).get("ms") for part in parts]
+    return None if None in times else sum(times)
 
 
-def merge_parts(args: argparse.Namespace, kinds: Mapping[str, Cells] = KINDS) -> list[CellResult]:
-    data = merged([json.loads(path.read_text()) for path in args.parts], tuple(kinds))
-    write_json(data, args.out)
-    return from_dict(data)
+def ratio(cell: Record, call: str, direction: str, base: str | None = None) -> float | None:
+    mine, theirs = time_of(cell, call, direction), time_of(cell, base or cell["base"], direction)
+    return theirs / mine if mine and theirs else None
 
 
-def measure_kinds(args: argparse.Namespace, settings: Settings, kinds: Mapping[str, Cells] = KINDS) -> list[CellResult]:
-    need_gpu()
-    lock, facts, device = GpuLock(args.lock) if args.lock else None, machine.facts(), torch.device("cuda")
-
-    def save(results: Sequence[CellResult]) -> None:
-        write_json(to_dict(results, settings, facts), args.out)
-
-    with our_library(kernels=args.kernels).context():
-        precompile_keys(needed_kernels(cells_of(args.kinds, settings, device, kinds)), args.jobs)
-        with steps(f"timing {args.command}", len(args.kinds) * 2 * len(settings.head_dims)) as done:
-            return run_features(args.kinds, settings, GraphTimer(), device, done, kinds, lock, save)
-
-
-def report(results: Sequence[CellResult], summaries: Sequence[Table] = ()) -> int:
-    show([*tables(results), *summaries])
-    errors = [f"{one.name}, {name}: {text}" for one in results for name, text in one.errors.items()]
-    print_lines("Failures", errors)
-    return FAILED if errors else OK
+def tables(record: Record) -> list[Table]:
+    """One for each kind."""
+    rows: dict[str, list[tuple[str, ...]]] = {}
+    for cell in record["cells"]:
+        for call in dict.fromkeys(call for times in cell["sides"].values() for call in times):
+            times = (number(time_of(cell, call, direction), ".3f") for direction in DIRECTIONS)
+            ratios = (number(ratio(cell, call, direction)) for direction in (*DIRECTIONS, "both"))
+            rows.setdefault(cell["kind"], []).append((f"{cell['name']}: {call}", *times, *ratios))
+    columns = ("setting", "fwd ms", "bwd ms", "fwd ratio", "bwd ratio", "both")
+    return [Table(kind, columns, tuple(of_kind)) for kind, of_kind in rows.items()]
 
 
-def run(args: argparse.Namespace) -> int:
-    return report(merge_parts(args) if args.parts else measure_kinds(args, settings_of(Settings, args)))
+def failures(record: Record) -> list[CellFailure]:
+    return [CellFailure(cell["name"], name, text) for cell in record["cells"] for name, text in cell["errors"].items()]
 
 
-COMMAND = Command("features", "calls with a feature beside calls without it", ("--head-dims 128",), add_arguments, run)
+STUDY = Study(
+    name="features",
+    help="calls with a feature beside calls without it",
+    examples=("--head-dims 128",),
+    settings=Settings,
+    context=lambda settings: our_peer(kernels=settings.kernels).context(),
+    kernels=lambda settings, tools: kernels_of(settings.groups(tools.device)),
+    parts=lambda settings, tools: {"ragged": ragged_lengths(settings.sizes, settings.seed), "cells": []},
+    steps=lambda settings, tools: [
+        Step("cells", title, partial(measure_cells, cells, settings.rounds, settings.ms, tools))
+        for title, cells in settings.groups(tools.device).items()
+    ],
+    tables=tables,
+    failures=failures,
+)

@@ -18,18 +18,21 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from cute_flash import reference
 from cute_flash.planning.plan import CompileKey
+from cute_flash.spec.band import Band
 from profiling.bench.suites import Suite
+from profiling.measure.accuracy import errors_of
 from profiling.measure.launches import needed_kernels
 from profiling.measure.options import MS, ROUNDS, SEED, option
 from profiling.measure.shapes import MASKS, Shape
-from profiling.measure.study import Record, Step, Study, Tools
+from profiling.measure.study import CellFailure, Record, Step, Study, Tools, failures_in
 from profiling.measure.tables import Table, geometric_mean, number
-from profiling.measure.timing import Failure, Samples, TimedCall, attempt, measure
-from profiling.peers.cute_flash import our_library
+from profiling.measure.timing import attempt_each, measure
+from profiling.peers.cute_flash import our_peer
 from profiling.peers.directions import calls_of, timed_call
 from profiling.peers.peer import Peer
-from profiling.peers.sdpa import sdpa_library
+from profiling.peers.sdpa import sdpa_peer
 
 OURS, EFFICIENT, MATH = "cute_flash", "sdpa-efficient", "sdpa-math"
 SUITE = Suite(16384, 2048, (1024, 2048, 4096, 8192, 16384), (64, 128))
@@ -53,7 +56,7 @@ METHOD = {
 @dataclass(frozen=True)
 class Settings:
     head_dims: tuple[int, ...] = option(SUITE.head_dims)
-    masks: tuple[str, ...] = option(MASKS)
+    masks: tuple[str, ...] = option(MASKS, choices=MASKS)
     lengths: tuple[int, ...] = option(SUITE.lengths)
     rounds: int = ROUNDS(4)
     ms: float = MS(15.0)
@@ -75,11 +78,7 @@ class Settings:
 
 
 def peers() -> list[Peer]:
-    return [
-        our_library(OURS),
-        sdpa_library(EFFICIENT, SDPBackend.EFFICIENT_ATTENTION),
-        sdpa_library(MATH, SDPBackend.MATH),
-    ]
+    return [our_peer(OURS), sdpa_peer(EFFICIENT, SDPBackend.EFFICIENT_ATTENTION), sdpa_peer(MATH, SDPBackend.MATH)]
 
 
 def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
@@ -102,13 +101,13 @@ def random_inputs(shape: Shape, device: torch.device, seed: int, distribution: s
     """q, k, v, and dout, which is normal."""
     generator = torch.Generator(device).manual_seed(seed)
     size = (shape.batch, shape.heads, shape.seqlen, shape.head_dim)
-    q, k, v, dout = (torch.randn(size, generator=generator, device=device) for _ in range(4))
+    *inputs, dout = (torch.randn(size, generator=generator, device=device) for _ in range(4))
     if distribution == "3 sigma":
-        return [3 * q, 3 * k, 3 * v, dout]
+        inputs = [3 * x for x in inputs]
     if distribution == "outliers":
-        hits = [torch.rand(size, generator=generator, device=device) < OUTLIER_RATE for _ in range(3)]
-        return [*(torch.where(hit, OUTLIER_FACTOR * x, x) for hit, x in zip(hits, (q, k, v))), dout]
-    return [q, k, v, dout]
+        hits = [torch.rand(size, generator=generator, device=device) < OUTLIER_RATE for _ in inputs]
+        inputs = [torch.where(hit, OUTLIER_FACTOR * x, x) for hit, x in zip(hits, inputs)]
+    return [*inputs, dout]
 
 
 # ---- accuracy
@@ -116,16 +115,12 @@ def random_inputs(shape: Shape, device: torch.device, seed: int, distribution: s
 
 
 def exact_results(inputs: Sequence[Tensor], causal: bool) -> list[Tensor]:
-    """out, dq, dk and dv in fp64, by torch's matrix products."""
-    q, k, v, dout = (x.double() for x in inputs)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    """out, dq, dk and dv in fp64."""
+    *leaves, dout = (x.double() for x in inputs)
+    leaves = [x.requires_grad_() for x in leaves]
     with torch.enable_grad():
-        scores = q @ k.mT * q.shape[-1] ** -0.5
-        if causal:
-            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-        out = scores.softmax(-1) @ v
-        grads = torch.autograd.grad(out, leaves, dout)
-    return [out.detach(), *grads]
+        out, _ = reference.dense(leaves[0], leaves[1], leaves[2], Band.of(causal, (None, None)))
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 def results_of(peer: Peer, inputs: Sequence[Tensor], causal: bool) -> list[Tensor]:
@@ -135,46 +130,31 @@ def results_of(peer: Peer, inputs: Sequence[Tensor], causal: bool) -> list[Tenso
         return [out, *peer.prepare_backward(q, k, v, dout, causal)()]
 
 
-def _finite(value: Tensor) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None
-
-
-def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> Record:
+def errors(results: Sequence[Tensor], exact: Sequence[Tensor]) -> Record:
     """Output -> its largest error and its relative error; None if that is not finite."""
-    differences = [x.double() - y for x, y in zip(found, exact, strict=True)]
-    return {
-        name: {"max": _finite(x.abs().max()), "relative": _finite(x.norm() / y.norm())}
-        for name, x, y in zip(OUTPUTS, differences, exact, strict=True)
-    }
+    found = {name: errors_of(x, y) for name, x, y in zip(OUTPUTS, results, exact, strict=True)}
+    return {name: {"max": one.max_abs, "relative": one.relative} for name, one in found.items()}
 
 
 @torch.no_grad()
 def measure_errors(shape: Shape, settings: Settings, tools: Tools) -> list[Record]:
     """The errors of all peers, for each distribution of the inputs."""
-    with exact_products():
-        return [_errors_on(shape, distribution, settings, tools) for distribution in DISTRIBUTIONS]
-
-
-def _errors_on(shape: Shape, distribution: str, settings: Settings, tools: Tools) -> Record:
-    inputs = random_inputs(shape, tools.device, settings.seed, distribution)
-    exact = exact_results(inputs, shape.causal)
-    by_peer: dict[str, Record] = {}
-    failures: dict[str, str] = {}
-    for peer in peers():
-        results = attempt(partial(results_of, peer, inputs, shape.causal), tools.timer)
-        if isinstance(results, Failure):
-            failures[peer.name] = results.message
-        else:
-            by_peer[peer.name] = errors(results, exact)
-    largest = {name: float(x.abs().max()) for name, x in zip(OUTPUTS, exact, strict=True)}
-    return {
-        "shape": asdict(shape),
-        "distribution": distribution,
-        "largest": largest,
-        "errors": by_peer,
-        "failures": failures,
-    }
+    cells = []
+    for distribution in DISTRIBUTIONS:
+        inputs = random_inputs(shape, tools.device, settings.seed, distribution)
+        exact = exact_results(inputs, shape.causal)
+        calls = {peer.name: partial(results_of, peer, inputs, shape.causal) for peer in peers()}
+        results, failures = attempt_each(calls, tools.timer)
+        cells.append(
+            {
+                "shape": asdict(shape),
+                "distribution": distribution,
+                "largest": {name: float(x.abs().max()) for name, x in zip(OUTPUTS, exact, strict=True)},
+                "errors": {name: errors(one, exact) for name, one in results.items()},
+                "failures": failures,
+            }
+        )
+    return cells
 
 
 def wrong_results(cell: Record) -> list[str]:
@@ -194,25 +174,16 @@ def wrong_results(cell: Record) -> list[str]:
 # -------------------------------------------------------------------------------------------------------
 
 
-def _timing(samples: Samples, flops: float) -> Record:
-    return {"tflops": flops / samples.median_ms / 1e9, **samples.as_dict()}
-
-
 @torch.no_grad()
 def measure_speed(shape: Shape, direction: str, settings: Settings, tools: Tools) -> Record:
     inputs = tuple(random_inputs(shape, tools.device, settings.seed))[: 3 if direction == "fwd" else 4]
-    timed_calls: dict[str, TimedCall] = {}
-    failures: dict[str, str] = {}
-    with exact_products():
-        for peer in peers():
-            if peer.name == MATH and shape.seqlen > MATH_LENGTH:
-                continue
-            made = attempt(partial(timed_call, peer, direction, inputs, shape.causal, tools.timer), tools.timer)
-            if isinstance(made, Failure):
-                failures[peer.name] = made.message
-            else:
-                timed_calls[peer.name] = made
-        measured = measure(timed_calls, tools.timer, settings.rounds, settings.ms)
+    makes = {
+        peer.name: partial(timed_call, peer, direction, inputs, shape.causal, tools.timer)
+        for peer in peers()
+        if peer.name != MATH or shape.seqlen <= MATH_LENGTH
+    }
+    timed_calls, failures = attempt_each(makes, tools.timer)
+    measured = measure(timed_calls, tools.timer, settings.rounds, settings.ms)
     # The scores of `sdpa-math`.
     timed_calls.clear()
     tools.release()
@@ -221,7 +192,7 @@ def measure_speed(shape: Shape, direction: str, settings: Settings, tools: Tools
         "direction": direction,
         "shape": asdict(shape),
         "flops": flops,
-        "sides": {name: _timing(samples, flops) for name, samples in measured.samples.items()},
+        "sides": {name: samples.with_tflops(flops) for name, samples in measured.samples.items()},
         "failures": failures | measured.errors,
     }
 
@@ -322,22 +293,21 @@ def tables(record: Record) -> list[Table]:
     return [*(table for table in speeds if table.rows), summary_table(record), accuracy_table(record)]
 
 
-def failures(record: Record) -> list[str]:
-    lines = []
-    for cell in (*record["accuracy"], *record["cells"]):
-        what = f"{cell.get('direction', 'accuracy')} {Shape(**cell['shape']).id}"
-        lines += [f"{what}, {name}: {message}" for name, message in cell["failures"].items()]
-    for cell in record["accuracy"]:
-        for name in wrong_results(cell):
-            place = f"{Shape(**cell['shape']).id}, {cell['distribution']}"
-            lines.append(f"{place}: {name} of cute_flash has more than {MAX_TIMES:.0f} times the error of {MATH}")
-    return lines
+def _title(cell: Record) -> str:
+    return f"{cell.get('direction', 'accuracy')} {Shape(**cell['shape']).id}"
 
 
-def has_failed(record: Record) -> bool:
-    """Whether cute_flash failed or was inaccurate somewhere."""
-    cells = (*record["accuracy"], *record["cells"])
-    return any(OURS in cell["failures"] for cell in cells) or any(map(wrong_results, record["accuracy"]))
+def failures(record: Record) -> list[CellFailure]:
+    wrong = [
+        CellFailure(
+            f"{_title(cell)}, {cell['distribution']}",
+            OURS,
+            f"{name}: more than {MAX_TIMES:.0f} times the error of {MATH}",
+        )
+        for cell in record["accuracy"]
+        for name in wrong_results(cell)
+    ]
+    return failures_in((*record["accuracy"], *record["cells"]), _title) + wrong
 
 
 STUDY = Study(
@@ -346,11 +316,12 @@ STUDY = Study(
     examples=("--out fp32.json", "--head-dims 128 --masks causal --lengths 4096"),
     settings=Settings,
     check=Settings.shapes,
+    context=lambda settings: exact_products(),
     kernels=kernels,
     method=METHOD,
     parts=lambda settings, tools: {"accuracy": [], "cells": []},
     steps=steps,
     tables=tables,
     failures=failures,
-    has_failed=has_failed,
+    ours=(OURS,),
 )

@@ -20,6 +20,8 @@ from profiling.measure.accuracy import random_inputs
 from profiling.measure.options import option
 from profiling.measure.shapes import DTYPES, Shape
 from profiling.measure.timing import TimedCall
+from profiling.peers.cute_flash import OPTIONS
+from profiling.peers.peer import KERNELS, gradients_of
 
 SHAPE = Shape(batch=2, heads=8, heads_kv=8, seqlen=512, head_dim=64, causal=False)
 # With at most 5 launches a call, a loop never fills the launch queue of 1024.
@@ -43,7 +45,7 @@ class Goal:
     is_as_base: bool = False  # the ratio to SDPA may exceed that of an earlier run by at most NOISE
 
     def bounds(self, base_ratio: float | None) -> dict[str, float]:
-        """The bounds by field of `Figures`; without an earlier run, `is_as_base` adds none."""
+        """The bounds by figure; without an earlier run, `is_as_base` adds none."""
         bounds = {
             "us": self.us,
             "over_floor_us": self.over_floor_us,
@@ -94,17 +96,12 @@ WATCHERS: dict[str, Context] = {
     "dispatch_mode": PassingDispatchMode,
     "function_mode": PassingFunctionMode,
 }
-# Feature -> a function that makes its keyword arguments of `attn`.
-FEATURES: dict[str, Callable[[Shape, torch.device], dict[str, Any]]] = {
-    "plain": lambda shape, device: {},
-    "softcap": lambda shape, device: {"softcap": 30.0},
-    "alibi": lambda shape, device: {"alibi": torch.linspace(0.5, 0.01, shape.heads, device=device)},
-    "sinks": lambda shape, device: {"sinks": torch.zeros(shape.heads, device=device)},
-    "dropout": lambda shape, device: {"dropout": 0.1},
-    "max_logit": lambda shape, device: {"return_max_logit": True},
-    "bias": lambda shape, device: {"bias": _bias(shape, device)},
-    "mask_mod": lambda shape, device: {"mask_mod": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx},
-    "window": lambda shape, device: {"window": (128, 128)},
+# Feature -> (heads, length, device) -> keyword arguments of `attn`.
+FEATURES: dict[str, Callable[[int, int, torch.device], dict[str, Any]]] = {
+    **{name: OPTIONS[name] for name in ("plain", "softcap", "alibi", "sinks", "dropout", "bias")},
+    "max_logit": lambda heads, seqlen, device: {"return_max_logit": True},
+    "mask_mod": lambda heads, seqlen, device: {"mask_mod": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx},
+    "window": lambda heads, seqlen, device: {"window": (128, 128)},
 }
 # Feature -> the torch operation that makes an operand of its kernel. The floor includes it.
 MADE_BY_TORCH: dict[str, Callable[[Shape, torch.device], Callable[[], Tensor]]] = {
@@ -128,27 +125,23 @@ CASES = (
     *(Case(direction="train", watcher=watcher, goal=Goal(is_as_base=True)) for watcher in WATCHERS),
 )
 
+CASE_NAMES = tuple(case.name for case in CASES)
+
 
 @dataclass(frozen=True)
 class Settings:
-    cases: tuple[str, ...] = option(tuple(case.name for case in CASES))
+    cases: tuple[str, ...] = option(CASE_NAMES, choices=CASE_NAMES)
     processes: int = option(PROCESSES, "fresh processes")
     calls: int = option(CALLS, "calls in a loop")
     repeats: int = option(REPEATS, "loops in a process")
+    kernels: str = option("auto", "kernel family of cute_flash", choices=KERNELS)
+    start: bool = option(False, "measure the import and the first call too")
     shape: Shape = SHAPE
     one_token_shape: Shape = ONE_TOKEN_SHAPE
     device: str = "cuda"
 
     def chosen(self) -> list[Case]:
-        known = {case.name: case for case in CASES}
-        for name in self.cases:
-            if name not in known:
-                raise ValueError(f"case {name!r}: choose from {', '.join(known)}")
-        return [known[name] for name in dict.fromkeys(self.cases)]
-
-
-def _bias(shape: Shape, device: torch.device) -> Tensor:
-    return torch.zeros(1, shape.heads, shape.seqlen, shape.seqlen, dtype=DTYPES["bf16"], device=device)
+        return [case for name in dict.fromkeys(self.cases) for case in CASES if case.name == name]
 
 
 def _forward(feature: str, shape: Shape, device: torch.device) -> Callable[..., Any]:
@@ -160,7 +153,7 @@ def _forward(feature: str, shape: Shape, device: torch.device) -> Callable[..., 
         steps = range(0, (shape.batch + 1) * shape.seqlen, shape.seqlen)
         offsets = torch.tensor(steps, dtype=torch.int32, device=device)
         return partial(cute_flash.attn_varlen, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-    return partial(cute_flash.attn, **FEATURES[feature](shape, device))
+    return partial(cute_flash.attn, **FEATURES[feature](shape.heads, shape.seqlen, device))
 
 
 @contextmanager
@@ -201,12 +194,8 @@ def timed_call(case: Case, settings: Settings, backend: SDPBackend | None = None
         forward = _forward(case.feature, settings.shape, device)
     if case.direction == "fwd":
         return TimedCall(partial(forward, *inputs), partial(_entered, torch.no_grad, *contexts))
-    leaves = [x.requires_grad_() for x in inputs]
     context = partial(_entered, *contexts)
     if case.direction == "train":
-        return TimedCall(partial(forward, *leaves), context)
+        return TimedCall(partial(forward, *(x.requires_grad_() for x in inputs)), context)
     with context():
-        out = forward(*leaves)
-    # In the stride order of the output, as the next layer's gradient would be.
-    dout = torch.randn_like(out)
-    return TimedCall(partial(torch.autograd.grad, out, leaves, dout, retain_graph=True), context)
+        return TimedCall(gradients_of(forward, inputs).call, context)

@@ -11,35 +11,32 @@ call whose results differ from ours is not timed.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from cute_flash.tools.progress import steps
-from profiling.counters.ncu import run_command
-from profiling.measure.options import name_list, settings_of
-from profiling.measure.study import FAILED, OK, Command, need_gpu
-from profiling.measure.tables import Table, geometric_mean, print_unavailable
+import cute_flash
+from cute_flash import masks
+from cute_flash.jit.compile import precompile_all
+from profiling.measure.gpu_lock import GpuLock
+from profiling.measure.options import MS, ROUNDS, SEED, option, settings_of
+from profiling.measure.study import Record, Step, Study, Tools
+from profiling.measure.tables import Table, geometric_mean
+from profiling.measure.workers import Outcome, Pool, Task
 from profiling.peers import fa4_mods
+from profiling.peers.cute_flash import our_peer
+from profiling.peers.directions import DIRECTIONS
+from profiling.peers.flex import shared_compiled_flex
+from profiling.peers.peer import KERNELS
 from profiling.studies import features
-from profiling.studies.features import (
-    DIRECTIONS,
-    AutogradCall,
-    Cell,
-    CellResult,
-    Cells,
-    Implementation,
-    Settings,
-    random_qkv,
-)
+from profiling.studies.features import Cell, CellCall, Sizes, kernels_of, measure_cells, ours, random_qkv, ratio
 
 NUM_DOCUMENTS = 8
 # Softcap; index of distance 0 in the relative-position table, and its length; lengths of prefix and window.
@@ -60,8 +57,6 @@ class Function:
 
 
 def _functions(heads: int, device: torch.device, seed: int = 0) -> dict[str, Function]:
-    from cute_flash import masks
-
     step = (LAST_SLOPE - FIRST_SLOPE) / max(1, heads - 1)
     slopes = torch.arange(heads, device=device) * step + FIRST_SLOPE
     generator = torch.Generator(device).manual_seed(seed)
@@ -87,53 +82,52 @@ def _functions(heads: int, device: torch.device, seed: int = 0) -> dict[str, Fun
     }
 
 
-@lru_cache(maxsize=1)
-def _compiled_flex() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # Every function and size is a compilation; past the limit torch would silently run it uncompiled.
-    torch._dynamo.config.recompile_limit = 256
-    return torch.compile(flex_attention, dynamic=False)
-
-
-def _flex(inputs: tuple[Tensor, ...], mods: dict[str, Any]) -> AutogradCall:
+def _flex(inputs: Sequence[Tensor], mods: dict[str, Any]) -> CellCall:
     """FlexAttention, compiled on a GPU; its block mask is made outside the timed calls."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
     seqlen, device = inputs[0].shape[2], inputs[0].device
     options: dict[str, Any] = {"score_mod": mods.get("score_mod")}
     if "mask_mod" in mods:
         options["block_mask"] = create_block_mask(mods["mask_mod"], None, None, seqlen, seqlen, device=device)
-    function: Any = _compiled_flex() if device.type == "cuda" else flex_attention
-    return AutogradCall(partial(function, **options), inputs)
+    function: Any = shared_compiled_flex() if device.type == "cuda" else flex_attention
+    return CellCall(partial(features.through_autograd, partial(function, **options), inputs))
 
 
-def _ours(inputs: tuple[Tensor, ...], mods: dict[str, Any], has_block_mask: bool = True) -> AutogradCall:
-    from cute_flash import BlockMask, attn
-
+def _ours(inputs: Sequence[Tensor], mods: dict[str, Any]) -> CellCall:
+    """`attn` with mods; a mask_mod has its block mask."""
     batch, heads, seqlen, _ = inputs[0].shape
     options = dict(mods)
-    if "mask_mod" in mods and has_block_mask:
+    if "mask_mod" in mods:
         shape = batch, heads, seqlen, seqlen
-        options["block_mask"] = BlockMask.of(mods["mask_mod"], shape, device=inputs[0].device)
-    return AutogradCall(partial(attn, **options), inputs)
+        options["block_mask"] = cute_flash.BlockMask.of(mods["mask_mod"], shape, device=inputs[0].device)
+    return ours(cute_flash.attn, inputs, **options)
 
 
-def _inputs(settings: Settings, device: torch.device) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-    """Inputs of two lengths, with the same number of tokens."""
-    for head_dim in settings.head_dims:
-        for seqlen in (settings.seqlen, settings.long):
-            batch = max(1, settings.batch * settings.seqlen // seqlen)
-            heads = settings.hidden // head_dim
-            yield f"D={head_dim} S={seqlen}", random_qkv(settings, device, batch, heads, seqlen, head_dim)
+@dataclass(frozen=True)
+class Settings:
+    kinds: tuple[str, ...] = option(("function", "documents", "bias"), choices=("function", "documents", "bias"))
+    functions: tuple[str, ...] = option(FUNCTIONS, choices=FUNCTIONS)
+    peers: tuple[str, ...] = option((), "default: those that are installed", choices=PEERS)
+    kernels: str = option("auto", "kernel family of cute_flash", choices=KERNELS)
+    head_dims: tuple[int, ...] = option((64, 128))
+    sizes: Sizes = field(default_factory=Sizes)
+    rounds: int = ROUNDS(6)
+    ms: float = MS(15.0)
+    seed: int = SEED(0)
 
+    def groups(self, device: torch.device) -> dict[str, Callable[[], Iterator[Cell]]]:
+        """The cells of each kind, head dim and function. Their tensors are made when they are measured."""
+        return {title: partial(_cells, one, device) for title, one in self.parts().items()}
 
-def _chosen(wanted: Sequence[str], known: Sequence[str]) -> Sequence[str]:
-    """The wanted names, or all known names if none is wanted; `ValueError` for an unknown name."""
-    for name in wanted:
-        if name not in known:
-            raise ValueError(f"{name!r}: choose from {', '.join(known)}")
-    return wanted or known
+    def parts(self) -> dict[str, Settings]:
+        """The settings of each group."""
+        return {
+            " ".join([kind, f"D={head_dim}", *functions]): replace(
+                self, kinds=(kind,), head_dims=(head_dim,), functions=functions
+            )
+            for kind in self.kinds
+            for head_dim in self.head_dims
+            for functions in ([(name,) for name in self.functions] if kind == "function" else [()])
+        }
 
 
 def unavailable(settings: Settings) -> dict[str, str]:
@@ -142,63 +136,57 @@ def unavailable(settings: Settings) -> dict[str, str]:
     return {} if reason is None else {"fa4": reason}
 
 
-def _peers(inputs: tuple[Tensor, ...], function: Function, settings: Settings) -> dict[str, Implementation]:
-    peers: dict[str, Callable[[], Implementation]] = {
-        "flex": lambda: _flex(inputs, function.mods),
-        "fa4": lambda: fa4_mods.Fa4Call(inputs, function.fa4, function.mods.get("mask_mod")),
-    }
+def _peers(inputs: Sequence[Tensor], function: Function, settings: Settings) -> dict[str, CellCall]:
     left_out = unavailable(settings)
-    return {name: peers[name]() for name in _chosen(settings.peers, PEERS) if name not in left_out}
+    makes: dict[str, Callable[[], CellCall]] = {
+        "flex": lambda: _flex(inputs, function.mods),
+        "fa4": lambda: CellCall(
+            partial(fa4_mods.prepare, inputs, function.fa4, function.mods.get("mask_mod")), is_bshd=True
+        ),
+    }
+    return {name: makes[name]() for name in settings.peers or PEERS if name not in left_out}
 
 
-def function_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
-    chosen = _chosen(settings.functions, FUNCTIONS)
-    for name, inputs in _inputs(settings, device):
-        functions = _functions(inputs[0].shape[1], device)
-        for kind in chosen:
-            calls = _peers(inputs, functions[kind], settings)
-            calls[OURS] = _ours(inputs, functions[kind].mods)
-            yield Cell("function", f"{name} {kind}", calls, next(iter(calls)), OURS)
+def _cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
+    """The cells of one group: of two lengths, with the same number of tokens."""
+    (kind,), (head_dim,), sizes = settings.kinds, settings.head_dims, settings.sizes
+    for seqlen in (sizes.seqlen, sizes.long):
+        batch, heads = max(1, sizes.batch * sizes.seqlen // seqlen), sizes.hidden // head_dim
+        inputs = random_qkv(settings.seed, device, batch, heads, seqlen, head_dim)
+        place = f"D={head_dim} S={seqlen}"
+        if kind == "function":
+            (name,) = settings.functions
+            function = _functions(heads, device)[name]
+            calls = {**_peers(inputs, function, settings), OURS: _ours(inputs, function.mods)}
+            yield Cell("function", f"{place} {name}", calls, next(iter(calls)), OURS)
+        elif kind == "documents":
+            ids = torch.arange(seqlen, device=device, dtype=torch.int32) // -(-seqlen // NUM_DOCUMENTS)
+            function = Function({"mask_mod": masks.document(ids)}, partial(fa4_mods.function, "document", ids))
+            calls = {
+                WITHOUT_BLOCK_MASK: ours(cute_flash.attn, inputs, **function.mods),
+                WITH_BLOCK_MASK: _ours(inputs, function.mods),
+                **_peers(inputs, function, settings),
+            }
+            yield Cell("documents", place, calls, WITHOUT_BLOCK_MASK, WITH_BLOCK_MASK)
+        elif seqlen <= sizes.seqlen:  # a bias of all pairs of long sequences takes most of a GPU's memory
+            yield Cell("bias", place, _bias_calls(inputs), PLAIN)
 
 
-def document_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
-    from cute_flash import masks
-
-    for name, inputs in _inputs(settings, device):
-        seqlen = inputs[0].shape[2]
-        ids = torch.arange(seqlen, device=device, dtype=torch.int32) // -(-seqlen // NUM_DOCUMENTS)
-        function = Function({"mask_mod": masks.document(ids)}, partial(fa4_mods.function, "document", ids))
-        calls: dict[str, Implementation] = {
-            WITHOUT_BLOCK_MASK: _ours(inputs, function.mods, has_block_mask=False),
-            WITH_BLOCK_MASK: _ours(inputs, function.mods),
-            **_peers(inputs, function, settings),
-        }
-        yield Cell("documents", name, calls, WITHOUT_BLOCK_MASK, WITH_BLOCK_MASK)
-
-
-def bias_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
-    from cute_flash import attn
-
-    for name, inputs in _inputs(settings, device):
-        batch, heads, seqlen, _ = inputs[0].shape
-        if seqlen > settings.seqlen:
-            continue  # a bias of all pairs of long sequences takes most of a GPU's memory
-        calls = {PLAIN: AutogradCall(attn, inputs)}
-        shapes = {
-            "each head": (1, heads, seqlen, seqlen),
-            "all": (batch, heads, seqlen, seqlen),
-            "each key": (batch, 1, 1, seqlen),
-        }
-        for what, shape in shapes.items():
-            bias = torch.randn(shape, device=device, dtype=torch.bfloat16)
-            calls[f"bias of {what}"] = AutogradCall(partial(attn, bias=bias), inputs)
-            if what != "each key":
-                leaf = bias.detach().requires_grad_()
-                calls[f"bias of {what} {WITH_GRADIENT}"] = AutogradCall(partial(attn, bias=leaf), inputs)
-        yield Cell("bias", name, calls, PLAIN)
-
-
-KINDS: dict[str, Cells] = {"function": function_cells, "documents": document_cells, "bias": bias_cells}
+def _bias_calls(inputs: Sequence[Tensor]) -> dict[str, CellCall]:
+    batch, heads, seqlen, _ = inputs[0].shape
+    calls = {PLAIN: ours(cute_flash.attn, inputs)}
+    shapes = {
+        "each head": (1, heads, seqlen, seqlen),
+        "all": (batch, heads, seqlen, seqlen),
+        "each key": (batch, 1, 1, seqlen),
+    }
+    for what, shape in shapes.items():
+        bias = torch.randn(shape, device=inputs[0].device, dtype=torch.bfloat16)
+        calls[f"bias of {what}"] = ours(cute_flash.attn, inputs, bias=bias)
+        if what != "each key":
+            leaf = bias.detach().requires_grad_()
+            calls[f"bias of {what} {WITH_GRADIENT}"] = ours(cute_flash.attn, inputs, bias=leaf)
+    return calls
 
 
 # ---- the summary
@@ -208,133 +196,99 @@ KINDS: dict[str, Cells] = {"function": function_cells, "documents": document_cel
 SUMMARY_COLUMNS = ("geometric mean (lowest)", "cells", "fwd", "bwd", "both")
 
 
-def _row(label: str, results: Iterable[CellResult], call: str, base: str) -> tuple[str, ...] | None:
+def _row(label: str, cells: Sequence[Record], call: str, base: str) -> tuple[str, ...] | None:
     """One mean for each direction; None if no cell has both calls."""
-    cells = list(results)
     texts, counts = [], []
     for direction in (*DIRECTIONS, "both"):
-        ratios = [x for x in (one.ratio(call, direction, base) for one in cells) if x is not None]
+        ratios = [x for x in (ratio(cell, call, direction, base) for cell in cells) if x is not None]
         counts.append(len(ratios))
         texts.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})" if ratios else "-")
     if not any(counts):
         return None
     # If the directions differ, some cells failed; the failures are printed after the tables.
-    number = f"{counts[0]}" if len(set(counts)) == 1 else f"{counts[0]}, {counts[1]}"
-    return (label, number, *texts)
+    return (label, f"{counts[0]}" if len(set(counts)) == 1 else f"{counts[0]}, {counts[1]}", *texts)
 
 
-def summary(results: Sequence[CellResult]) -> Table:
+def summary(record: Record) -> Table:
     """Ours over each peer with the same function, with a block mask over without, each bias over plain."""
-
-    def of(kind: str) -> list[CellResult]:
-        return [one for one in results if one.kind == kind]
-
-    biases = dict.fromkeys(call for one in of("bias") for call in one.samples["fwd"] if call != PLAIN)
+    of = {kind: [cell for cell in record["cells"] if cell["kind"] == kind] for kind in Settings().kinds}
+    biases = dict.fromkeys(call for cell in of["bias"] for call in cell["sides"]["fwd"] if call != PLAIN)
     rows = [
-        *(_row(f"functions: {OURS} over {peer}", of("function"), OURS, peer) for peer in PEERS),
+        *(_row(f"functions: {OURS} over {peer}", of["function"], OURS, peer) for peer in PEERS),
         *(
-            _row(f"documents: {WITH_BLOCK_MASK} over {base}", of("documents"), WITH_BLOCK_MASK, base)
+            _row(f"documents: {WITH_BLOCK_MASK} over {base}", of["documents"], WITH_BLOCK_MASK, base)
             for base in (WITHOUT_BLOCK_MASK, *PEERS)
         ),
-        *(_row(f"{bias} over {PLAIN}", of("bias"), bias, PLAIN) for bias in biases),
+        *(_row(f"{bias} over {PLAIN}", of["bias"], bias, PLAIN) for bias in biases),
     ]
     return Table("summary", SUMMARY_COLUMNS, tuple(row for row in rows if row is not None))
 
 
-# ---- one process for each kind of cell, head dim and function (--parallel)
+STUDY = Study(
+    name="mods",
+    help="score_mod, mask_mod and bias beside FlexAttention and FA4",
+    examples=("--functions alibi,causal --peers flex",),
+    settings=Settings,
+    context=lambda settings: our_peer(kernels=settings.kernels).context(),
+    kernels=lambda settings, tools: kernels_of(settings.groups(tools.device)),
+    parts=lambda settings, tools: {"unavailable": unavailable(settings), "cells": []},
+    steps=lambda settings, tools: [
+        Step("cells", title, partial(measure_cells, cells, settings.rounds, settings.ms, tools))
+        for title, cells in settings.groups(tools.device).items()
+    ],
+    tables=lambda record: [*features.tables(record), summary(record)],
+    failures=features.failures,
+)
+
+
+# ---- one process for each group of cells (--parallel)
 # -------------------------------------------------------------------------------------------------------
 
 
 PROCESS_LIMIT_S = 600.0
-# Arguments of `python -m profiling` -> exit status and output.
-ProcessRunner = Callable[[Sequence[str]], tuple[int, str]]
 
 
 # FlexAttention and FlashAttention-4 compile each function at its first call, for 10 to 30 s. The processes compile at
-# the same time and measure one after another (`GpuLock`). Each writes a file; the files are then merged.
-def choices(kinds: Sequence[str], head_dims: Sequence[int], functions: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The options by which the processes differ."""
-    for head_dim in head_dims:
-        for kind in kinds:
-            options = ("--kinds", kind, "--head-dims", str(head_dim))
-            if kind == "function":
-                yield from ((*options, "--functions", name) for name in functions)
-            else:
-                yield options
+# the same time and measure one after another (`GpuLock`).
+def measure_group(settings: Settings, lock: Path) -> list[Record]:
+    """Measure one group. Runs in a worker process."""
+    tools, gpu_lock = Tools(), GpuLock(lock)
+    ((_, cells),) = settings.groups(tools.device).items()
+    with STUDY.context(settings):
+        list(precompile_all(kernels_of(settings.groups(tools.device)), 1))
+        return measure_cells(cells, settings.rounds, settings.ms, tools, gpu_lock)
 
 
-def run_all(
-    common: Sequence[str],
-    chosen: Sequence[Sequence[str]],
-    folder: Path,
-    run_process: ProcessRunner,
-    progress: Callable[[str], None] = lambda line: None,
-) -> list[Path]:
-    """Run `mods` with the common options and those of each process; return the files. A lost process is an error."""
-    paths = [folder / f"{i}.json" for i in range(len(chosen))]
+def parallel_steps(settings: Settings, pool: Pool, lock: Path) -> list[Step]:
+    """A step for each group: it waits for the end of the group's process. All processes begin with the first step."""
+    groups = settings.parts()
+    outcomes = pool.run([Task(measure_group, (one, lock)) for one in groups.values()])
+    ended: dict[int, Outcome] = {}
 
-    def measure(i: int) -> str | None:
-        own = ("--jobs", "1", "--lock", str(folder / "lock"), "--out", str(paths[i]))
-        status, output = run_process(("mods", *common, *chosen[i], *own))
-        progress(" ".join(chosen[i][1::2]))
-        lines = output.strip().splitlines()[-5:]
-        has_ended = status in (OK, FAILED) and paths[i].exists()
-        return None if has_ended else f"{' '.join(chosen[i])}: exit status {status}: {' / '.join(lines)}"
+    def wait(index: int, title: str) -> list[Record]:
+        while index not in ended:
+            outcome = next(outcomes)
+            ended[outcome.index] = outcome
+        if error := ended[index].error:
+            raise ValueError(f"--parallel: {title}: {error}")
+        return ended[index].value
 
-    # All at once: a process that started later would make the others wait until it has compiled.
-    with ThreadPoolExecutor(len(chosen)) as pool:
-        errors = [error for error in pool.map(measure, range(len(chosen))) if error is not None]
-    if errors:
-        print("\n".join(errors), file=sys.stderr)
-        raise ValueError(f"--parallel: {len(errors)} of {len(chosen)} processes did not end")
-    return paths
-
-
-# ---- the command
-# -------------------------------------------------------------------------------------------------------
+    return [Step("cells", title, partial(wait, i, title)) for i, title in enumerate(groups)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    features.add_arguments(parser, KINDS)
-    add("--functions", type=name_list, default=(), metavar="LIST", help=f"default: {','.join(FUNCTIONS)}")
-    add("--peers", type=name_list, default=(), metavar="LIST", help=f"default: {','.join(PEERS)}")
-    add("--parallel", action="store_true", help="compile in a process for each function and head dim")
-
-
-def _run_in_processes(args: argparse.Namespace, settings: features.Settings, folder: Path) -> list[Path]:
-    chosen = list(choices(args.kinds, settings.head_dims, settings.functions or FUNCTIONS))
-    values = {"kernels": args.kernels, "rounds": settings.rounds, "ms": settings.ms, "seed": settings.seed}
-    common = [f"--{name}={x}" for name, x in values.items()]
-    common += [f"--peers={','.join(settings.peers)}"] * bool(settings.peers)
-
-    def run_process(arguments: Sequence[str]) -> tuple[int, str]:
-        return run_command([sys.executable, "-m", "profiling", *arguments], PROCESS_LIMIT_S)
-
-    with steps("measuring mods", len(chosen)) as done:
-        return run_all(common, chosen, folder, run_process, done)
+    STUDY.add_arguments(parser)
+    parser.add_argument("--parallel", action="store_true", help="compile in a process for each function and head dim")
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = replace(settings_of(features.Settings, args), functions=args.functions, peers=args.peers)
-    if args.parallel and not args.parts:
-        need_gpu()
-        with tempfile.TemporaryDirectory() as folder:
-            args.parts = _run_in_processes(args, settings, Path(folder))
-            results = features.merge_parts(args, KINDS)
-    elif args.parts:
-        results = features.merge_parts(args, KINDS)
-    else:
-        need_gpu()
-        print_unavailable(unavailable(settings))
-        results = features.measure_kinds(args, settings, KINDS)
-    return features.report(results, [summary(results)])
+    if not args.parallel:
+        return STUDY.run(args)
+    # All at once: a process that started later would make the others wait until it has compiled.
+    num_groups = len(settings_of(Settings, args).parts())
+    with tempfile.TemporaryDirectory() as folder, Pool(num_groups, {}, PROCESS_LIMIT_S) as pool:
+        steps = partial(parallel_steps, pool=pool, lock=Path(folder) / "lock")
+        return replace(STUDY, kernels=None, steps=lambda settings, tools: steps(settings)).run(args)
 
 
-COMMAND = Command(
-    "mods",
-    "score_mod, mask_mod and bias beside FlexAttention and FA4",
-    ("--functions alibi,causal --peers flex",),
-    add_arguments,
-    run,
-)
+COMMAND = replace(STUDY.command, add_arguments=add_arguments, run=run)

@@ -11,11 +11,9 @@ the same inputs. `WAYS` are versions of one loop that differ only in how O and l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,34 +21,12 @@ from torch import Tensor
 from cute_flash import attn, reference
 from cute_flash.spec.band import Band
 from layouts.studies.loops import tiled_q_outer
-from profiling.measure.accuracy import OUTLIER_RATE, OUTLIER_STD
-from profiling.measure.study import Step, Tools
+from profiling.measure.accuracy import draw, errors_of
+from profiling.measure.shapes import ALL_DTYPES
+from profiling.measure.study import Record, Step, Tools
 
 NORMAL, OUTLIERS, LONG_TAILED = DISTRIBUTIONS = ("normal", "outliers", "long-tailed")
-# Degrees of freedom of Student's t-distribution: the fewest with a finite variance.
-TAIL_DEGREES = 3
-CPU_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def draw(distribution: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """An fp32 tensor of independent entries, on the generator's device.
-
-    normal: N(0, 1). outliers: N(0, 1) + N(0, 100) Bernoulli(0.001), as in the FlashAttention-3 paper. long-tailed:
-    Student's t with 3 degrees of freedom.
-    """
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=generator.device)
-
-    x = normal(*size)
-    if distribution == OUTLIERS:
-        is_outlier = torch.rand(size, generator=generator, device=generator.device) < OUTLIER_RATE
-        x += OUTLIER_STD * normal(*size) * is_outlier
-    elif distribution == LONG_TAILED:
-        x /= sum(normal(*size).square() for _ in range(TAIL_DEGREES)).div(TAIL_DEGREES).sqrt()  # type: ignore[union-attr]
-    elif distribution != NORMAL:
-        raise ValueError(f"distribution {distribution!r}: choose from {', '.join(DISTRIBUTIONS)}")
-    return x
+CPU_DTYPES = ALL_DTYPES
 
 
 # Q, K, V and the number of keys in a block -> O
@@ -137,27 +113,28 @@ WAYS: dict[str, Way] = {
 UNFUSED = "fp32, unfused"
 
 
-@dataclass(frozen=True)
-class Error:
-    """One case: its conditions, its errors, and the average number of rescales of a row."""
+def error_record(
+    study: str, way: str, distribution: str, out: Tensor, exact: Tensor, seqlen: int,
+    block: int | None = None, rescales: float | None = None,
+) -> Record:  # fmt: skip
+    """The errors of one case.
 
-    study: str  # "length", "tile", "rescales" or "dtype"
-    way: str  # of `WAYS`, `UNFUSED`, or a dtype
-    distribution: str
-    seqlen: int
-    block: int | None  # keys of a K/V block
-    rescales: float | None
-    relative: float  # ‖out - exact‖ / ‖exact‖, Frobenius
-    max_abs: float  # largest |out - exact|
-    max_exact: float  # largest |exact|
-
-
-def errors_of(out: Tensor, exact: Tensor) -> dict[str, float]:
-    """The fields `relative`, `max_abs` and `max_exact`."""
-    difference, norm = out.double() - exact, torch.linalg.vector_norm
+    Args:
+        study: "length", "tile", "rescales" or "dtype".
+        way: Of `WAYS`, `UNFUSED`, or a dtype.
+        block: Keys of a K/V block.
+        rescales: The average number of rescales of a row.
+    """
+    errors = errors_of(out, exact)
     return {
-        "relative": float(norm(difference) / norm(exact)),
-        "max_abs": float(difference.abs().max()),
+        "study": study,
+        "way": way,
+        "distribution": distribution,
+        "seqlen": seqlen,
+        "block": block,
+        "rescales": rescales,
+        "relative": errors.relative,
+        "max_abs": errors.max_abs,
         "max_exact": float(exact.abs().max()),
     }
 
@@ -194,24 +171,24 @@ def _rescales(q: Tensor, k: Tensor, v: Tensor, block: int) -> float:
 
 def _online(
     study: str, distribution: str, q: Tensor, k: Tensor, v: Tensor, block: int, ways: Iterable[str]
-) -> Iterator[Error]:
+) -> Iterator[Record]:
     exact, rescales = reference.dense(q, k, v)[0], _rescales(q, k, v, block)
     for way in ways:
         out = WAYS[way](q, k, v, block)
-        yield Error(study, way, distribution, k.shape[2], block, rescales, **errors_of(out, exact))
+        yield error_record(study, way, distribution, out, exact, k.shape[2], block, rescales)
 
 
-def by_length(sizes: Sizes) -> Iterator[Error]:
+def by_length(sizes: Sizes) -> Iterator[Record]:
     """Longer and longer sequences, with K/V blocks of a fixed width."""
     for distribution in DISTRIBUTIONS:
         for seqlen in sizes.lengths:
             q, k, v = sizes.inputs(distribution, seqlen)
             yield from _online("length", distribution, q, k, v, sizes.block, WAYS)
-            unfused = errors_of(reference.dense_low_precision(q, k, v)[0], reference.dense(q, k, v)[0])
-            yield Error("length", UNFUSED, distribution, seqlen, None, None, **unfused)
+            unfused, exact = reference.dense_low_precision(q, k, v)[0], reference.dense(q, k, v)[0]
+            yield error_record("length", UNFUSED, distribution, unfused, exact, seqlen)
 
 
-def by_tile(sizes: Sizes) -> Iterator[Error]:
+def by_tile(sizes: Sizes) -> Iterator[Record]:
     """Wider and wider K/V blocks of the same keys: fewer rescales, longer sums within a block."""
     for distribution in DISTRIBUTIONS:
         q, k, v = sizes.inputs(distribution, sizes.seqlen)
@@ -229,7 +206,7 @@ def growing_order(scores: Tensor, block: int, growing: int) -> Tensor:
     return torch.cat([largest, descending[growing * block :]])
 
 
-def by_rescales(sizes: Sizes) -> Iterator[Error]:
+def by_rescales(sizes: Sizes) -> Iterator[Record]:
     """The same keys in other orders, so that only the number of rescales differs.
 
     All queries have the same direction, so that one order of the keys serves all rows.
@@ -244,30 +221,29 @@ def by_rescales(sizes: Sizes) -> Iterator[Error]:
         yield from _online("rescales", NORMAL, q, K, V, sizes.rescale_block, WAYS)
 
 
-def by_dtype(sizes: Sizes) -> Iterator[Error]:
+def by_dtype(sizes: Sizes) -> Iterator[Record]:
     """`attn` on the CPU with 16-bit and fp32 inputs, against fp64 on the rounded inputs."""
     for distribution in DISTRIBUTIONS:
         for seqlen in sizes.lengths:
             inputs = sizes.inputs(distribution, seqlen)
             for name, dtype in CPU_DTYPES.items():
                 q, k, v = (x.to(dtype) for x in inputs)
-                errors = errors_of(attn(q, k, v), reference.dense(q, k, v)[0])
-                yield Error("dtype", name, distribution, seqlen, None, None, **errors)
+                yield error_record("dtype", name, distribution, attn(q, k, v), reference.dense(q, k, v)[0], seqlen)
 
 
 STUDIES = {"length": by_length, "tile": by_tile, "rescales": by_rescales, "dtype": by_dtype}
 
 
-def measure_study(name: str, sizes: Sizes) -> list[dict[str, Any]]:
+def measure_study(name: str, sizes: Sizes) -> list[Record]:
     """One study. One thread: sums of a matrix product then have the same order on every machine with one library."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.no_grad():
-            found = [asdict(error) for error in STUDIES[name](sizes)]
+            found = list(STUDIES[name](sizes))
     finally:
         torch.set_num_threads(threads)
-    if wrong := [one for one in found if not math.isfinite(one["relative"])]:
+    if wrong := [one for one in found if one["relative"] is None]:
         raise ArithmeticError(f"study {name}: an error is not finite: {wrong[0]}")
     return found
 

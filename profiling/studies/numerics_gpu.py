@@ -16,26 +16,25 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from cute_flash.planning.plan import CompileKey
-from profiling.measure.accuracy import random_dout
 from profiling.measure.launches import needed_kernels
 from profiling.measure.options import LIMIT_S
 from profiling.measure.shapes import Shape
 from profiling.measure.study import Record, Step, Study, Tools
-from profiling.measure.timing import describe
-from profiling.peers.cute_flash import our_library
+from profiling.measure.timing import attempt_each
+from profiling.peers.cute_flash import our_peer
 from profiling.peers.directions import DIRECTIONS, calls_of
 from profiling.peers.peer import Peer
-from profiling.peers.sdpa import sdpa_library
+from profiling.peers.sdpa import sdpa_peer
 from profiling.studies import numerics, numerics_report
 from profiling.studies.numerics import CPU_DTYPES as DTYPES
-from profiling.studies.numerics import DISTRIBUTIONS, Sizes, draw
+from profiling.studies.numerics import DISTRIBUTIONS, Sizes
 
 # `sdpa-math` is unfused; it computes 16-bit inputs in fp32.
 PEERS: tuple[Peer, ...] = (
-    our_library(),
-    sdpa_library("sdpa-flash", SDPBackend.FLASH_ATTENTION),
-    sdpa_library("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
-    sdpa_library("sdpa-math", SDPBackend.MATH),
+    our_peer(),
+    sdpa_peer("sdpa-flash", SDPBackend.FLASH_ATTENTION),
+    sdpa_peer("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
+    sdpa_peer("sdpa-math", SDPBackend.MATH),
 )
 
 
@@ -57,47 +56,34 @@ class Settings:
 SMALL = Settings((16, 32), (16,), heads=1, head_dim=16)
 
 
-@dataclass(frozen=True)
-class Result:
-    provider: str  # the name of the peer
-    dtype: str
-    distribution: str
-    seqlen: int
-    output: str  # "out", "dq", "dk" or "dv"
-    relative: float | None  # ‖out - exact‖ / ‖exact‖, Frobenius; None if it is not finite, or absent
-    max_abs: float | None  # largest |out - exact|
-    max_exact: float | None
-    absent: str | None = None  # why there is no result
-
-
-def _inputs(settings: Settings, distribution: str, seqlen: int, name: str, device: torch.device) -> list[Tensor]:
-    generator = torch.Generator(device).manual_seed(settings.seed)
-    shape = settings.shape(seqlen)
-    size = (shape.batch, shape.heads, shape.seqlen, shape.head_dim)
-    return [draw(distribution, size, generator).to(DTYPES[name]) for _ in range(3)]
+# The errors of a result; None if it is not finite, or absent.
+ERRORS = ("relative", "max_abs", "max_exact")
 
 
 @torch.no_grad()
 def measure_case(direction: str, case: tuple[str, str, int], settings: Settings, tools: Tools) -> list[Record]:
-    """The errors of all peers: of the output, or of the gradients."""
+    """The errors of all peers: of the output, or of the gradients. "absent": why there is no result."""
     name, distribution, seqlen = case
-    inputs = tuple(_inputs(settings, distribution, seqlen, name, tools.device))
-    if direction == "bwd":
-        inputs += (random_dout(settings.shape(seqlen), DTYPES[name], tools.device, settings.seed),)
-    oracles = DIRECTIONS[direction].oracles(inputs, False)
+    this, shape = DIRECTIONS[direction], settings.shape(seqlen)
+    inputs = this.inputs(shape, DTYPES[name], tools.device, settings.seed, distribution)
+    oracles = this.oracles(inputs, False)
+
+    def results_of(peer: Peer) -> dict[str, Tensor]:
+        with peer.context():
+            results = this.named(peer, this.prepare(peer, inputs, False)())
+        tools.events.synchronize()
+        return results
+
+    results, absent = attempt_each({peer.name: partial(results_of, peer) for peer in PEERS}, tools.events)
     found = []
-    for peer in PEERS:
-        try:
-            with peer.context():
-                results = DIRECTIONS[direction].named(peer, DIRECTIONS[direction].prepare(peer, inputs, False)())
-            tools.events.synchronize()
-        except Exception as error:
-            found += [Result(peer.name, *case, output, None, None, None, describe(error)) for output in oracles]
-            continue
-        for output, oracle in oracles.items():
-            errors, exact = oracle.errors(results[output]), float(oracle.exact.abs().max())
-            found.append(Result(peer.name, *case, output, errors.relative, errors.max_abs, exact))
-    return [asdict(one) for one in found]
+    for peer, output in product((peer.name for peer in PEERS), oracles):
+        errors: Record = dict.fromkeys(ERRORS)
+        if peer in results:
+            exact = float(oracles[output].exact.abs().max())
+            errors = {**asdict(oracles[output].errors(results[peer][output])), "max_exact": exact}
+        place = {"dtype": name, "distribution": distribution, "seqlen": seqlen, "output": output}
+        found.append({"provider": peer, **place, **errors, "absent": absent.get(peer)})
+    return found
 
 
 def steps(settings: Settings, tools: Tools) -> list[Step]:
@@ -134,7 +120,7 @@ CPU_STUDY = Study(
     tables=lambda record: numerics_report.cpu_tables(record["records"]),
     has_own_file=True,
     small=numerics.SMALL,
-    needs_gpu=False,
+    runs_on="cpu",
 )
 GPU_STUDY = Study(
     name="numerics",

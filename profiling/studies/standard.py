@@ -8,7 +8,7 @@ pass over the N x N matrix is wasted.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -17,18 +17,17 @@ from torch import Tensor
 
 from cute_flash.planning.plan import CompileKey
 from profiling.bench.suites import SUITES
-from profiling.measure.accuracy import random_dout, random_inputs, relative_distance
+from profiling.measure.accuracy import relative_distance
 from profiling.measure.launches import needed_kernels
 from profiling.measure.options import LIMIT_S, MS, ROUNDS, option
 from profiling.measure.shapes import DTYPES, MASKS, Shape
 from profiling.measure.study import Record, Step, Tools
-from profiling.measure.timing import TimedCall, describe, measure
-from profiling.peers.cute_flash import our_library
-from profiling.peers.directions import calls_of, timed_call
-from profiling.peers.peer import Forward, Library, Peer
+from profiling.measure.timing import TimedCall, attempt_each, describe, measure
+from profiling.peers.cute_flash import our_peer
+from profiling.peers.directions import DIRECTIONS, calls_of, timed_call
+from profiling.peers.peer import Forward, Peer
 
 DTYPE = "bf16"
-DIRECTIONS = ("fwd", "bwd")
 STANDARD, OURS = NAMES = ("standard", "cute_flash")
 # Sequences, then heads, are halved until the scores of all heads fit. The backward holds three such matrices.
 MAX_SCORE_BYTES = 8 << 30
@@ -51,7 +50,7 @@ def standard_forward(q: Tensor, k: Tensor, causal: bool) -> Forward:
     return forward
 
 
-PEERS: tuple[Peer, ...] = (Library(STANDARD, lambda: standard_forward), our_library())
+PEERS: tuple[Peer, ...] = (Peer(STANDARD, lambda: standard_forward), our_peer())
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Settings:
 
     lengths: tuple[int, ...] = option((512, 1024, 2048, 4096, 8192, 16384, 32768), "with --bytes 1024,4096,16384")
     head_dims: tuple[int, ...] = option((64, 128))
-    masks: tuple[str, ...] = option(MASKS, "with --bytes full")
+    masks: tuple[str, ...] = option(MASKS, "with --bytes full", choices=MASKS)
     rounds: int = ROUNDS(3)
     ms: float = MS(8.0)
     seed: int = 0
@@ -109,39 +108,7 @@ def standard_bytes(shape: Shape, direction: str) -> int:
 # ---- measurement
 
 
-@dataclass
-class Measurement:
-    """One peer in one cell. Times are medians over rounds."""
-
-    ms: float | None = None
-    round_ms: tuple[float, ...] = ()
-    calls: int | None = None
-    # Above the inputs. Forward: without gradients. Backward: the forward and the backward of a training step.
-    peak_bytes: int | None = None
-    error: str | None = None
-
-
-@dataclass
-class Cell:
-    shape: Shape
-    direction: str
-    timer: str  # "graph": replays of CUDA graphs; "event": calls from the host
-    score_bytes: int
-    model_bytes: dict[str, int]  # predicted HBM bytes by peer
-    results: dict[str, Measurement] = field(default_factory=dict)
-    distance: float | None = None  # of the two outputs: ‖ours - standard‖ / ‖standard‖; forward only
-
-    @property
-    def key(self) -> str:
-        return f"{self.direction}-{self.shape.id}"
-
-
 DRY_SETTINGS = Settings((32, 64), (16,), MASKS, rounds=1, ms=0.01, max_score_bytes=1 << 16)
-
-
-def _inputs(shape: Shape, settings: Settings, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype = DTYPES[DTYPE]
-    return *random_inputs(shape, dtype, device, settings.seed), random_dout(shape, dtype, device, settings.seed)
 
 
 def _peak_call(peer: Peer, direction: str, tensors: Sequence[Tensor], causal: bool) -> Callable[[], Any]:
@@ -171,36 +138,45 @@ def _distance(timed_calls: Mapping[str, TimedCall]) -> float | None:
 def measure_cell(shape: Shape, direction: str, settings: Settings, tools: Tools) -> Record:
     """Time and memory of all peers in one cell. A failure, such as too little memory, is recorded."""
     is_small = score_bytes(shape) <= MAX_GRAPH_SCORE_BYTES
-    timer = tools.timer if is_small else tools.events
-    model = {STANDARD: standard_bytes(shape, direction), OURS: shape.hbm_bytes(DTYPE, direction)}
-    cell = Cell(shape, direction, "graph" if is_small else "event", score_bytes(shape), model)
-    cell.results = {peer.name: Measurement() for peer in PEERS}
-    tensors = _inputs(shape, settings, tools.device)
-    timed_calls = {}
-    for peer in PEERS:
-        try:
-            inputs = tensors[:3] if direction == "fwd" else tensors
-            timed_calls[peer.name] = timed_call(peer, direction, inputs, shape.causal, timer)
-        except Exception as error:
-            cell.results[peer.name].error = describe(error)
-    if direction == "fwd" and len(timed_calls) == len(PEERS):
-        cell.distance = _distance(timed_calls)
+    timer, dtype = tools.timer if is_small else tools.events, DTYPES[DTYPE]
+    tensors = DIRECTIONS["bwd"].inputs(shape, dtype, tools.device, settings.seed, "normal")
+    inputs = tensors[:3] if direction == "fwd" else tensors
+    makes = {peer.name: partial(timed_call, peer, direction, inputs, shape.causal, timer) for peer in PEERS}
+    timed_calls, errors = attempt_each(makes, timer)
+    # Of the two outputs: ‖ours - standard‖ / ‖standard‖.
+    distance = _distance(timed_calls) if direction == "fwd" and len(timed_calls) == len(PEERS) else None
     measured = measure(timed_calls, timer, settings.rounds, settings.ms)
-    for name, samples in measured.samples.items():
-        result = cell.results[name]
-        result.ms, result.round_ms, result.calls = samples.median_ms, samples.round_ms, samples.calls
-    for name, message in measured.errors.items():
-        cell.results[name].error = message
+    errors |= measured.errors
     # The saved matrices of a timed backward are freed first.
     timed_calls.clear()
     tools.release()
-    for peer in PEERS:
+    results: dict[str, Record] = {}
+    for name, peer in ((peer.name, peer) for peer in PEERS):
+        samples, peak = measured.samples.get(name), None
         try:
-            cell.results[peer.name].peak_bytes = tools.peak_bytes(_peak_call(peer, direction, tensors, shape.causal))
+            peak = tools.peak_bytes(_peak_call(peer, direction, tensors, shape.causal))
         except Exception as error:
-            cell.results[peer.name].error = describe(error)
+            errors[name] = describe(error)
         tools.release()
-    return {**asdict(cell), "key": cell.key}
+        results[name] = {
+            "ms": samples and samples.median_ms,
+            "round_ms": samples.round_ms if samples else (),
+            "calls": samples and samples.calls,
+            # Above the inputs. Forward: without gradients. Backward: the forward and the backward of a training step.
+            "peak_bytes": peak,
+            "error": errors.get(name),
+        }
+    return {
+        "key": f"{direction}-{shape.id}",
+        "shape": asdict(shape),
+        "direction": direction,
+        "timer": "graph" if is_small else "event",  # replays of CUDA graphs, or calls from the host
+        "score_bytes": score_bytes(shape),
+        # The predicted HBM bytes.
+        "model_bytes": {STANDARD: standard_bytes(shape, direction), OURS: shape.hbm_bytes(DTYPE, direction)},
+        "results": results,
+        "distance": distance,
+    }
 
 
 def steps(settings: Settings, tools: Tools) -> list[Step]:
@@ -213,4 +189,4 @@ def steps(settings: Settings, tools: Tools) -> list[Step]:
 
 
 def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
-    return needed_kernels(calls_of(PEERS, settings.shapes(), DIRECTIONS, DTYPES[DTYPE], tools.device))
+    return needed_kernels(calls_of(PEERS, settings.shapes(), tuple(DIRECTIONS), DTYPES[DTYPE], tools.device))

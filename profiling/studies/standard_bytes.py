@@ -1,4 +1,10 @@
-"""HBM bytes of standard attention and of cute_flash, counted by Nsight Compute."""
+"""HBM bytes of standard attention and of cute_flash, counted by Nsight Compute.
+
+Nsight Compute runs `python -m profiling.studies.standard_bytes`. One process makes all calls, because starting a
+process takes longer than the calls. Between the profiler's start and stop, each case has two parts, each ended by a
+marker kernel: the call itself, and a read of a buffer that is larger than L2. The read evicts what the call left in
+L2, so that all bytes that the call wrote are counted.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +13,95 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from cute_flash.tools.precompile import precompile_keys
 from profiling.counters import ncu
 from profiling.counters.ncu_metrics import METRICS, Profile, parse_raw, trim_raw
 from profiling.measure import machine
-from profiling.measure.options import settings_of
+from profiling.measure.options import add_options, settings_of
+from profiling.measure.shapes import DTYPES, Shape
 from profiling.measure.study import FAILED, OK, SCHEMA, Study, Tools, need_gpu
 from profiling.measure.tables import print_lines
+from profiling.peers.directions import DIRECTIONS
 from profiling.studies import standard, standard_report
-from profiling.studies.standard import Settings
-from profiling.studies.standard_case import BYTES_SETTINGS, MARKER, Case, cases
+from profiling.studies.standard import DTYPE, PEERS, Settings
 
+# A part of the symbol of `torch.cuda._sleep`'s kernel, which no attention runs.
+MARKER = "spin_kernel"
+SCRATCH_BYTES = 256 << 20
+BYTES_SETTINGS = Settings(lengths=(1024, 4096, 16384), masks=("full",))
 READ, WRITE = "dram_read_bytes", "dram_write_bytes"
+
+
+@dataclass(frozen=True)
+class Case:
+    peer: str
+    direction: str
+    shape: Shape
+
+    @property
+    def key(self) -> str:
+        """The key of the cell in the record of `python -m profiling standard`."""
+        return f"{self.direction}-{self.shape.id}"
+
+
+def cases(settings: Settings) -> list[Case]:
+    """All cases, in the order in which they are profiled."""
+    return [
+        Case(peer.name, direction, shape) for shape in settings.shapes() for direction in DIRECTIONS for peer in PEERS
+    ]
+
+
+# ---- the process that is profiled
+
+
+def _prepare(case: Case, seed: int) -> Callable[[], Any]:
+    direction, device = DIRECTIONS[case.direction], torch.device("cuda")
+    peer = next(one for one in PEERS if one.name == case.peer)
+    inputs = direction.inputs(case.shape, DTYPES[DTYPE], device, seed, "normal")
+    return direction.prepare(peer, inputs, case.shape.causal)
+
+
+@torch.no_grad()
+def call_all(settings: Settings) -> None:
+    scratch = torch.ones(SCRATCH_BYTES // 4, device="cuda")
+    for case in cases(settings):
+        call: Callable[[], Any] = lambda: None  # noqa: E731
+        try:
+            call = _prepare(case, settings.seed)
+            # Compiles, loads and allocates.
+            call()
+        except Exception as error:
+            print(f"{case.peer} {case.key}: {error}", file=sys.stderr)
+        # L2 is full of clean lines when the call starts.
+        scratch.sum()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        try:
+            call()
+        except Exception as error:
+            print(f"{case.peer} {case.key}: {error}", file=sys.stderr)
+        torch.cuda._sleep(1)
+        scratch.sum()
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+        del call
+        Tools().release()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_options(parser, Settings)
+    call_all(settings_of(Settings, parser.parse_args(argv), BYTES_SETTINGS))
+
+
+# ---- the command
 
 
 def command(program: str, report: Path, settings: Settings) -> list[str]:
@@ -35,7 +114,7 @@ def command(program: str, report: Path, settings: Settings) -> list[str]:
         *("--clock-control", "none"),
         *("--cache-control", "none"),
         *("--metrics", ",".join(METRICS[name] for name in (READ, WRITE))),
-        *(Path(sys.executable).name, "-m", "profiling.studies.standard_case"),
+        *(Path(sys.executable).name, "-m", "profiling.studies.standard_bytes"),
         *("--lengths", ",".join(map(str, settings.lengths))),
         *("--head-dims", ",".join(map(str, settings.head_dims))),
         *("--masks", ",".join(settings.masks)),
@@ -183,3 +262,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 COMMAND = replace(STUDY.command, add_arguments=add_arguments, run=run)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from profiling.measure.shapes import MASKS
-from profiling.measure.tables import Table
-from profiling.studies.standard import DIRECTIONS, OURS, STANDARD
+from profiling.measure.study import CellFailure, Record
+from profiling.measure.tables import Table, number
+from profiling.peers.directions import DIRECTIONS
+from profiling.studies.standard import OURS, STANDARD
 
-Record = dict[str, Any]
 LABELS = {"fwd": "forward", "bwd": "backward"}
 
 
@@ -53,10 +53,6 @@ def bytes_ratio(record: Record, cell: Record) -> float | None:
 
 
 RATIOS = {"speed-up": speed_up, "fewer HBM bytes": bytes_ratio, "less memory": memory_ratio}
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _reach(record: Record, name: str, direction: str, mask: str, lengths: Sequence[int] | None = None) -> str:
@@ -114,12 +110,12 @@ def cells(record: Record, direction: str) -> Table:
                 rows.append(
                     (
                         f"D {head_dim}, {mask}, N {shape['seqlen']}, B {shape['batch']}, H {shape['heads']}",
-                        *(_number(one["ms"], 3) for one in both),
-                        _number(speed_up(record, cell)),
+                        *(number(one["ms"], ".3f") for one in both),
+                        number(speed_up(record, cell), ".1f"),
                         *(_mb(one["peak_bytes"]) for one in both),
-                        _number(memory_ratio(record, cell)),
+                        number(memory_ratio(record, cell), ".1f"),
                         *map(_mb, moved),
-                        _number(bytes_ratio(record, cell)),
+                        number(bytes_ratio(record, cell), ".1f"),
                     )
                 )
     columns = ("standard, ms", "ours, ms", "ratio", "standard, MB", "ours, MB", "ratio")
@@ -131,9 +127,9 @@ def tables(record: Record) -> list[Table]:
     return [*(cells(record, direction) for direction in DIRECTIONS), claims(record)]
 
 
-def failures(record: Record) -> list[str]:
+def failures(record: Record) -> list[CellFailure]:
     return [
-        f"{cell['key']}, {name}: {result['error']}"
+        CellFailure(cell["key"], name, result["error"])
         for cell in record["cells"]
         for name, result in cell["results"].items()
         if result["error"]

@@ -10,7 +10,6 @@ host time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,9 +22,9 @@ from cute_flash.planning.plan import CompileKey
 from profiling.measure.accuracy import relative_difference
 from profiling.measure.launches import needed_kernels
 from profiling.measure.options import MS, ROUNDS, option
-from profiling.measure.study import Record, Step, Study, Tools
+from profiling.measure.study import Record, Step, Study, Tools, failures_in
 from profiling.measure.tables import Table
-from profiling.measure.timing import Failure, Samples, TimedCall, attempt, measure
+from profiling.measure.timing import TimedCall, attempt_each, measure
 from profiling.peers.integrations import ATTENTIONS, ON_CPU, OURS, Attention, Function
 
 # The largest accepted relative difference, ‖a - b‖ / ‖b‖, of the output or a gradient. Roundings to bf16 add up over
@@ -152,47 +151,33 @@ def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
     one_layer = replace(settings, model=replace(settings.model, layers=1))
     stacks = [Stack(one_layer, seqlen, tools.device) for seqlen in settings.lengths]
     ours = [one for one in attentions(tools) if one.is_ours and one.unavailable(tools.device) is None]
-    return needed_kernels(
-        partial(_in_context, one.context, partial(stack.step, one.make())) for stack in stacks for one in ours
-    )
-
-
-def _in_context(context: Callable[[], AbstractContextManager[Any]], call: Callable[[], Any]) -> Any:
-    with context():
-        return call()
-
-
-def _timing(samples: Samples, num_tokens: int) -> Record:
-    return {"tokens_per_s": 1e3 * num_tokens / samples.median_ms, **samples.as_dict()}
+    return needed_kernels(TimedCall(partial(stack.step, one.make()), one.context) for stack in stacks for one in ours)
 
 
 def measure_length(seqlen: int, settings: Settings, tools: Tools) -> Record:
     tools.release()
     stack = Stack(settings, seqlen, tools.device)
-    timed_calls: dict[str, TimedCall] = {}
-    failures: dict[str, str] = {}
-    differences: dict[str, float] = {}
-    wanted: list[Tensor] | None = None
-    for one in attentions(tools):
-        if reason := one.unavailable(tools.device):
-            failures[one.name] = f"not available: {reason}"
-            continue
-        attend = one.make()
-        found = attempt(partial(_in_context, one.context, partial(stack.results, attend)), tools.events)
-        if isinstance(found, Failure):
-            failures[one.name] = found.message
-            continue
-        wanted = found if wanted is None else wanted
-        differences[one.name] = relative_difference(found, wanted)
-        if differences[one.name] > AGREEMENT:
-            failures[one.name] = f"not timed: {differences[one.name]:.2g} away from {OURS}"
-            continue
-        timed_calls[one.name] = TimedCall(partial(stack.step, attend), one.context)
+    reasons = {one.name: one.unavailable(tools.device) for one in attentions(tools)}
+    here = [one for one in attentions(tools) if not reasons[one.name]]
+    calls = {one.name: TimedCall(partial(stack.results, one.make()), one.context) for one in here}
+    results, failures = attempt_each(calls, tools.events)
+    failures |= {name: f"not available: {reason}" for name, reason in reasons.items() if reason}
+    wanted: list[Tensor] = next(iter(results.values()), [])
+    differences = {name: relative_difference(found, wanted) for name, found in results.items()}
+    wrong = {name: difference for name, difference in differences.items() if difference > AGREEMENT}
+    failures |= {name: f"not timed: {difference:.2g} away from {OURS}" for name, difference in wrong.items()}
+    results.clear()
+    timed_calls = {
+        one.name: TimedCall(partial(stack.step, one.make()), one.context) for one in here if one.name not in failures
+    }
     measured = measure(timed_calls, tools.events, settings.rounds, settings.ms)
     return {
         "seqlen": seqlen,
         "batch": stack.x.shape[0],
-        "sides": {name: _timing(samples, stack.num_tokens) for name, samples in measured.samples.items()},
+        "sides": {
+            name: {"tokens_per_s": 1e3 * stack.num_tokens / samples.median_ms, **samples.as_dict()}
+            for name, samples in measured.samples.items()
+        },
         "differences": differences,
         "failures": failures | measured.errors,
     }
@@ -249,17 +234,6 @@ def summary(record: Record) -> str:
     )
 
 
-def failures(record: Record) -> list[str]:
-    return [
-        f"S = {cell['seqlen']}, {name}: {text}" for cell in record["cells"] for name, text in cell["failures"].items()
-    ]
-
-
-def has_failed(record: Record) -> bool:
-    """Whether an integration of cute_flash failed; peers may be unavailable."""
-    return any(name in record["ours"] for cell in record["cells"] for name in cell["failures"])
-
-
 STUDY = Study(
     name="training",
     help=f"training steps of a Llama; about {EXPECTED_SECONDS} s on an H200",
@@ -271,8 +245,8 @@ STUDY = Study(
     steps=steps,
     tables=lambda record: [table(record)],
     notes=lambda record: [summary(record)],
-    failures=failures,
-    has_failed=has_failed,
+    failures=lambda record: failures_in(record["cells"], lambda cell: f"S = {cell['seqlen']}"),
+    ours=[one.name for one in ATTENTIONS if one.is_ours],
     has_own_file=True,
     small=SMALL,
 )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from profiling.bench.report import NOISY_SPREAD, NOTHING
+from profiling.bench.report import NOTHING, speed
 from profiling.measure.record import Cell, Result
 from profiling.measure.tables import Table, geometric_mean
 from profiling.tune.trial import Build
@@ -18,8 +18,8 @@ from profiling.tune.variants import Variant
 
 SCHEMA = 1
 SPEED_LEGEND = (
-    "`*` row of the tile table; TFLOP/s; `~` rounds differ by more than 5 %; x ref: speed over that of the "
-    "reference, geometric mean; a/b: of each mask"
+    "`*` row of the tile table; TFLOP/s; `~` rounds differ by more than 5 %, `!` wrong output, `x` failed; "
+    "x ref: speed over that of the reference, geometric mean; a/b: of each mask"
 )
 RESOURCE_LEGEND = (
     "`*` row of the tile table; a/b: of each mask; CTAs/SM: by registers, shared memory and threads; "
@@ -149,7 +149,7 @@ def to_dict(tuning: Tuning) -> dict[str, Any]:
         "peers": tuning.peers,
         "unavailable": tuning.unavailable,
         "variants": variants,
-        "cells": [{**asdict(cell), "key": cell.key} for cell in tuning.cells],
+        "cells": [cell.as_dict() for cell in tuning.cells],
         "is_complete": tuning.is_complete,
     }
 
@@ -174,12 +174,6 @@ def _kilobytes(entry: Entry) -> str:
     return f"{entry.variant.tile.smem_bytes / 1024:.0f}"
 
 
-def _speed(result: Result | None) -> str:
-    if result is None or result.tflops is None:
-        return NOTHING
-    return f"{result.tflops:.0f}" + ("~" if (result.spread or 0.0) > NOISY_SPREAD else "")
-
-
 def _verdict(standing: Standing) -> str:
     if standing.entry is not None and not standing.entry.is_right:
         return "WRONG" if standing.entry.wrong is not None else "failed"
@@ -194,7 +188,7 @@ def speed_tables(tuning: Tuning) -> list[Table]:
         columns = ["variant", "x ref", *(f"{cell.shape.mask} {cell.shape.seqlen}" for cell in cells)]
         rows = []
         for one in tuning.standings(head_dim):
-            speeds = [_speed(cell.results.get(one.name)) for cell in cells]
+            speeds = [speed(cell.results.get(one.name)) for cell in cells]
             if one.entry is None:
                 rows.append((one.name, _verdict(one), *speeds, NOTHING, NOTHING, NOTHING))
                 continue

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ from profiling.measure.accuracy import nan_in_new_memory
 from profiling.measure.record import Cell
 from profiling.measure.shapes import DTYPES, MASKS
 from profiling.measure.study import Tools
-from profiling.measure.timing import DeviceLost, EventTimer, GraphTimer, describe
-from profiling.measure.workers import Unusable, note
-from profiling.peers.peer import BackwardCall, Call, Peer
+from profiling.measure.timing import EventTimer, GraphTimer, unusable_if_lost
+from profiling.measure.workers import note
+from profiling.peers.peer import BackwardCall, Forward, Peer
 from profiling.peers.registry import select
 from profiling.tune.variants import Variant, family_of
 from tests import gradients
@@ -88,12 +88,8 @@ def build(plan: Plan, stores_kernels: bool, reads_resources: bool) -> Build:
     )
 
 
-# (q, k, v) -> (out, lse)
-Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def forward_of(plan: Plan, device: torch.device) -> Forward:
-    """The forward pass of a plan, on contiguous inputs of its shape and with the default scale."""
+def forward_of(plan: Plan, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The forward pass of a plan: (q, k, v) -> (out, lse), for contiguous inputs of its shape and the default scale."""
     launch, args = binder.bind_forward(plan, device, copies_inputs=False, copies_output=False), _args(plan)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,20 +156,14 @@ def check(variant: Variant, arch: ArchSpec, dtype: str, mask: str) -> str | None
         raise RuntimeError("python -O removes the assertions that check the results")
     here = tools(is_graph=False)
     assert_right = _assert_output if family_of(variant.family).direction == "fwd" else _assert_gradients
-    try:
+    with unusable_if_lost(here.timer):
         for sizes in ODD_SHAPES:
             case = Case(*sizes, variant.head_dim, band_of(mask))
             try:
                 assert_right(variant.plan(case.problem(DTYPES[dtype]), arch), case, DTYPES[dtype], here)
             except _Wrong as wrong:
                 return f"{case.id}: {wrong}"
-        return None
-    except Exception as error:
-        try:
-            here.timer.synchronize()
-        except Exception:
-            raise Unusable(describe(error)) from error
-        raise
+    return None
 
 
 class _Wrong(Exception):
@@ -211,40 +201,24 @@ def _assert_gradients(plan: Plan, case: Case, dtype: torch.dtype, here: Tools) -
         gradients.assert_close(found, known.inputs, expected)
 
 
-@dataclass(frozen=True)
-class TilePeer:
+def tile_peer(variant: Variant, arch: ArchSpec) -> Peer:
     """A variant as a peer of the benchmark; each call allocates its outputs, as `attn` does."""
 
-    variant: Variant
-    arch: ArchSpec
-    is_ours: ClassVar[bool] = True
-    is_bshd: ClassVar[bool] = False
+    def problem(q: Tensor, k: Tensor, causal: bool) -> Problem:
+        return describe_problem(q, k, k, reference.plain_args(q, band_of(MASKS[causal])))
 
-    @property
-    def name(self) -> str:
-        return self.variant.text
+    def make_forward(q: Tensor, k: Tensor, causal: bool) -> Forward:
+        forward = forward_of(variant.plan(problem(q, k, causal), arch), q.device)
+        return lambda q, k, v: forward(q, k, v)[0]
 
-    def available(self, direction: str = "fwd") -> str | None:
-        own = family_of(self.variant.family).direction
-        return None if direction == own else f"a variant of {self.variant.family}, which is {own}, not {direction}"
-
-    def context(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def problem(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Problem:
-        return describe_problem(q, k, v, reference.plain_args(q, band_of(MASKS[causal])))
-
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        forward = forward_of(self.variant.plan(self.problem(q, k, v, causal), self.arch), q.device)
-        return lambda: forward(q, k, v)[0]
-
-    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
-        problem = self.problem(q, k, v, causal)
-        kernels = family_of(self.variant.family).kernels
-        out, lse = forward_of(plan_forward(problem, self.arch, kernels), q.device)(q, k, v)
-        backward = backward_of(self.variant.plan(problem, self.arch), q.device)
+    def prepare_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
+        kernels = family_of(variant.family).kernels
+        out, lse = forward_of(plan_forward(problem(q, k, causal), arch, kernels), q.device)(q, k, v)
+        backward = backward_of(variant.plan(problem(q, k, causal), arch), q.device)
         dout = torch.empty_like(out).copy_(dout)
         return lambda: backward(dout, q, k, v, out, lse)
+
+    return Peer(variant.text, lambda: make_forward, lambda: prepare_backward, is_ours=True)
 
 
 class _Noted:
@@ -266,8 +240,7 @@ def time_cell(
     cell: Cell, variants: Sequence[Variant], peers: Sequence[str], settings: Settings, arch: ArchSpec
 ) -> Cell:
     """The cell with the results of variants and peers, timed interleaved."""
-    timed: list[Peer] = [*select(peers), *(TilePeer(variant, arch) for variant in variants)]
-    try:
-        return run_cell(cell, [cast(Peer, _Noted(peer)) for peer in timed], settings, tools(settings.graph))
-    except DeviceLost as lost:
-        raise Unusable(str(lost)) from lost
+    timed: list[Peer] = [*select(peers), *(tile_peer(variant, arch) for variant in variants)]
+    here = tools(settings.graph)
+    with unusable_if_lost(here.timer):
+        return run_cell(cell, [cast(Peer, _Noted(peer)) for peer in timed], settings, here)

@@ -8,14 +8,13 @@ hangs or loses the CUDA context is recorded by name and left out; the others con
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.tools.progress import steps
@@ -37,7 +36,7 @@ from profiling.measure.record import Cell, Result, write_json
 from profiling.measure.shapes import DTYPES, MASKS, Shape
 from profiling.measure.study import FAILED, OK, Command, Tools, target_arch
 from profiling.measure.tables import print_lines, print_unavailable, show
-from profiling.measure.workers import Outcome, Pool, Task
+from profiling.measure.workers import Pool, Task
 from profiling.peers.directions import DIRECTIONS
 from profiling.peers.registry import select, split_available
 from profiling.tune import ranking, trial
@@ -70,7 +69,7 @@ class Settings:
     family: str = option("fwd_sm90", "kernel", choices=FAMILIES)
     arch: str = "sm_90"
     dtype: str = option("bf16", choices=DTYPES)
-    masks: tuple[str, ...] = option(MASKS)
+    masks: tuple[str, ...] = option(MASKS, choices=MASKS)
     lengths: tuple[int, ...] | None = option(None, "default: those of the quick suite", type=int_list, metavar="LIST")
     peers: tuple[str, ...] = option(("sdpa-flash",), "the first is the reference")
     rounds: int = ROUNDS(5)
@@ -78,6 +77,7 @@ class Settings:
     graph: bool = option(False, "time replays of CUDA graphs, without host time")
     seed: int = SEED(0)
     jobs: int = 1
+    kernel_cache: str | None = option(None, "keep compiled kernels in DIR for later runs", metavar="DIR")
     resources: bool = option(False, "report registers and spills too, by a second compilation")
     compile_only: bool = option(False, "report registers, spills and shared memory; needs no GPU")
 
@@ -103,26 +103,11 @@ class Settings:
         )
 
 
-class Runner(Protocol):
-    """A pool of worker processes."""
-
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]: ...
-
-
-@dataclass(frozen=True)
-class Workers:
-    """The processes of tuning and their progress; tests replace them."""
-
-    pool: Callable[[int, Mapping[str, str], float], AbstractContextManager[Runner]] = Pool
-    progress: Callable[[str, int], AbstractContextManager[Callable[[str], None]]] = steps
-    cache: Path | None = None  # folder of compiled kernels; None: a temporary one
-
-
 @contextmanager
-def _cache_folder(workers: Workers) -> Iterator[dict[str, str]]:
+def _kernel_cache(folder: str | None) -> Iterator[dict[str, str]]:
     """The environment of worker processes: they share a kernel cache that is not the user's."""
-    with TemporaryDirectory(prefix="cute_flash_tune_") as folder:
-        yield {"CUTE_FLASH_CACHE_DIR": str(workers.cache.absolute() if workers.cache else folder)}
+    with TemporaryDirectory(prefix="cute_flash_tune_") as temporary:
+        yield {"CUTE_FLASH_CACHE_DIR": str(Path(folder or temporary).absolute())}
 
 
 def run_tune(
@@ -130,7 +115,6 @@ def run_tune(
     arch: ArchSpec,
     settings: Settings,
     tools: Tools,
-    workers: Workers,
     unavailable: Mapping[str, str] | None = None,
 ) -> Tuning:
     """Compile, check and time all variants; results are saved after each of the three steps and after each cell.
@@ -139,56 +123,125 @@ def run_tune(
     """
     head_dims = {variant.head_dim for variant in variants}
     rows = {row for d in head_dims for row in table_rows(settings.family, d, arch, settings.masks)}
-    entries = [Entry(variant, variant in rows) for variant in variants]
     tuning = Tuning(
         settings=asdict(settings),
         machine=tools.facts(),
         method={**DIRECTIONS[settings.direction].method, **METHOD},
-        entries=entries,
+        entries=[Entry(variant, variant in rows) for variant in variants],
         peers=() if settings.compile_only else settings.peers,
         unavailable=dict(unavailable or {}),
     )
-    with _cache_folder(workers) as environment:
-        with workers.pool(settings.jobs, environment, COMPILE_LIMIT_S) as builders:
-            _build_all(tuning, arch, settings, workers, builders)
-        tools.save(to_dict(tuning))
+    tuner = Tuner(tuning, arch, settings, tools)
+    with _kernel_cache(settings.kernel_cache) as environment:
+        with Pool(settings.jobs, environment, COMPILE_LIMIT_S) as builders:
+            tuner.build_all(builders)
         if not settings.compile_only:
-            with workers.pool(1, environment, GPU_LIMIT_S) as gpu:
-                _check_all(tuning, arch, settings, workers, gpu)
-                tools.save(to_dict(tuning))
-                _time_all(tuning, arch, settings, tools, workers, gpu)
+            with Pool(1, environment, GPU_LIMIT_S) as gpu:
+                tuner.check_all(gpu)
+                tuner.time_all(gpu)
     tuning.is_complete = True
     tools.save(to_dict(tuning))
     return tuning
 
 
-def _build_all(tuning: Tuning, arch: ArchSpec, settings: Settings, workers: Workers, pool: Runner) -> None:
-    stores_kernels = not settings.compile_only or workers.cache is not None
-    reads_resources = settings.compile_only or settings.resources
-    jobs = list(product(tuning.entries, settings.masks))
-    tasks = []
-    for entry, mask in jobs:
-        plan = entry.variant.plan(sample_problem(entry.variant.head_dim, mask, settings.dtype), arch)
-        tasks.append(Task(trial.build, (plan, stores_kernels, reads_resources)))
-    if stores_kernels:
-        forward = forward_keys(settings.family, tuning.head_dims, settings.masks, settings.dtype, arch)
-        tasks += [Task(trial.precompile, (key,)) for key in forward]
-    with workers.progress("compiling", len(tasks)) as done:
-        for outcome in pool.run(tasks):
-            if outcome.index >= len(jobs):
-                if outcome.error is not None:
-                    raise RuntimeError(f"a kernel of the forward pass was not compiled: {outcome.error}")
-                done("a kernel of the forward pass: compiled")
-                continue
-            entry, mask = jobs[outcome.index]
-            build = outcome.value if outcome.error is None else Build(error=outcome.error)
-            entry.builds[mask] = build
-            if build.error is not None:
-                entry.error = f"{mask}: {build.error}"
-            done(f"{entry.variant}, {mask}: {_built(build)}")
-    for entry in tuning.entries:
-        # In the order of the masks: processes end in any order.
-        entry.builds = {mask: entry.builds[mask] for mask in settings.masks}
+@dataclass(frozen=True)
+class Tuner:
+    """The three steps of a run."""
+
+    tuning: Tuning
+    arch: ArchSpec
+    settings: Settings
+    tools: Tools
+
+    def build_all(self, pool: Pool) -> None:
+        tuning, settings = self.tuning, self.settings
+        stores_kernels = not settings.compile_only or settings.kernel_cache is not None
+        reads_resources = settings.compile_only or settings.resources
+        jobs = list(product(tuning.entries, settings.masks))
+        tasks = []
+        for entry, mask in jobs:
+            plan = entry.variant.plan(sample_problem(entry.variant.head_dim, mask, settings.dtype), self.arch)
+            tasks.append(Task(trial.build, (plan, stores_kernels, reads_resources)))
+        if stores_kernels:
+            forward = forward_keys(settings.family, tuning.head_dims, settings.masks, settings.dtype, self.arch)
+            tasks += [Task(trial.precompile, (key,)) for key in forward]
+        with steps("compiling", len(tasks)) as done:
+            for outcome in pool.run(tasks):
+                if outcome.index >= len(jobs):
+                    if outcome.error is not None:
+                        raise RuntimeError(f"a kernel of the forward pass was not compiled: {outcome.error}")
+                    done("a kernel of the forward pass: compiled")
+                    continue
+                entry, mask = jobs[outcome.index]
+                build = outcome.value if outcome.error is None else Build(error=outcome.error)
+                entry.builds[mask] = build
+                if build.error is not None:
+                    entry.error = f"{mask}: {build.error}"
+                done(f"{entry.variant}, {mask}: {_built(build)}")
+        for entry in tuning.entries:
+            # In the order of the masks: processes end in any order.
+            entry.builds = {mask: entry.builds[mask] for mask in settings.masks}
+        self.tools.save(to_dict(tuning))
+
+    def check_all(self, pool: Pool) -> None:
+        for mask in self.settings.masks:
+            # A variant that hung with one mask is not run with the next.
+            entries = [entry for entry in self.tuning.entries if entry.is_right]
+            tasks = [Task(trial.check, (entry.variant, self.arch, self.settings.dtype, mask)) for entry in entries]
+            with steps(f"checking, {mask}", len(tasks)) as done:
+                for outcome in pool.run(tasks):
+                    entry = entries[outcome.index]
+                    if outcome.error is not None:
+                        entry.error = f"{mask}, while it was checked: {outcome.error}"
+                    elif outcome.value is not None:
+                        entry.wrong = outcome.value
+                    done(f"{entry.variant}, {mask}: {entry.complaint or 'right'}")
+        self.tools.save(to_dict(self.tuning))
+
+    def time_all(self, pool: Pool) -> None:
+        tuning, settings = self.tuning, self.settings
+        shapes, l2_bytes, peers = settings.shapes(tuning.head_dims), tuning.machine.get("l2_bytes"), list(tuning.peers)
+        before = self.tools.card_state()
+        with steps("timing", len(shapes)) as done:
+            for shape in shapes:
+                right = [e for e in tuning.entries if e.is_right and e.variant.head_dim == shape.head_dim]
+                if not right:
+                    # Peers are not timed alone.
+                    done(f"{shape.id}: no variant is left")
+                    continue
+                cell = bench.blank_cell(shape, settings.bench, l2_bytes)
+                cell, broken = self._time_cell(cell, [entry.variant for entry in right], peers, pool)
+                # A peer that broke the process would do so in every cell.
+                peers = [name for name in peers if name not in broken]
+                after = self.tools.card_state()
+                cell = replace(cell, before=before, after=after)
+                before = after
+                tuning.cells.append(cell)
+                for entry in right:
+                    entry.read_cell(cell)
+                self.tools.save(to_dict(tuning))
+                done(_line(cell, tuning))
+
+    def _time_cell(
+        self, cell: Cell, variants: Sequence[Variant], peers: Sequence[str], pool: Pool
+    ) -> tuple[Cell, dict[str, Result]]:
+        """The cell with its results, and the results of peers that broke the process.
+
+        After each of those the others are timed again.
+        """
+        broken: dict[str, Result] = {}
+        while True:
+            left = [variant for variant in variants if variant.text not in broken]
+            left_peers = [name for name in peers if name not in broken]
+            (outcome,) = pool.run([Task(trial.time_cell, (cell, left, left_peers, self.settings.bench, self.arch))])
+            if outcome.error is None:
+                return replace(outcome.value, results={**outcome.value.results, **broken}), broken
+            failed = Result(error=outcome.error)
+            if outcome.note is None:
+                # No peer had run yet, so none can be left out.
+                rest = dict.fromkeys([*left_peers, *(variant.text for variant in left)], failed)
+                return replace(cell, results={**rest, **broken}), broken
+            broken[outcome.note] = failed
 
 
 def _built(build: Build) -> str:
@@ -196,69 +249,6 @@ def _built(build: Build) -> str:
         return f"failed: {build.error}"
     uses = "" if build.registers is None else f", {build.registers} registers, {build.spill_bytes} B spilled"
     return f"built in {build.seconds:.1f} s{uses}"
-
-
-def _check_all(tuning: Tuning, arch: ArchSpec, settings: Settings, workers: Workers, pool: Runner) -> None:
-    for mask in settings.masks:
-        # A variant that hung with one mask is not run with the next.
-        entries = [entry for entry in tuning.entries if entry.is_right]
-        tasks = [Task(trial.check, (entry.variant, arch, settings.dtype, mask)) for entry in entries]
-        with workers.progress(f"checking, {mask}", len(tasks)) as done:
-            for outcome in pool.run(tasks):
-                entry = entries[outcome.index]
-                if outcome.error is not None:
-                    entry.error = f"{mask}, while it was checked: {outcome.error}"
-                elif outcome.value is not None:
-                    entry.wrong = outcome.value
-                done(f"{entry.variant}, {mask}: {entry.complaint or 'right'}")
-
-
-def _time_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, workers: Workers, pool: Runner) -> None:
-    shapes, l2_bytes = settings.shapes(tuning.head_dims), tuning.machine.get("l2_bytes")
-    peers = list(tuning.peers)
-    before = tools.card_state()
-    with workers.progress("timing", len(shapes)) as done:
-        for shape in shapes:
-            right = [e for e in tuning.entries if e.is_right and e.variant.head_dim == shape.head_dim]
-            if not right:
-                # Peers are not timed alone.
-                done(f"{shape.id}: no variant is left")
-                continue
-            cell = bench.blank_cell(shape, settings.bench, l2_bytes)
-            cell, broken = _time_cell(cell, [e.variant for e in right], peers, settings, arch, pool)
-            # A peer that broke the process would do so in every cell.
-            peers = [name for name in peers if name not in broken]
-            after = tools.card_state()
-            cell = replace(cell, before=before, after=after)
-            before = after
-            tuning.cells.append(cell)
-            for entry in right:
-                entry.read_cell(cell)
-            tools.save(to_dict(tuning))
-            done(_line(cell, tuning))
-
-
-def _time_cell(
-    cell: Cell, variants: Sequence[Variant], peers: Sequence[str], settings: Settings, arch: ArchSpec, pool: Runner
-) -> tuple[Cell, dict[str, Result]]:
-    """The cell with its results, and the results of peers that broke the process.
-
-    After each of those the others are timed again.
-    """
-    broken: dict[str, Result] = {}
-    while True:
-        left = [variant for variant in variants if variant.text not in broken]
-        left_peers = [name for name in peers if name not in broken]
-        task = Task(trial.time_cell, (cell, left, left_peers, settings.bench, arch))
-        (outcome,) = pool.run([task])
-        if outcome.error is None:
-            return replace(outcome.value, results={**outcome.value.results, **broken}), broken
-        failed = Result(error=outcome.error)
-        if outcome.note is None:
-            # No peer had run yet, so none can be left out.
-            rest = dict.fromkeys([*left_peers, *(variant.text for variant in left)], failed)
-            return replace(cell, results={**rest, **broken}), broken
-        broken[outcome.note] = failed
 
 
 def _line(cell: Cell, tuning: Tuning) -> str:
@@ -287,7 +277,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_jobs(parser)
     add_out(parser)
     add("--arch", metavar="sm_xx", help="architecture of --compile-only (default: the GPU here)")
-    add("--kernel-cache", type=Path, metavar="DIR", help="keep compiled kernels in DIR for later runs")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -305,7 +294,7 @@ def run(args: argparse.Namespace) -> int:
     # Raises for a wrong mask or length, before anything is compiled.
     settings.shapes([variant.head_dim for variant in variants])
     tools = Tools(save=partial(write_json, path=args.out))
-    tuning = run_tune(variants, target, settings, tools, Workers(cache=args.kernel_cache), unavailable)
+    tuning = run_tune(variants, target, settings, tools, unavailable)
     show(ranking.resource_tables(tuning) if compile_only else ranking.speed_tables(tuning))
     print(f"{ranking.RESOURCE_LEGEND if compile_only else ranking.SPEED_LEGEND}\n")
     print_lines("Not ranked", tuning.complaints())

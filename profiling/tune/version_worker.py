@@ -1,21 +1,15 @@
 """The process of one version in `profiling versions`: it prepares the call of a cell, and times it on request.
 
-    python -m profiling.tune.version_worker FILE_DESCRIPTOR
-
-receives (name of a method, arguments) from the command's pipe, and answers with (kind, content): a "value"; an "error";
-or "lost", an error after which the process ends, because its CUDA context is unusable. `cute_flash` is that of the
-version, because its folder comes first in PYTHONPATH; `profiling` is that of the command.
+`cute_flash` is that of the version, because its folder comes first in the search path of the process; `profiling` is
+that of the command.
 """
 
 from __future__ import annotations
 
-import pickle
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing.connection import Connection
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +18,15 @@ from torch import Tensor
 
 import cute_flash
 from cute_flash.jit.compile import precompile_all
-from cute_flash.planning.plan import CompileKey
-from profiling.measure.launches import recorded_kernels
+from profiling.measure.launches import needed_kernels
 from profiling.measure.timing import (
     Batch,
-    DeviceLost,
-    Failure,
     GraphTimer,
     TimedCall,
     Timer,
     WallTimer,
-    attempt,
     time_batch,
+    unusable_if_lost,
     warm_up,
 )
 from profiling.peers.cute_flash import OPTIONS
@@ -86,14 +77,10 @@ class VersionWorker:
 
         The others were in the cache. A cell that fails is skipped; `prepare` reports its error.
         """
-        keys: dict[CompileKey, None] = {}
-        for cell in cells:
-            with recorded_kernels(keys):
-                attempt(lambda cell=cell: self._make(cell, 0).call(), self.timer)  # type: ignore[misc]
+        keys = needed_kernels(lambda cell=cell: self._make(cell, 0).call() for cell in cells)  # type: ignore[misc]
         self.release()
         self.check_imports()
-        done = attempt(lambda: list(precompile_all(list(keys), jobs)), self.timer)
-        return len(keys), 0 if isinstance(done, Failure) else sum(done)
+        return len(keys), sum(precompile_all(keys, jobs))
 
     def prepare(self, cell: Cell, seed: int, budget_ms: float) -> list[Tensor]:
         """Make the call and the batch that `time` runs; return some elements of each result."""
@@ -136,43 +123,19 @@ def some_elements(x: Tensor) -> Tensor:
     return flat[:: flat.numel() // COMPARED | 1].float().cpu()
 
 
-def send(connection: Connection, message: Any) -> None:
-    """Send by plain pickle: `Connection.send` would share the memory of tensors, which only child processes can."""
-    connection.send_bytes(pickle.dumps(message))
+@cache
+def _worker(packages: Path) -> VersionWorker:
+    if not torch.cuda.is_available():
+        return VersionWorker(WallTimer(), torch.device("cpu"), packages)
+    return VersionWorker(GraphTimer(), torch.device("cuda"), packages)
 
 
-def receive(connection: Connection) -> Any:
-    return pickle.loads(connection.recv_bytes())
-
-
-def serve(connection: Connection, worker: VersionWorker) -> None:
-    """Answer requests until the command closes the connection."""
-    while True:
-        try:
-            name, arguments = receive(connection)
-        except EOFError:
-            return
-        try:
-            answer = attempt(partial(getattr(worker, name), *arguments), worker.timer)
-        except DeviceLost as error:
-            send(connection, ("lost", str(error)))
-            return
-        if isinstance(answer, Failure):
-            worker.release()
-            send(connection, ("error", answer.message))
-        else:
-            send(connection, ("value", answer))
-
-
-def main() -> None:
-    # Ctrl-C reaches all processes of a terminal; the command ends its processes itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if has_gpu else "cpu")
-    worker = VersionWorker(GraphTimer() if has_gpu else WallTimer(), device, Path.cwd().resolve())
-    with Connection(int(sys.argv[1])) as connection:
-        serve(connection, worker)
-
-
-if __name__ == "__main__":
-    main()
+def request(packages: Path, name: str, *arguments: Any) -> Any:
+    """Call a method of the process's `VersionWorker`; `packages`: the folder of the version."""
+    worker = _worker(packages)
+    try:
+        with unusable_if_lost(worker.timer):
+            return getattr(worker, name)(*arguments)
+    except Exception:
+        worker.release()
+        raise

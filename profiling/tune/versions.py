@@ -9,48 +9,37 @@ checkout, or a commit.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
-import signal
 import subprocess
-import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from io import BytesIO
 from itertools import product
 from math import isfinite
-from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from cute_flash.spec import arch
-from cute_flash.tools.progress import steps
-from profiling.measure import machine
 from profiling.measure.accuracy import relative_difference
 from profiling.measure.machine import ROOT, source_digest
-from profiling.measure.options import MS, ROUNDS, SEED, add_jobs, add_options, add_out, option, settings_of
-from profiling.measure.record import write_json
+from profiling.measure.options import MS, ROUNDS, SEED, at_least_one, num_cores, option, settings_of
 from profiling.measure.shapes import MASKS
-from profiling.measure.study import FAILED, OK, Command
-from profiling.measure.tables import Table, geometric_mean, print_lines, show
+from profiling.measure.study import CellFailure, Record, Step, Study, Tools
+from profiling.measure.tables import Table, geometric_mean, number
 from profiling.measure.timing import Samples, balanced
+from profiling.measure.workers import Pool, TaskFailed
 from profiling.peers.cute_flash import OPTIONS
 from profiling.peers.directions import DIRECTIONS
 from profiling.peers.peer import AGREEMENT
-from profiling.tune.version_worker import Cell, receive, send
+from profiling.tune.version_worker import Cell, request
 
 # A process that does not answer for so long hangs. It may compile all kernels first.
 LIMIT_S = 900.0
-# A process that has lost its pipe ends within this time.
-END_S = 10.0
-STDERR = 2  # file descriptor
-# Variables with paths. They may be relative to the working directory of the command, which is not that of a process.
-PATH_VARIABLES = ("CUTE_FLASH_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 class VersionError(ValueError):
@@ -59,23 +48,20 @@ class VersionError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    directions: tuple[str, ...] = option(tuple(DIRECTIONS))
-    features: tuple[str, ...] = option(("plain",), f"of {', '.join(OPTIONS)}")
+    directions: tuple[str, ...] = option(tuple(DIRECTIONS), choices=DIRECTIONS)
+    features: tuple[str, ...] = option(("plain",), choices=OPTIONS)
     head_dims: tuple[int, ...] = option((64, 128, 256))
-    masks: tuple[str, ...] = option(MASKS)
+    masks: tuple[str, ...] = option(MASKS, choices=MASKS)
     lengths: tuple[int, ...] = option((512, 4096, 16384))
     tokens: int = option(16384)
     hidden: int = option(2048)
     rounds: int = ROUNDS(6)
     ms: float = MS(15.0)
     seed: int = SEED(0)
+    jobs: int = option(num_cores(), "compiling processes of a version", type=at_least_one)
 
     def cells(self) -> list[Cell]:
-        for names, known in ((self.directions, DIRECTIONS), (self.features, OPTIONS), (self.masks, MASKS)):
-            for name in names:
-                if name not in known:
-                    raise ValueError(f"{name!r}: choose from {', '.join(known)}")
-        if any(number < 1 for number in (*self.head_dims, *self.lengths)):
+        if any(size < 1 for size in (*self.head_dims, *self.lengths)):
             raise ValueError("head dims and lengths must be 1 or more")
         chosen = product(self.directions, self.features, self.head_dims, self.masks, self.lengths)
         cells = [Cell(*one, max(1, self.tokens // one[-1]), max(1, self.hidden // one[2])) for one in chosen]
@@ -84,29 +70,18 @@ class Settings:
         return cells
 
 
-@dataclass(frozen=True)
-class CellResult:
-    """The times, differences and errors of one cell; the keys are names of versions."""
-
-    cell: Cell
-    samples: dict[str, Samples] = field(default_factory=dict)
-    differences: dict[str, float] = field(default_factory=dict)  # from the results of the base
-    errors: dict[str, str] = field(default_factory=dict)
-
-    def speed(self, name: str, base: str) -> float | None:
-        """The speed of a version over the base; None if one of them was not timed."""
-        if name not in self.samples or base not in self.samples:
-            return None
-        return self.samples[base].median_ms / self.samples[name].median_ms
-
-
 # ---- processes
 
 
-class Remote(Protocol):
-    """A version: `ask("time")` calls `VersionWorker.time` in its process, and raises `VersionError` if that fails."""
+# (name of a method of `VersionWorker`, arguments) -> its result; raises `TaskFailed`.
+Ask = Callable[..., Any]
 
-    def ask(self, request: str, *arguments: Any) -> Any: ...
+
+@dataclass(frozen=True)
+class Version:
+    text: str  # a folder or a commit
+    source_digest: str
+    ask: Ask
 
 
 @contextmanager
@@ -127,207 +102,167 @@ def folder_of(version: str, run: Callable[..., Any] = subprocess.run) -> Iterato
         yield folder
 
 
-class Process:
-    """The process of a version. One that ends or hangs is replaced at the next request."""
-
-    def __init__(self, folder: Path, limit_s: float = LIMIT_S) -> None:
-        self.folder, self.limit_s = folder, limit_s
-        self._start()
-
-    def _start(self) -> None:
-        self.connection, theirs = Pipe()
-        paths = (str(self.folder), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        environment = {name: os.path.abspath(os.environ[name]) for name in PATH_VARIABLES if os.environ.get(name)}
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths if path)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "profiling.tune.version_worker", str(theirs.fileno())],
-                # Python looks for packages in the working directory first.
-                cwd=self.folder,
-                env={**os.environ, **environment},
-                pass_fds=(theirs.fileno(),),
-                # The command's standard output is for tables.
-                stdout=STDERR,
-                # A new process group: `end` kills the group, which includes the processes that compile kernels.
-                start_new_session=True,
-            )
-
-    def ask(self, request: str, *arguments: Any) -> Any:
-        if self.connection.closed:
-            self._start()
-        try:
-            send(self.connection, (request, arguments))
-            if not self.connection.poll(self.limit_s):
-                self.end(0.0)
-                raise VersionError(f"no answer for {self.limit_s:g} s")
-            kind, content = receive(self.connection)
-        except (EOFError, OSError) as error:
-            self.end()
-            code = self.process.returncode
-            ending = f"signal {-code}" if code < 0 else f"exit status {code}"
-            raise VersionError(f"its process ended with {ending}") from error
-        if kind == "lost":
-            self.end()
-        if kind != "value":
-            raise VersionError(content)
-        return content
-
-    def end(self, wait_s: float = END_S) -> None:
-        self.connection.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(wait_s)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
 @contextmanager
-def started(versions: Mapping[str, str], digests: dict[str, str] | None = None) -> Iterator[dict[str, Remote]]:
-    """The process of each version, by name. `digests`: receives the digest of the source of each version."""
+def started(texts: Mapping[str, str]) -> Iterator[dict[str, Version]]:
+    """The versions by name, each with its process. A process that ends or hangs is replaced at the next request."""
     with ExitStack() as stack:
-        remotes: dict[str, Remote] = {}
-        for name, version in versions.items():
-            folder = stack.enter_context(folder_of(version))
-            if digests is not None:
-                digests[name] = source_digest(folder)
-            process = Process(folder)
-            stack.callback(process.end)
+        versions: dict[str, Version] = {}
+        for name, text in texts.items():
+            folder = stack.enter_context(folder_of(text))
+            pool = stack.enter_context(Pool(1, {}, LIMIT_S, packages=folder))
+            versions[name] = Version(text, source_digest(folder), partial(pool.call, request, folder))
             try:
-                process.ask("check_imports")
-            except VersionError as error:
+                versions[name].ask("check_imports")
+            except TaskFailed as error:
                 raise VersionError(f"{name}: {error}; it may be too old for this profiling") from error
-            remotes[name] = process
-        yield remotes
+        yield versions
 
 
 # ---- measuring
 
 
-def measure_cell(cell: Cell, remotes: Mapping[str, Remote], settings: Settings) -> CellResult:
+def compile_kernels(name: str, version: Version, settings: Settings) -> Record:
+    """How many kernels a version has, and how many were compiled now."""
+    try:
+        kernels, compiled = version.ask("compile", settings.cells(), settings.jobs)
+    except TaskFailed as error:
+        return {name: f"kernels are compiled at their first call: {error}"}
+    return {name: f"{kernels} kernels, {compiled} of them compiled now"}
+
+
+def measure_cell(cell: Cell, versions: Mapping[str, Version], settings: Settings) -> Record:
     """Measure one cell.
 
     All versions compute the results. A version is timed if its results agree with those of the base. In each round,
     one version after the other is timed. If the base fails, no version is timed.
     """
-    result, base = CellResult(cell), next(iter(remotes))
-    expected: list[Tensor] = []
-    for name, remote in remotes.items():
+    results: dict[str, list[Tensor]] = {}
+    errors: dict[str, str] = {}
+    base = next(iter(versions))
+    for name, version in versions.items():
         try:
-            compared = remote.ask("prepare", cell, settings.seed, settings.ms)
-        except VersionError as error:
-            result.errors[name] = str(error)
+            results[name] = version.ask("prepare", cell, settings.seed, settings.ms)
+        except TaskFailed as error:
+            errors[name] = str(error)
             if name == base:
-                return result
-            continue
-        expected = compared if name == base else expected
-        result.differences[name] = relative_difference(compared, expected)
-    ready = [name for name, value in result.differences.items() if value < AGREEMENT]
-    times: dict[str, list[float]] = {name: [] for name in ready}
+                break
+    differences = {name: relative_difference(found, results[base]) for name, found in results.items()}
+    times: dict[str, list[float]] = {name: [] for name, value in differences.items() if value < AGREEMENT}
     calls: dict[str, int] = {}
     for i in range(settings.rounds):
         for name in balanced(list(times), i):
             try:
-                calls[name], call_ms = remotes[name].ask("time")
-            except VersionError as error:
-                result.errors[name] = str(error)
+                calls[name], call_ms = versions[name].ask("time")
+            except TaskFailed as error:
+                errors[name] = str(error)
                 del times[name]
             else:
                 times[name].append(call_ms)
-    result.samples.update({name: Samples(calls[name], tuple(ms)) for name, ms in times.items()})
-    return result
+    return {
+        **asdict(cell),
+        "versions": {name: Samples(calls[name], tuple(ms)).as_dict() for name, ms in times.items()},
+        # From the results of the base. JSON has no infinity.
+        "differences": {name: value if isfinite(value) else None for name, value in differences.items()},
+        "errors": errors,
+    }
 
 
-def run_versions(
-    remotes: Mapping[str, Remote],
-    settings: Settings,
-    jobs: int = 1,
-    step: Callable[[str], None] = lambda line: None,
-    save: Callable[[list[CellResult]], None] = lambda results: None,
-) -> list[CellResult]:
-    """Measure all cells; `save` is called with all results after every cell."""
-    results: list[CellResult] = []
-    for name, remote in remotes.items():
-        try:
-            kernels, compiled = remote.ask("compile", settings.cells(), jobs)
-            step(f"{name}: {kernels} kernels, {compiled} of them compiled now")
-        except VersionError as error:
-            step(f"{name}: kernels are compiled at their first call: {error}")
-    for cell in settings.cells():
-        results.append(measure_cell(cell, remotes, settings))
-        step(cell.name)
-        save(results)
-    return results
+def steps(settings: Settings, tools: Tools, versions: Mapping[str, Version]) -> list[Step]:
+    return [
+        *(Step("kernels", name, partial(compile_kernels, name, one, settings)) for name, one in versions.items()),
+        *(Step("cells", cell.name, partial(measure_cell, cell, versions, settings)) for cell in settings.cells()),
+    ]
 
 
-# ---- reports
+# ---- report
+# -------------------------------------------------------------------------------------------------------
 
 
-def failures(results: Sequence[CellResult], base: str) -> list[str]:
-    """A line for each version that failed in a cell, or whose results differ from those of the base."""
-    lines = []
-    for one in results:
-        lines += [f"{one.cell.name}: {name}: {error}" for name, error in one.errors.items()]
-        for name, value in one.differences.items():
-            if not value < AGREEMENT:
-                what = "NaN or infinity" if name == base else f"results differ from those of {base} by {value:.2g}"
-                lines.append(f"{one.cell.name}: {name}: not timed: {what}")
-    return lines
+def _name(cell: Record) -> str:
+    return Cell(**{name: cell[name] for name in Cell.__dataclass_fields__}).name
 
 
-def tables(results: Sequence[CellResult], names: Sequence[str], title: str = "Device time") -> list[Table]:
+def failures(record: Record) -> list[CellFailure]:
+    """The versions that failed in a cell, or whose results differ from those of the base."""
+    base, found = next(iter(record["versions"])), []
+    for cell in record["cells"]:
+        texts = dict(cell["errors"])
+        for name, value in cell["differences"].items():
+            if value is None or value >= AGREEMENT:
+                differ = f"results differ from those of {base} by {number(value, '.2g', 'inf')}"
+                texts[name] = f"not timed: {'NaN or infinity' if name == base else differ}"
+        found += [CellFailure(_name(cell), name, text) for name, text in texts.items()]
+    return found
+
+
+def speed(cell: Record, name: str, base: str) -> float | None:
+    """The speed of a version over the base; None if one of them was not timed."""
+    times = cell["versions"]
+    return times[base]["ms"] / times[name]["ms"] if name in times and base in times else None
+
+
+def tables(record: Record) -> list[Table]:
     """Times of all cells, and geometric means of the speed over the base by direction and feature."""
-    base, rows = names[0], []
-    speeds: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for one in results:
-        row = [one.cell.name]
-        for name in names:
-            samples, speed = one.samples.get(name), one.speed(name, base)
-            row += [f"{samples.median_ms:.4f}" if samples else "-", f"{samples.spread:.1%}" if samples else "-"]
+    base, *others = record["versions"]
+    rows = []
+    speeds: dict[str, dict[str, list[float]]] = {}
+    for cell in record["cells"]:
+        row = [_name(cell)]
+        for name in (base, *others):
+            samples, over_base = cell["versions"].get(name, {}), speed(cell, name, base)
+            row += [number(samples.get("ms"), ".4f"), number(samples.get("spread"), ".1%")]
             if name != base:
-                row.append(f"{speed:.3f}" if speed else "-")
-                if speed:
-                    of_feature = speeds.setdefault((one.cell.direction, one.cell.feature), {})
-                    of_feature.setdefault(name, []).append(speed)
+                row.append(number(over_base, ".3f"))
+            if name != base and over_base:
+                of_feature = speeds.setdefault(f"{cell['direction']} {cell['feature']}", {})
+                of_feature.setdefault(name, []).append(over_base)
         rows.append(tuple(row))
-    columns = ["cell"]
-    for name in names:
-        columns += [f"{name} ms", "spread", *((f"speed over {base}",) if name != base else ())]
+    columns = ["cell", f"{base} ms", "spread"]
+    for name in others:
+        columns += [f"{name} ms", "spread", f"speed over {base}"]
     means = []
-    for (direction, feature), of_feature in speeds.items():
-        row = [f"{direction} {feature}"]
-        for name in names[1:]:
-            values = of_feature.get(name, [])
-            row += [f"{geometric_mean(values):.3f}" if values else "-", str(len(values))]
-        means.append(tuple(row))
+    for label, of_feature in speeds.items():
+        values = [of_feature.get(name, []) for name in others]
+        texts = ((number(geometric_mean(one), ".3f"), str(len(one))) for one in values)
+        means.append((label, *(text for pair in texts for text in pair)))
+    # Without a CUDA device.
+    title = "Wall-clock time of the CPU implementation: no CUDA device" if record["is_dry_run"] else "Device time"
     times = Table(title, tuple(columns), tuple(rows))
-    headings = tuple(heading for name in names[1:] for heading in (name, "cells"))
+    headings = tuple(heading for name in others for heading in (name, "cells"))
     return [times, *([Table(f"Speed over {base}, geometric mean", ("", *headings), tuple(means))] if means else [])]
 
 
-def to_dict(
-    results: Sequence[CellResult],
-    settings: Settings,
-    versions: Mapping[str, str],
-    digests: Mapping[str, str],
-    facts: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The record of a run. `digests`: of the source of each version; those in `facts` are of the command's checkout."""
-    cells = []
-    for one in results:
-        samples = {name: version.as_dict() for name, version in one.samples.items()}
-        # JSON has no infinity.
-        differences = {name: value if isfinite(value) else None for name, value in one.differences.items()}
-        cells.append({**asdict(one.cell), "versions": samples, "differences": differences, "errors": one.errors})
-    given = {name: {"version": text, "source_digest": digests.get(name)} for name, text in versions.items()}
-    return {"settings": asdict(settings), "versions": given, "machine": dict(facts), "cells": cells}
+def study_of(versions: Mapping[str, Version]) -> Study[Settings]:
+    texts = {name: {"version": one.text, "source_digest": one.source_digest} for name, one in versions.items()}
+    return replace(
+        STUDY,
+        # The digests of `machine` are those of the command's checkout.
+        parts=lambda settings, tools: {"versions": texts, "kernels": {}, "cells": []},
+        steps=partial(steps, versions=versions),
+    )
+
+
+STUDY = Study(
+    name="versions",
+    help="versions of cute_flash: before and after a change",
+    examples=(
+        "before=main after=. --directions bwd --head-dims 128  # a commit and a folder",
+        "a=../one b=../two --features deterministic,dropout --lengths 4096 --out versions.json",
+    ),
+    settings=Settings,
+    check=Settings.cells,
+    steps=partial(steps, versions={}),
+    tables=tables,
+    failures=failures,
+    notes=lambda record: [f"{name}: {text}" for name, text in record["kernels"].items()],
+    runs_on="any",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a folder with a checkout, or a commit; the first is the base"
     parser.add_argument("versions", nargs="+", metavar="NAME=VERSION", help=text)
-    add_options(parser, Settings)
-    add_jobs(parser)
-    add_out(parser)
+    STUDY.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -335,28 +270,9 @@ def run(args: argparse.Namespace) -> int:
     chosen = {name: version for name, equals, version in named if name and equals and version}
     if len(chosen) < max(2, len(named)):
         raise ValueError(f"{' '.join(args.versions)}: expected at least two NAME=VERSION with different names")
-    settings = settings_of(Settings, args)
-    num_steps, facts, digests = len(chosen) + len(settings.cells()), machine.facts(), dict[str, str]()
-
-    def save(results: Sequence[CellResult]) -> None:
-        write_json(to_dict(results, settings, chosen, digests, facts), args.out)
-
-    with started(chosen, digests) as remotes, steps("measuring", num_steps) as done:
-        results = run_versions(remotes, settings, args.jobs, done, save)
-    title = "Device time" if arch.has_gpu() else "Wall-clock time of the CPU implementation: no CUDA device"
-    show(tables(results, list(chosen), title))
-    lines = failures(results, next(iter(chosen)))
-    print_lines("Failures", lines)
-    return FAILED if lines else OK
+    settings_of(Settings, args).cells()  # wrong settings are refused before a process starts
+    with started(chosen) as versions:
+        return study_of(versions).run(args)
 
 
-COMMAND = Command(
-    "versions",
-    "versions of cute_flash: before and after a change",
-    (
-        "before=main after=. --directions bwd --head-dims 128  # a commit and a folder",
-        "a=../one b=../two --features deterministic,dropout --lengths 4096 --out versions.json",
-    ),
-    add_arguments,
-    run,
-)
+COMMAND = replace(STUDY.command, add_arguments=add_arguments, run=run)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,12 +15,15 @@ from cute_flash import reference
 from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band
-from profiling.bench.bench import Settings
+from profiling.bench import report
+from profiling.bench.bench import Settings, study_of
 from profiling.measure.accuracy import Accuracy, Errors
 from profiling.measure.record import Ceiling, Cell, Result, Run
 from profiling.measure.shapes import Shape
 from profiling.measure.study import Tools
 from profiling.measure.timing import Batch, repeat
+from profiling.peers.peer import Peer
+from profiling.peers.registry import OURS
 from tests.fakes.recording import RecordingGpu
 
 
@@ -112,13 +116,45 @@ class CpuGpu(RecordingGpu):
 
 
 SMALL = Shape(batch=2, heads=3, heads_kv=3, seqlen=300, head_dim=16, causal=True)
-SETTINGS = Settings(rounds=3, ms=5.0, ceiling_size=16)
+
+
+@dataclass(frozen=True)
+class BenchSettings(Settings):
+    """Settings of `bench` with given shapes in place of those of a suite."""
+
+    fixed: tuple[Shape, ...] = (SMALL,)
+
+    def shapes(self) -> list[Shape]:
+        return list(self.fixed)
+
+
+SETTINGS = BenchSettings(rounds=3, ms=5.0, ceiling_size=16)
 
 
 def tools(timer: FakeTimer, **overrides: Any) -> Tools:
     facts = {"gpu": "fake", "l2_bytes": 1 << 40, "git_commit": "c"}
     defaults: dict[str, Any] = {"facts": lambda: facts, "card_state": dict, "clock": lambda: timer.now_ms / 1e3}
     return Tools(timer, timer, torch.device("cpu"), **{**defaults, **overrides})
+
+
+def bench(
+    timer: FakeTimer, peers: Sequence[Peer], shapes: Sequence[Shape] = (SMALL,), settings: BenchSettings = SETTINGS,
+    unavailable: dict[str, str] | None = None, **overrides: Any,
+) -> Run:  # fmt: skip
+    """The run of `bench` as its file has it."""
+    study, chosen = study_of(peers, unavailable or {}), replace(settings, fixed=tuple(shapes))
+    record = study.measure(chosen, tools(timer, **overrides))
+    return Run.from_dict(json.loads(json.dumps(record, allow_nan=False)))
+
+
+def failures(run: Run) -> list[str]:
+    """The failures of ours, as they are printed."""
+    return [str(one) for one in report.failures(run) if one.name in (*OURS, report.ORACLE)]
+
+
+def notes(run: Run) -> list[str]:
+    """The failures of peers."""
+    return [str(one) for one in report.failures(run) if one.name not in (*OURS, report.ORACLE)]
 
 
 def result(tflops: float | None, error: float = 2e-3, is_wrong: bool = False, **fields: Any) -> Result:
@@ -143,7 +179,6 @@ def run(*cells: Cell, **fields: Any) -> Run:
     defaults: dict[str, Any] = {
         "settings": {"reference": "sdpa-flash"},
         "machine": {"gpu": "fake"},
-        "method": {},
         "ours": tuple(name for name in names if name.startswith("cute_flash")),
         "names": names,
         "unavailable": {},

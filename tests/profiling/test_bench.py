@@ -5,16 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from profiling.bench import report
-from profiling.bench.bench import run_bench
-from profiling.measure.record import Run
-from tests.profiling.fakes import SETTINGS, SMALL, FakePeer, FakeTimer, tools
+from profiling.bench.bench import study_of
+from profiling.measure.study import Record
+from tests.profiling.fakes import SETTINGS, SMALL, FakePeer, FakeTimer, bench, failures, notes, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
-
-
-def bench(timer, peers, shapes=(SMALL,), settings=SETTINGS, unavailable=None, **overrides) -> Run:
-    return run_bench(shapes, peers, unavailable or {}, settings, tools(timer, **overrides))
 
 
 def test_speeds_ratios_and_errors_of_a_good_run():
@@ -33,7 +28,7 @@ def test_speeds_ratios_and_errors_of_a_good_run():
     # All three compute the same bits.
     assert cell.worst_error_ratio("cute_flash", "fa3") == 1.0
     assert cell.results["fa3"].accuracy["normal"].distance == 0.0
-    assert run.is_complete and report.failures(run) == [] and report.notes(run) == []
+    assert run.is_complete and failures(run) == [] and notes(run) == []
 
 
 def test_a_peer_that_fails_in_one_cell_is_recorded_there_and_runs_in_the_next():
@@ -50,7 +45,7 @@ def test_a_peer_that_fails_in_one_cell_is_recorded_there_and_runs_in_the_next():
     assert first.results["cute_flash"].error == "NotImplementedError: causal is not here yet"
     assert first.results["cute_flash"].tflops is None and first.tflops("sdpa-flash")
     assert second.tflops("cute_flash") and second.results["cute_flash"].error is None
-    (failure,) = report.failures(run)
+    (failure,) = failures(run)
     assert first.key in failure and "causal is not here yet" in failure
 
 
@@ -67,7 +62,7 @@ def test_a_wrong_peer_is_flagged_and_never_the_best_peer():
     assert cell.results["fa3"].is_wrong and not cell.results["cute_flash"].is_wrong
     assert run.best_peer(cell) == "sdpa-flash"
     # A peer's wrong result is reported, but is not a failure of cute_flash.
-    assert report.failures(run) == [] and "fa3 wrong" in report.notes(run)[0]
+    assert failures(run) == [] and "fa3: wrong" in notes(run)[0]
 
 
 def test_ours_wrong_makes_the_run_fail():
@@ -78,7 +73,7 @@ def test_ours_wrong_makes_the_run_fail():
 
     ours = FakePeer("cute_flash", timer, is_ours=True, spoil=forget_the_last_rows)
     run = bench(timer, [ours, FakePeer("sdpa-flash", timer)])
-    assert "cute_flash wrong on normal inputs" in report.failures(run)[0]
+    assert "cute_flash: wrong on normal inputs" in failures(run)[0]
 
 
 def test_a_race_is_seen():
@@ -92,7 +87,7 @@ def test_a_race_is_seen():
     ours = FakePeer("cute_flash", timer, is_ours=True, spoil=differ)
     run = bench(timer, [ours, FakePeer("sdpa-flash", timer)])
     assert not run.cells[0].results["cute_flash"].is_wrong
-    assert "other bits on the same inputs" in report.failures(run)[0]
+    assert "other bits on the same inputs" in failures(run)[0]
 
 
 def test_an_output_of_another_shape_is_an_error():
@@ -100,7 +95,7 @@ def test_an_output_of_another_shape_is_an_error():
     # The peer claims that its output is (B, H, S, D), but it is not.
     liar = FakePeer("cute_flash", timer, is_ours=True, is_bshd=True)
     run = bench(timer, [type("Liar", (), {**_members(liar), "is_bshd": False})()])
-    assert "out of shape (2, 300, 3, 16), expected (2, 3, 300, 16)" in report.failures(run)[0]
+    assert "out of shape (2, 300, 3, 16), expected (2, 3, 300, 16)" in failures(run)[0]
 
 
 def _members(peer: FakePeer):
@@ -123,7 +118,7 @@ def test_inputs_that_do_not_fit_are_the_result_of_all(monkeypatch):
 
 
 def test_a_lost_device_stops_the_run_and_keeps_what_was_measured():
-    timer, saved = FakeTimer(), list[Run]()
+    timer, saved = FakeTimer(), list[Record]()
 
     def break_the_card(out):
         if out.shape[1] != SMALL.heads:
@@ -131,27 +126,35 @@ def test_a_lost_device_stops_the_run_and_keeps_what_was_measured():
             raise RuntimeError("illegal memory access")
 
     bad = FakePeer("cute_flash", timer, is_ours=True, spoil=break_the_card)
-    shapes = [SMALL, replace(SMALL, heads=2, heads_kv=2), SMALL]
-    run = bench(timer, [bad, FakePeer("sdpa-flash", timer)], shapes, save=saved.append)
-    assert len(run.cells) == 1 and run.cells[0].tflops("cute_flash")
-    assert not run.is_complete and shapes[1].id in (run.stopped or "") and run.stopped in report.failures(run)
-    assert saved[-1] == run
+    shapes = (SMALL, replace(SMALL, heads=2, heads_kv=2), SMALL)
+    study = study_of([bad, FakePeer("sdpa-flash", timer)], {})
+    record = study.measure(replace(SETTINGS, fixed=shapes), tools(timer, save=saved.append))
+    (cell,) = record["cells"]
+    assert cell["results"]["cute_flash"]["tflops"] and saved[-1] == record
+    assert not record["is_complete"] and study.has_failed(record)
+    assert record["stopped"].startswith(f"the CUDA context was lost at {shapes[1].id}: ")
 
 
 def test_every_cell_is_saved_with_the_card_before_and_after():
-    timer, saved, lines, states = FakeTimer(), list[Run](), list[str](), iter(range(10))
+    timer, saved, lines, states = FakeTimer(), list[tuple[int, bool]](), list[str](), iter(range(10))
     run = bench(
         timer,
         [FakePeer("sdpa-flash", timer)],
         [SMALL, SMALL],
-        save=saved.append,
+        save=lambda record: saved.append((len(record["cells"]), record["is_complete"])),
         progress=lines.append,
         card_state=lambda: {"sample": next(states)},
     )
-    assert [len(state.cells) for state in saved] == [1, 2, 2]
-    assert [state.is_complete for state in saved] == [False, False, True]
-    assert [(cell.before["sample"], cell.after["sample"]) for cell in run.cells] == [(0, 1), (1, 2)]
-    assert len(lines) == 2 and "sdpa-flash" in lines[0]
+    assert saved == [(0, False), (1, False), (2, False), (2, False), (2, True)]
+    # The first and the last sample are those of the whole run.
+    assert [(cell.before["sample"], cell.after["sample"]) for cell in run.cells] == [(1, 2), (2, 3)]
+    assert [line.partition(":")[0] for line in lines] == [
+        "the matrix product",
+        SMALL.id,
+        SMALL.id,
+        "the matrix product",
+    ]
+    assert "sdpa-flash" in lines[1]
 
 
 def test_the_l2_state_is_recorded_and_the_ceiling_is_timed_at_both_ends():
@@ -176,7 +179,7 @@ def test_inputs_have_the_memory_layout_of_the_settings(layout):
             return super().prepare(q, k, v, causal)
 
     run = bench(timer, [Recorder("cute_flash", timer, is_ours=True)], settings=replace(SETTINGS, layout=layout))
-    assert seen and report.failures(run) == []
+    assert seen and failures(run) == []
     for x in seen:
         assert (x if layout == "bhsd" else x.transpose(1, 2)).is_contiguous()
         assert x.shape[1:] == (SMALL.heads, SMALL.seqlen, SMALL.head_dim)

@@ -37,10 +37,11 @@ def test_the_ratio_sums_over_ranks() -> None:
         ranks = [found["ms"][f"rank {i}"] for i in range(DRY_SETTINGS.ranks)]
         assert found["ratio"] == pytest.approx(sum(ranks) / found["ms"]["unsharded"])
         assert found["slowest_rank"] == pytest.approx(max(ranks) * DRY_SETTINGS.ranks / found["ms"]["unsharded"])
-    assert not context_parallel.meets_goal(record)
-    for found in record["directions"].values():
-        found["ratio"] = 1.05
-    assert context_parallel.meets_goal(record)
+    assert not context_parallel.failures(record), "a dry run has no goal"
+    record["is_dry_run"] = False
+    assert "forward, sum / unsharded: 4" in str(context_parallel.failures(record)[0])
+    record["directions"]["forward"]["ratio"] = 1.05
+    assert [one.cell for one in context_parallel.failures(record)] == ["backward"]
 
 
 @pytest.mark.slow

@@ -61,12 +61,11 @@ def test_calls_of_all_kernels_and_a_failure(direction, monkeypatch):
     monkeypatch.setattr(torch, "device", lambda name, real=torch.device: real("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.delenv(FA4_CACHE, raising=False)
-    shapes, lines = [replace(SHAPE, head_dim=d) for d in (16, 32, 8)], []
+    shapes = [replace(SHAPE, head_dim=d) for d in (16, 32, 8)]
     groups = fa4_cache.representatives(shapes)
-    fa4_cache.fill(groups, direction, "bf16", 7, lines.append, lambda *args: FakePool(*args, fails=(1,)))
+    fa4_cache.fill(groups, direction, "bf16", 7, lambda *args: FakePool(*args, fails=(1,)))
     assert [q[1:] for q, _, _ in called] == [(64, 4, 8), (64, 4, 32)]
     assert all(q[0] == 1 and k[2] == 2 and causal for q, k, causal in called)
-    assert lines == ["D=8 causal: compiled", "D=16 causal: RuntimeError: no kernel", "D=32 causal: compiled"]
     # The run itself finds the kernels too.
     assert os.environ[FA4_CACHE] == "1"
 

@@ -2,30 +2,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 import pytest
 import torch
 
-from profiling.measure.record import write_json
-from profiling.measure.timing import Samples
 from profiling.studies import features
-from profiling.studies.features import AutogradCall, Cell, CellResult, Settings, measure_cell, run_features
+from profiling.studies.features import Cell, CellCall, Settings, Sizes, measure_cells, ratio, through_autograd
 from tests.fakes.cuda import claiming_cuda, launching_operators
 from tests.fakes.gpu import fake_gpu
-from tests.profiling.fakes import FakeTimer
+from tests.profiling.fakes import FakeTimer, tools
 
-SMALL = Settings(
-    head_dims=(8,),
-    hidden=16,
-    batch=2,
-    seqlen=24,
-    long=40,
-    window=5,
-    sequences=2,
-    rounds=2,
-    ms=1.0,
-    pairs=((8, 8), (16, 8)),
-)
+SIZES = Sizes(hidden=16, batch=2, seqlen=24, long=40, window=5, sequences=2, pairs=((8, 8), (16, 8)))
+SMALL = Settings(head_dims=(8,), sizes=SIZES, rounds=2, ms=1.0)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -35,30 +26,27 @@ def short_sequences(monkeypatch):
 
 
 @pytest.mark.slow
-def test_all_cells_run_and_what_fails_is_reported(short_sequences, tmp_path, capsys):
-    found = run_features(tuple(features.KINDS), SMALL, FakeTimer(event_ms=1.0), torch.device("cpu"))
-    assert [one.kind for one in found] == ["feature"] * 2 + ["window"] + ["equal"] * 2 + ["ragged"] * 2 + [
-        "head-dim"
-    ] * 2
-    for one in found:
+def test_all_cells_run_and_what_fails_is_reported(short_sequences):
+    record = features.STUDY.measure(SMALL, tools(FakeTimer(event_ms=1.0)))
+    cells = json.loads(json.dumps(record, allow_nan=False))["cells"]
+    kinds = {"feature": 2, "window": 1, "equal": 2, "ragged": 2, "head-dim": 2}
+    assert [cell["kind"] for cell in cells] == list(chain(*([kind] * count for kind, count in kinds.items())))
+    for cell in cells:
         # FlashAttention-3 has no CPU path: its calls fail, and the others are measured all the same.
-        assert all(name.startswith("fa3") for name in one.errors) and bool(one.errors) == (one.kind == "ragged")
-        rest = {call for samples in one.samples.values() for call in samples}
-        assert rest and len(one.samples["fwd"]) == len(one.samples["bwd"]) == len(rest)
-    write_json(features.to_dict(found, SMALL, {"gpu": "none"}), tmp_path / "features.json")
-    data = json.loads((tmp_path / "features.json").read_text())
-    assert len(data["cells"]) == 9 and data["settings"]["rounds"] == 2
-    shown = features.tables(found)
-    assert [table.title for table in shown] == list(features.KINDS)
-    assert [len(table.rows) for table in shown] == [10, 2, 4, 2, 20]
+        assert all(name.startswith("fa3") for name in cell["errors"]) and bool(cell["errors"]) == (
+            cell["kind"] == "ragged"
+        )
+        assert cell["sides"]["fwd"].keys() == cell["sides"]["bwd"].keys() != set()
+    shown = features.tables(record)
+    assert [(table.title, len(table.rows)) for table in shown] == list(zip(kinds, (10, 2, 4, 2, 20)))
+    assert features.STUDY.has_failed(record) and "fa3 fwd: " in str(features.failures(record)[0])
 
 
 def test_sides_of_a_cell_compute_the_same(short_sequences):
-    device = torch.device("cpu")
-    for cell in features.equal_cells(SMALL, device):
+    for cell in features.equal_cells(SIZES, 0, CPU, 8):
         dense, varlen = (call.prepare("fwd").call() for call in cell.calls.values())
         torch.testing.assert_close(dense.reshape(varlen.shape), varlen)
-    for cell in features.head_dim_cells(SMALL, device):
+    for cell in (cell for pair in SIZES.pairs for cell in features.head_dim_cells(SIZES, 0, CPU, pair)):
         out = {name: call.prepare("fwd").call() for name, call in cell.calls.items()}
         for name in ("deterministic", "varlen"):
             torch.testing.assert_close(out[name].reshape(out["plain"].shape), out["plain"])
@@ -69,20 +57,19 @@ def test_sides_of_a_cell_compute_the_same(short_sequences):
         for x, y in zip(gradients["bias"], gradients["bias_gradient"]):
             torch.testing.assert_close(x, y)
         assert len(gradients["bias"]) == 3 and gradients["bias_gradient"][3].abs().max() > 0
-    cell = next(features.window_cells(SMALL, device))
+    cell = next(features.window_cells(SIZES, 0, CPU, 8))
     causal, window = (call.prepare("fwd").call() for call in cell.calls.values())
     torch.testing.assert_close(causal[:, :, :6], window[:, :, :6])
     assert not torch.equal(causal, window)
 
 
 def test_ratios_are_those_of_times():
-    found = CellResult("feature", "x", "plain")
-    found.samples["fwd"] = {"plain": Samples(1, (2.0,)), "slow": Samples(1, (4.0,))}
-    found.samples["bwd"] = {"plain": Samples(1, (6.0,)), "slow": Samples(1, (6.0,))}
-    assert found.ratio("slow", "fwd") == 0.5 and found.ratio("slow", "bwd") == 1.0
-    assert found.ratio("slow", "both") == 0.8
-    assert found.ratio("absent", "both") is None
-    assert list(found.rows())[1] == ("x: slow", "4.000", "6.000", "0.50", "1.00", "0.80")
+    times = {"fwd": {"plain": {"ms": 2.0}, "slow": {"ms": 4.0}}, "bwd": {"plain": {"ms": 6.0}, "slow": {"ms": 6.0}}}
+    cell = {"kind": "feature", "name": "x", "base": "plain", "sides": times, "errors": {}}
+    assert [ratio(cell, "slow", direction) for direction in ("fwd", "bwd", "both")] == [0.5, 1.0, 0.8]
+    assert ratio(cell, "absent", "both") is None
+    (table,) = features.tables({"cells": [cell]})
+    assert table.rows[1] == ("x: slow", "4.000", "6.000", "0.50", "1.00", "0.80")
 
 
 def test_gradients_are_timed_without_the_forward_pass():
@@ -92,34 +79,25 @@ def test_gradients_are_timed_without_the_forward_pass():
         calls.append(x.requires_grad)
         return x * 2
 
-    cell = Cell("feature", "x", {"one": AutogradCall(forward, (torch.ones(2),))}, "one")
-    found = measure_cell(cell, FakeTimer(event_ms=1.0), SMALL)
+    cell = Cell("feature", "x", {"one": CellCall(partial(through_autograd, forward, (torch.ones(2),)))}, "one")
+    (found,) = measure_cells(lambda: iter([cell]), 2, 1.0, tools(FakeTimer(event_ms=1.0)))
     assert calls.count(True) == 1 and calls.count(False) > 1
-    assert not found.errors
-
-
-def test_an_unknown_kind_is_an_error():
-    with pytest.raises(ValueError, match="choose from feature"):
-        run_features(("speed",), SMALL, FakeTimer(event_ms=1.0), torch.device("cpu"))
+    assert not found["errors"]
 
 
 def test_lengths_are_the_same_every_time():
-    assert features.ragged_lengths(SMALL) == features.ragged_lengths(SMALL)
+    assert features.ragged_lengths(SIZES, 0) == features.ragged_lengths(SIZES, 0)
 
 
 def test_needed_kernels():
     """Only kernels of cute_flash are listed, each once, for both directions."""
-
-    def other(q, k, v):
-        return q * 2
-
-    settings = replace(SMALL, pairs=((64, 64),), hidden=64)
+    sizes = replace(SIZES, pairs=((64, 64),), hidden=64)
+    settings = replace(SMALL, kinds=("head-dim",), sizes=sizes)
     with fake_gpu("sm_90") as gpu, claiming_cuda(), launching_operators():
-        cells = list(features.head_dim_cells(settings, torch.device("cpu")))
-        keys = features.needed_kernels(cells)
+        keys = features.kernels_of(settings.groups(CPU))
         assert not gpu.launches
-        peer = Cell("feature", "x", {"peer": AutogradCall(other, (torch.ones(2),) * 3)}, "peer")
-        assert features.needed_kernels([peer]) == []
+        peer = CellCall(partial(through_autograd, lambda q, k, v: q * 2, (torch.ones(2),) * 3))
+        assert features.kernels_of({"x": lambda: iter([Cell("feature", "x", {"peer": peer}, "peer")])}) == []
     tags = [set(key.static.tags) for key in keys if key.kernel == "fwd_sm90"]
     assert len(set(keys)) == len(keys)
     assert {"softcap", "alibi", "dropout"} <= set().union(*tags)

@@ -11,7 +11,7 @@ import torch
 from profiling.bench.suites import Suite
 from profiling.documents import doc_results
 from profiling.measure.shapes import Shape
-from profiling.peers.cute_flash import our_library
+from profiling.peers.cute_flash import our_peer
 from profiling.studies import fp32
 from tests.fakes.cuda import claiming_cuda
 from tests.fakes.gpu import fake_gpu
@@ -61,7 +61,7 @@ def test_speed_and_errors_of_all_peers(run):
         assert set(cell["largest"]) == set(fp32.OUTPUTS)
         for errors in cell["errors"].values():
             assert all(error["max"] < 1e-4 * max(1.0, cell["largest"][name]) for name, error in errors.items())
-    assert not fp32.failures(record) and not fp32.has_failed(record)
+    assert not fp32.failures(record) and not fp32.STUDY.has_failed(record)
     text = {table.title: table for table in fp32.tables(record)}
     assert list(text) == ["fwd fp32", "bwd fp32", "Geometric means", "Error against fp64, worst of all shapes"]
     assert text["Geometric means"].rows[0][:4] == ("forward, over sdpa-efficient", "4", "3.00", "3.00")
@@ -88,8 +88,8 @@ def test_gradients_are_prepared_on_the_stream_of_the_graph(monkeypatch):
 @pytest.mark.parametrize("spoil", [lambda out: out.mul_(1.01), lambda out: out.fill_(torch.nan)], ids=["1 %", "NaN"])
 def test_an_error_beyond_that_of_math_fails(run, spoil):
     record = run(spoil=spoil)
-    assert fp32.has_failed(record)
-    assert "out of cute_flash has more than 2 times the error of sdpa-math" in "\n".join(fp32.failures(record))
+    assert fp32.STUDY.has_failed(record)
+    assert "cute_flash: out: more than 2 times the error of sdpa-math" in "\n".join(map(str, fp32.failures(record)))
     json.dumps(record, allow_nan=False)
 
 
@@ -102,8 +102,8 @@ def test_a_peer_that_fails_is_left_out(run):
         return [ours, replace(efficient, spoil=fail), math]
 
     record = run(chosen)
-    assert not fp32.has_failed(record)
-    assert "sdpa-efficient: RuntimeError: no kernel" in fp32.failures(record)[0]
+    assert not fp32.STUDY.has_failed(record)
+    assert "sdpa-efficient: RuntimeError: no kernel" in str(fp32.STUDY.failures(record)[0])
     assert fp32.summary_table(record).rows[0][1:4] == ("0", "-", "-")
 
 
@@ -131,7 +131,7 @@ def test_torch_computes_without_tf32_and_is_left_as_it_was():
 @pytest.mark.slow
 def test_kernels_of_a_run_are_all_compiled_before_it(monkeypatch):
     """A run launches no kernel that `kernels` did not name."""
-    monkeypatch.setattr(fp32, "peers", lambda: [our_library(fp32.OURS)])
+    monkeypatch.setattr(fp32, "peers", lambda: [our_peer(fp32.OURS)])
     with fake_gpu("sm_90") as gpu, claiming_cuda():
         keys = fp32.kernels(SMALL, tools(FakeTimer()))
         assert not gpu.keys

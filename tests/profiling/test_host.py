@@ -5,6 +5,8 @@ import json
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,14 +20,16 @@ from cute_flash.runtime import gpu
 from cute_flash.spec import arch
 from cute_flash.spec.arch import ARCHS
 from profiling import __main__ as cli
-from profiling.measure import host_time, launches, machine
+from profiling.measure import host_time, launches, study
+from profiling.measure.machine import ROOT
 from profiling.measure.shapes import Shape
 from profiling.measure.study import FAILED, NOT_MEASURED, OK
 from profiling.measure.timing import TimedCall
+from profiling.measure.workers import TaskFailed
 from profiling.studies import host
 from profiling.studies.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Settings, timed_call
-from profiling.studies.host_report import FLOOR, OURS, Figures, Times, figures_of, has_failed, host_tables
-from tests.profiling.fakes import CpuGpu, FakeTimer
+from profiling.studies.host_report import FLOOR, OURS, Times, case_record, host_tables
+from tests.profiling.fakes import CpuGpu, FakeTimer, tools
 
 TINY_TOKEN = Shape(batch=1, heads=4, heads_kv=2, seqlen=64, head_dim=16, causal=False)
 TINY = Shape(batch=2, heads=2, heads_kv=2, seqlen=16, head_dim=16, causal=False)
@@ -37,15 +41,11 @@ def settings(*cases: str, **fields: Any) -> Settings:
     )
 
 
-def in_this_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function in this process instead of a fresh one."""
-    function, args = pickle.loads(pickle.dumps((function, args)))
-    return pickle.loads(pickle.dumps(function(*args)))
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(host, "EventTimer", FakeTimer)
+def measured(monkeypatch, one: Callable[..., Times], *cases: str, base: Any = None) -> Any:
+    """The record of a study whose processes are calls of a function in this process."""
+    monkeypatch.setattr(host, "in_fresh_process", one)
+    study_of_base = replace(host.STUDY, steps=partial(host.steps, base=base or {}))
+    return study_of_base.measure(settings(*cases), tools(FakeTimer()))
 
 
 # ---- statistics
@@ -94,46 +94,50 @@ def test_a_case_is_compared_by_the_medians_of_its_processes():
     case, sides = Case(), (OURS, FLOOR, "sdpa-flash", "sdpa-cudnn")
     of_processes = [(20, 10, 30, 26), (11, 9, 28, 22), (12, 8, 27, 25), (13, 9, 29, 21), (14, 9, 25, 24)]
     processes = [Times({(case.name, s): us for s, us in zip(sides, one)}) for one in of_processes]
-    figures = figures_of(case, processes)
-    assert [figures.median_us(side) for side in sides] == [13, 9, 28, 24]
-    assert figures.fastest_sdpa == "sdpa-cudnn"
-    assert figures.over_floor_us == 4 and figures.ratio == 13 / 24
+    found = case_record(case, processes, {})
+    assert [found["sides"][side]["median_us"] for side in sides] == [13, 9, 28, 24]
+    assert found["fastest_sdpa"] == "sdpa-cudnn"
+    assert found["over_floor_us"] == 4 and found["ratio"] == 13 / 24 and found["over_plain"] == 1.0
 
 
-def test_goals():
-    figures = Figures({OURS: (15.0,), FLOOR: (9.0,), "sdpa-flash": (20.0,)})
-    assert figures.meets(Goal(over_floor_us=6.0, of_sdpa=0.75).bounds(None)) is True
-    assert figures.meets(Goal(over_floor_us=5.9, of_sdpa=0.75).bounds(None)) is False
-    assert figures.meets(Goal(over_floor_us=6.0, of_sdpa=0.7).bounds(None)) is False
-    assert figures.meets(Goal(is_as_base=True).bounds(0.72)) is True
-    assert figures.meets(Goal(is_as_base=True).bounds(0.71)) is False
-    over_plain = Figures({OURS: (15.0,)}, plain_us=10.0)
-    assert over_plain.meets(Goal(us=15.0, of_plain=1.5).bounds(None)) is True
-    assert over_plain.meets(Goal(us=14.9).bounds(None)) is False
-    assert over_plain.meets(Goal(of_plain=1.49).bounds(None)) is False
-    # A case without goals does not fail; a missing measurement does.
-    assert figures.meets(Goal(is_as_base=True).bounds(None)) is None
-    assert Figures({OURS: (15.0,)}).meets(Goal(over_floor_us=6.0).bounds(None)) is False
+@pytest.mark.parametrize(
+    ("goal", "base", "is_met"),
+    [
+        (Goal(over_floor_us=6.0, of_sdpa=0.75), None, True),
+        (Goal(over_floor_us=5.9, of_sdpa=0.75), None, False),
+        (Goal(over_floor_us=6.0, of_sdpa=0.7), None, False),
+        (Goal(is_as_base=True), 0.72, True),
+        (Goal(is_as_base=True), 0.71, False),
+        (Goal(us=15.0, of_plain=1.5), None, True),
+        (Goal(us=14.9), None, False),
+        (Goal(of_plain=1.49), None, False),
+        # A case without goals does not fail.
+        (Goal(is_as_base=True), None, None),
+    ],
+)
+def test_goals(goal, base, is_met):
+    case, us = Case("softcap", goal=goal), {OURS: 15.0, FLOOR: 9.0, "sdpa-flash": 20.0}
+    times = Times({**{("softcap-fwd", name): value for name, value in us.items()}, ("plain-fwd", OURS): 10.0})
+    earlier = {"cases": {"softcap-fwd": {"ratio": base}}}
+    assert case_record(case, [times], earlier)["is_met"] is is_met
 
 
-def test_every_goal_has_its_cases():
+def test_a_missing_measurement_misses_its_goal_but_that_of_the_plain_call():
+    times = Times({("softcap-fwd", OURS): 15.0})
+    for goal, is_met in ((Goal(over_floor_us=6.0), False), (Goal(us=15.0, of_plain=1.1), True)):
+        assert case_record(Case("softcap", goal=goal), [times], {})["is_met"] is is_met
+
+
+def test_the_readme_names_the_goals():
+    text = (ROOT / "profiling" / "README.md").read_text(encoding="utf-8")
     goals = {case.name: case.goal for case in CASES}
     assert len(goals) == len(CASES)
-    assert goals["plain-fwd"] == Goal(over_floor_us=6.0, of_sdpa=1.0)
-    assert goals["plain-train"] == Goal(of_sdpa=1.05) and goals["plain-bwd"] == Goal(of_sdpa=1.15)
-    assert goals["few_queries-fwd"] == Goal(of_sdpa=1.1) and goals["decode-fwd"] == Goal(us=20.0)
-    one_feature = {name: goal.of_plain for name, goal in goals.items() if goal.over_floor_us == 10.0}
-    features = "softcap alibi sinks dropout max_logit bias mask_mod window score_mod"
-    assert set(one_feature) == {f"{feature}-fwd" for feature in features.split()}
-    assert {name: bound for name, bound in one_feature.items() if bound} == {
-        "softcap-fwd": 1.1, "alibi-fwd": 1.3, "dropout-fwd": 1.6, "score_mod-fwd": 1.3,
-    }  # fmt: skip
-    watched = {name for name, goal in goals.items() if goal.is_as_base}
-    assert watched == {f"plain-train-{name}" for name in ("profiler", "dispatch_mode", "function_mode")}
-    unjudged = {name for name, goal in goals.items() if goal == Goal()}
-    assert unjudged == {"varlen-fwd", "varlen-bwd"} | {
-        f"{feature}-{direction}" for feature in ("softcap", "score_mod") for direction in ("train", "bwd")
-    }
+    plain, train, backward = (goals[f"plain-{direction}"] for direction in ("fwd", "train", "bwd"))
+    assert f"floor + {plain.over_floor_us:g} µs, and SDPA" in text and plain.of_sdpa == 1.0
+    assert f"`plain-train`: forward with gradients | {train.of_sdpa:g} × SDPA |" in text
+    assert f"`plain-bwd` | {backward.of_sdpa:g} × SDPA |" in text
+    ratios = {name: goals[f"{name}-fwd"].of_plain for name in ("softcap", "alibi", "score_mod", "dropout")}
+    assert "floor + 10 µs; softcap {softcap}, ALiBi and score_mod {alibi}, dropout {dropout}".format(**ratios) in text
 
 
 # ---- floor
@@ -252,7 +256,7 @@ def test_timed_calls_do_not_run_through_the_recorder(launched):
 
 def test_needed_kernels_are_found_without_compiling(launched):
     cases = settings("plain-fwd", "plain-train", "plain-bwd", "softcap-fwd", "score_mod-bwd", "varlen-bwd")
-    keys = host.needed_kernels(cases)
+    keys = host.STUDY.kernels(cases, tools(FakeTimer()))
     assert launched == []
     kernels = list(dict.fromkeys(one for key in keys for one in key.keys))
     names = [one.kernel for one in kernels]
@@ -288,16 +292,14 @@ def test_all_cases_run_on_the_cpu():
 
 
 def test_a_whole_run_is_json_and_tables(monkeypatch):
-    lines: list[str] = []
-    cases = settings("plain-fwd", "plain-train-function_mode", "softcap-bwd")
     base = {"cases": {"plain-train-function_mode": {"ratio": 1e9}}}
-    data = host.run_host(cases, in_this_process, lambda keys: None, lines.append, base)
-    assert len(lines) == 3 and lines[1].startswith("process 1 of 2: plain-fwd ")
-    data = json.loads(json.dumps(data))
+    cases = "plain-fwd", "plain-train-function_mode", "softcap-bwd"
+    in_this_process = lambda *args: pickle.loads(pickle.dumps(host.measure(*args)))  # noqa: E731
+    data = json.loads(json.dumps(measured(monkeypatch, in_this_process, *cases, base=base)))
     plain, mode, softcap = data["cases"].values()
     assert plain["fastest_sdpa"] == "sdpa-flash" and len(plain["sides"][OURS]["process_us"]) == 2
     assert plain["is_met"] is False and mode["is_met"] is True and softcap["is_met"] is None
-    assert has_failed(data)
+    assert host.STUDY.has_failed(data)
     table, backends = host_tables(data)
     assert table.columns == (
         "case", "cute_flash", "floor", "over floor", "SDPA (fastest)", "/ SDPA", "/ plain", "goal, at most", "ok"
@@ -319,29 +321,26 @@ def test_one_token_over_a_cache(feature):
     torch.testing.assert_close(ours.transpose(1, 2) if feature == "decode" else ours, sdpa, atol=2e-2, rtol=2e-2)
 
 
-def test_a_process_that_fails_is_reported_and_the_others_count():
-    def run(function: Any, *args: Any) -> Any:
-        if function is host.needed_kernels:
-            raise RuntimeError("no disk")
-        if args[1] == 0:
-            raise RuntimeError("no message for 180 s")
-        return Times({("plain-fwd", OURS): 3.0, ("plain-fwd", FLOOR): 2.0, ("plain-fwd", "sdpa-flash"): 4.0})
-
-    data = host.run_host(settings("plain-fwd"), run, lambda keys: None, lambda line: None, {})
-    assert set(data["errors"]) == {"compile", "process 1"}
-    assert data["cases"]["plain-fwd"]["sides"][OURS]["process_us"] == (3.0,)
-    assert data["cases"]["plain-fwd"]["is_met"] and has_failed(data)
+GOOD = {("plain-fwd", OURS): 3.0, ("plain-fwd", FLOOR): 2.0, ("plain-fwd", "sdpa-flash"): 4.0}
 
 
-def test_a_backend_of_sdpa_that_fails_is_no_failure_of_ours():
-    place = ("plain-fwd", "sdpa-cudnn")
-    times = Times(
-        {("plain-fwd", OURS): 3.0, ("plain-fwd", FLOOR): 2.0, ("plain-fwd", "sdpa-flash"): 4.0},
-        {place: "RuntimeError: no engine"},
-    )
-    run = lambda function, *args: [] if function is host.needed_kernels else times  # noqa: E731
-    data = host.run_host(settings("plain-fwd"), run, lambda keys: None, lambda line: None, {})
-    assert data["errors"] == {"plain-fwd sdpa-cudnn": "RuntimeError: no engine"} and not has_failed(data)
+def test_a_process_that_fails_is_reported_and_the_others_count(monkeypatch):
+    def one(chosen: Settings, index: int) -> Times:
+        if index == 0:
+            raise TaskFailed("no message for 180 s")
+        return Times(GOOD)
+
+    data = measured(monkeypatch, one, "plain-fwd")
+    assert data["errors"] == {"process 1": "no message for 180 s"}
+    assert data["cases"]["plain-fwd"]["sides"][OURS]["process_us"] == [3.0]
+    assert data["cases"]["plain-fwd"]["is_met"] and host.STUDY.has_failed(data)
+
+
+def test_a_backend_of_sdpa_that_fails_is_no_failure_of_ours(monkeypatch):
+    times = Times(GOOD, {("plain-fwd", "sdpa-cudnn"): "RuntimeError: no engine"})
+    data = measured(monkeypatch, lambda *args: times, "plain-fwd")
+    assert [str(one) for one in host.STUDY.failures(data)] == ["plain-fwd, sdpa-cudnn: RuntimeError: no engine"]
+    assert not host.STUDY.has_failed(data)
 
 
 @pytest.fixture
@@ -350,16 +349,14 @@ def command(monkeypatch) -> Callable[..., int]:
 
     def run(*args: str, ours: float = 14.0) -> int:
         sides = {OURS: ours, FLOOR: 9.0, "sdpa-flash": 24.0, "sdpa-cudnn": 18.0}
-
-        def one(function: Any, chosen: Settings, *index: int) -> Any:
-            if function is host.needed_kernels:
-                return ["a key"]
-            return Times({(case, side): us for case in chosen.cases for side, us in sides.items()})
-
-        monkeypatch.setattr(host, "fresh_process", lambda environment: one)
+        one = lambda chosen, index: Times({(case, side): us for case in chosen.cases for side, us in sides.items()})  # noqa: E731
+        monkeypatch.setattr(host, "in_fresh_process", one)
         monkeypatch.setattr(arch, "has_gpu", lambda: True)
-        monkeypatch.setattr(host, "precompile_all", lambda keys, jobs: iter([True]))
-        monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake", "git_commit": "abc"})
+        monkeypatch.setattr(host.start, "start_times", lambda *args: {"error": "no driver"})
+        monkeypatch.setattr(study, "precompile_keys", lambda keys, jobs: None)
+        monkeypatch.setattr(
+            study, "Tools", lambda: tools(FakeTimer(), facts=lambda: {"gpu": "fake", "git_commit": "abc"})
+        )
         return cli.main(("host", *args))
 
     return run
@@ -370,14 +367,17 @@ def test_the_command_prints_the_table_and_writes_the_file(command, tmp_path, cap
     assert command("--cases", "plain-fwd,softcap-fwd", "--processes", "3", "--out", str(out)) == OK
     printed = capsys.readouterr()
     assert "| plain-fwd   | 14.0 (14.0 to 14.0) |" in printed.out and "18.0 (cudnn)" in printed.out
-    assert "[4/4] process 3 of 3" in printed.err
+    assert "[3/3] process 3" in printed.err
     data = json.loads(out.read_text())
     assert data["machine"]["git_commit"] == "abc" and data["settings"]["processes"] == 3
     assert data["cases"]["plain-fwd"]["over_floor_us"] == 5.0
 
 
-def test_the_command_fails_for_a_goal_that_is_missed_and_compares_with_a_base(command, tmp_path):
+def test_the_command_fails_for_a_goal_that_is_missed_and_compares_with_a_base(command, tmp_path, capsys):
     assert command("--cases", "plain-fwd", ours=15.5) == FAILED
+    assert "plain-fwd, cute_flash: goal: floor + 6, 1 x SDPA" in capsys.readouterr().out
+    assert command("--cases", "plain-fwd", "--start") == FAILED
+    assert "start, cute_flash: no driver" in capsys.readouterr().out
     base, case = tmp_path / "base.json", "plain-train-profiler"
     assert command("--cases", case, "--out", str(base)) == OK
     assert command("--cases", case, "--base", str(base), ours=14.5) == OK
@@ -390,3 +390,9 @@ def test_without_a_gpu_or_with_a_wrong_case_nothing_is_measured(capsys):
     assert "no CUDA device" in capsys.readouterr().err
     assert cli.main(("host", "--cases", "plain")) == NOT_MEASURED
     assert "choose from plain-fwd, plain-train" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_a_fresh_process_measures() -> None:
+    times = host.in_fresh_process(settings("plain-fwd"), 0)
+    assert times.us["plain-fwd", OURS] > 0 and set(times.errors) == {("plain-fwd", "sdpa-cudnn")}

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from profiling import __main__ as cli
-from profiling.bench import command
+from profiling.bench import bench as bench_module
 from profiling.bench.suites import Suite
-from profiling.measure import machine, record
+from profiling.measure import study
 from profiling.measure.study import FAILED, NOT_MEASURED, OK
-from tests.profiling.fakes import FakePeer, FakeTimer
+from tests.profiling.fakes import FakePeer, FakeTimer, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
@@ -22,9 +22,6 @@ pytestmark = pytest.mark.usefixtures("few_calls")
 @pytest.fixture
 def bench(monkeypatch):
     """`bench(ours_ms=..., args)`: exit status of a bench in which the peer takes 1 ms."""
-    monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake"})
-    monkeypatch.setattr(machine, "card_state", dict)
-    monkeypatch.setattr(torch, "device", lambda name, real=torch.device: real("cpu"))
 
     def run(*args: str, ours_ms: float = 0.5, peer_reason: str | None = None, **spoils) -> int:
         timer = FakeTimer()
@@ -33,13 +30,16 @@ def bench(monkeypatch):
             FakePeer("sdpa-flash", timer, backward_reason=peer_reason),
             FakePeer("fa3", timer, reason="no folder"),
         ]
-        monkeypatch.setattr(command, "select", lambda names, kernels="auto": peers)
-        monkeypatch.setattr(command, "EventTimer", lambda: timer)
+        monkeypatch.setattr(bench_module, "select", lambda names, kernels="auto": peers)
+        monkeypatch.setattr(study.arch, "has_gpu", lambda: True)
+        monkeypatch.setattr(study, "Tools", lambda: tools(timer))
         return cli.main(("bench", "--lengths", "16", "--ms", "2", "--rounds", "2", *args))
 
-    monkeypatch.setitem(command.SUITES, "quick", Suite(64, 32, (16, 32), (8,), ("causal",)))
-    real = command.settings_of
-    monkeypatch.setattr(command, "settings_of", lambda *a: replace(real(*a), ceiling_size=16))
+    monkeypatch.setitem(bench_module.SUITES, "quick", Suite(64, 32, (16, 32), (8,), ("causal",)))
+    real = bench_module.measure_ceiling
+    monkeypatch.setattr(
+        bench_module, "measure_ceiling", lambda settings, *rest: real(replace(settings, ceiling_size=16), *rest)
+    )
     return run
 
 
@@ -48,7 +48,7 @@ def test_bench_prints_the_tables_and_writes_the_file(bench, tmp_path, capsys):
     assert bench("--out", str(out)) == OK
     printed = capsys.readouterr()
     assert "fwd bf16, D=8, causal" in printed.out and "| 16 " in printed.out and "2.00" in printed.out
-    assert "fa3 is not available: no folder" in printed.out and "[1/1]" in printed.err
+    assert "fa3 is not available: no folder" in printed.err and "[2/3]" in printed.err
     data = json.loads(out.read_text())
     assert data["is_complete"] and data["unavailable"] == {"fa3": "no folder"}
     assert data["settings"]["rounds"] == 2 and data["cells"][0]["shape"]["batch"] == 4
@@ -70,9 +70,9 @@ def test_the_backward_is_measured_by_those_who_can(bench, tmp_path, capsys):
 
 def test_a_peer_without_a_backward_is_listed_and_only_there(bench, capsys):
     assert bench("--direction", "bwd", peer_reason="no gradients") == OK
-    assert "sdpa-flash is not available: no gradients" in capsys.readouterr().out
+    assert "sdpa-flash is not available: no gradients" in capsys.readouterr().err
     assert bench("--direction", "fwd", peer_reason="no gradients") == OK
-    assert "no gradients" not in capsys.readouterr().out
+    assert "no gradients" not in capsys.readouterr().err
 
 
 def test_wrong_gradients_of_ours_decide_the_exit_status(bench, capsys):
@@ -80,7 +80,7 @@ def test_wrong_gradients_of_ours_decide_the_exit_status(bench, capsys):
         dv.zero_()
 
     assert bench("--direction", "bwd", spoil_gradients=spoil) == FAILED
-    assert "cute_flash wrong in dv on normal inputs" in capsys.readouterr().out
+    assert "cute_flash: wrong in dv on normal inputs" in capsys.readouterr().out
     assert bench("--direction", "fwd", spoil_gradients=spoil) == OK
 
 
@@ -95,11 +95,12 @@ def test_base_decides_the_exit_status(bench, tmp_path, capsys):
     assert bench("--base", str(base), "--threshold", "0.5", ours_ms=0.6) == OK
 
 
-def test_a_base_that_shares_no_cell_does_not_pass(bench, tmp_path):
+def test_a_base_that_shares_no_cell_does_not_pass(bench, tmp_path, capsys):
     base = tmp_path / "base.json"
     bench("--out", str(base))
-    record.save(replace(record.load(base), cells=()), base)
+    base.write_text(json.dumps({**json.loads(base.read_text()), "cells": []}))
     assert bench("--base", str(base)) == FAILED
+    assert "none of the base has a ratio to sdpa-flash" in capsys.readouterr().out
 
 
 def test_a_wrong_output_of_ours_decides_the_exit_status(bench, capsys):
@@ -107,7 +108,7 @@ def test_a_wrong_output_of_ours_decides_the_exit_status(bench, capsys):
         out.zero_()
 
     assert bench(spoil=spoil) == FAILED
-    assert "cute_flash wrong" in capsys.readouterr().out
+    assert "cute_flash: wrong" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")

@@ -3,7 +3,9 @@ from __future__ import annotations
 import fcntl
 import json
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -12,17 +14,31 @@ import torch
 from cute_flash import masks
 from cute_flash.spec import arch
 from profiling import __main__ as cli
+from profiling.measure import study
 from profiling.measure.gpu_lock import GpuLock
-from profiling.measure.record import write_json
 from profiling.measure.study import NOT_MEASURED, OK
-from profiling.measure.timing import Samples
+from profiling.measure.workers import Outcome
 from profiling.peers import fa4_mods
 from profiling.studies import features, mods
-from profiling.studies.features import AutogradCall, Cell, CellResult, Settings, measure_cell, run_features
+from profiling.studies.features import Cell, CellCall, Sizes, measure_cells, ratio, through_autograd
+from profiling.studies.mods import Settings
 from tests.profiling.fakes import FakeTimer
+from tests.profiling.fakes import tools as fake_tools
 
-SMALL = Settings(head_dims=(8,), hidden=16, batch=2, seqlen=24, long=40, rounds=2, ms=1.0)
+SMALL = Settings(head_dims=(8,), sizes=Sizes(hidden=16, batch=2, seqlen=24, long=40), rounds=2, ms=1.0)
 CPU = torch.device("cpu")
+
+
+def tools():
+    return fake_tools(FakeTimer(event_ms=1.0))
+
+
+def cells_of(settings):
+    return [cell for cells in settings.groups(CPU).values() for cell in cells()]
+
+
+def measured(*cells):
+    return measure_cells(lambda: iter(cells), 2, 1.0, tools())
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +48,13 @@ def without_fa4(monkeypatch, eager_flex):
 
 @pytest.mark.slow
 def test_all_cells_run():
-    found = run_features(tuple(mods.KINDS), SMALL, FakeTimer(event_ms=1.0), CPU, cells=mods.KINDS)
-    assert [one.kind for one in found] == ["function"] * 12 + ["documents"] * 2 + ["bias"]
-    for one in found:
+    record = mods.STUDY.measure(SMALL, tools())
+    assert [cell["kind"] for cell in record["cells"]] == ["function"] * 12 + ["documents"] * 2 + ["bias"]
+    for cell in record["cells"]:
         # Without compiling, FlexAttention on the CPU has no gradient.
-        assert all(name == "flex bwd" for name in one.errors), one.errors
-        assert len(one.samples["fwd"]) >= 2
-    rows = {row[0]: row[1:] for row in mods.summary(found).rows}
+        assert all(name == "flex bwd" for name in cell["errors"]), cell["errors"]
+        assert len(cell["sides"]["fwd"]) >= 2
+    rows = {row[0]: row[1:] for row in mods.summary(record).rows}
     assert rows["functions: cute_flash over flex"][0] == "12, 0"
     assert rows["documents: with a block mask over without a block mask"][0] == "2"
     assert len([name for name in rows if name.startswith("bias")]) == 5
@@ -46,33 +62,34 @@ def test_all_cells_run():
 
 
 def test_peers_compute_the_same():
-    for make in (mods.function_cells, mods.document_cells):
-        for cell in make(SMALL, CPU):
-            first, *others = (call.prepare("fwd").call() for call in cell.calls.values())
-            for other in others:
-                torch.testing.assert_close(other, first, rtol=2e-2, atol=2e-2)
+    for cell in cells_of(replace(SMALL, kinds=("function", "documents"))):
+        first, *others = (call.prepare("fwd").call() for call in cell.calls.values())
+        for other in others:
+            torch.testing.assert_close(other, first, rtol=2e-2, atol=2e-2)
 
 
-def test_what_is_measured_can_be_chosen():
-    chosen = replace(SMALL, functions=("window", "alibi"), peers=("fa4",))
-    cells = list(mods.function_cells(chosen, CPU))
-    assert [cell.name.split()[-1] for cell in cells] == ["window", "alibi"] * 2
+def test_what_is_measured_can_be_chosen(capsys):
+    chosen = replace(SMALL, kinds=("function",), functions=("window", "alibi"), peers=("fa4",))
+    cells = cells_of(chosen)
+    assert [cell.name.split()[-1] for cell in cells] == ["window", "window", "alibi", "alibi"]
     assert all(list(cell.calls) == ["fa4", "cute_flash"] and cell.base == "fa4" for cell in cells)
-    with pytest.raises(ValueError, match="choose from alibi, capped"):
-        next(mods.function_cells(replace(SMALL, functions=("sigmoid",)), CPU))
-    with pytest.raises(ValueError, match="choose from flex, fa4"):
-        next(mods.document_cells(replace(SMALL, peers=("fa3",)), CPU))
+    for option, known in (
+        ("--functions", "alibi, capped"),
+        ("--peers", "flex, fa4"),
+        ("--kinds", "function, documents"),
+    ):
+        assert cli.main(("mods", option, "sigmoid")) == NOT_MEASURED
+        assert f"{option} 'sigmoid': choose from {known}" in capsys.readouterr().err
 
 
 def test_a_missing_fa4_is_left_out_unless_it_is_named(monkeypatch):
     assert mods.unavailable(SMALL) == {"fa4": "ImportError: none here"}
-    named = replace(SMALL, peers=("fa4",), functions=("causal",))
+    named = replace(SMALL, kinds=("function",), peers=("fa4",), functions=("causal",))
     assert mods.unavailable(named) == {}
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    found = run_features(("function",), named, FakeTimer(event_ms=1.0), CPU, cells=mods.KINDS)
-    for one in found:
-        assert {*one.errors} == {"fa4 fwd", "fa4 bwd"} and "flash_attn" in one.errors["fa4 fwd"]
-        assert {*one.samples["fwd"]} == {*one.samples["bwd"]} == {"cute_flash"}
+    for cell in mods.STUDY.measure(named, tools())["cells"]:
+        assert {*cell["errors"]} == {"fa4 fwd", "fa4 bwd"} and "flash_attn" in cell["errors"]["fa4 fwd"]
+        assert {*cell["sides"]["fwd"]} == {*cell["sides"]["bwd"]} == {"cute_flash"}
 
 
 def test_fa4_is_looked_for_but_not_imported(monkeypatch, tmp_path):
@@ -87,19 +104,23 @@ def test_fa4_is_looked_for_but_not_imported(monkeypatch, tmp_path):
     assert fa4_mods.missing() is None
 
 
+def _call(function):
+    return CellCall(partial(through_autograd, function, (torch.arange(8.0).view(1, 1, 2, 4),)))
+
+
 def _times(factor):
-    return AutogradCall(lambda x: x * factor, (torch.arange(8.0).view(1, 1, 2, 4),))
+    return _call(lambda x: x * factor)
 
 
 def test_a_peer_that_computes_something_else_is_not_timed():
     calls = {"wrong": _times(1.1), "right": _times(1.001), "ours": _times(1.0), "none": _times(float("nan"))}
-    found = measure_cell(Cell("function", "x", calls, "right", "ours"), FakeTimer(event_ms=1.0), SMALL)
-    assert list(found.samples["fwd"]) == list(found.samples["bwd"]) == ["right", "ours"]
-    assert found.errors["wrong fwd"] == "not timed: 0.1 away from ours"
-    assert found.errors["none bwd"] == "not timed: inf away from ours"
+    (found,) = measured(Cell("function", "x", calls, "right", "ours"))
+    assert list(found["sides"]["fwd"]) == list(found["sides"]["bwd"]) == ["right", "ours"]
+    assert found["errors"]["wrong fwd"] == "not timed: 0.1 away from ours"
+    assert found["errors"]["none bwd"] == "not timed: inf away from ours"
     # Without `Cell.alike`, results are not compared, and all calls are timed.
-    found = measure_cell(Cell("bias", "x", calls, "right"), FakeTimer(event_ms=1.0), SMALL)
-    assert len(found.samples["fwd"]) == 4 and not found.errors
+    (found,) = measured(Cell("bias", "x", calls, "right"))
+    assert len(found["sides"]["fwd"]) == 4 and not found["errors"]
 
 
 def test_a_wrong_gradient_alone_leaves_the_forward():
@@ -112,10 +133,9 @@ def test_a_wrong_gradient_alone_leaves_the_forward():
         def backward(ctx, grad):
             return grad * 2
 
-    calls = {"bent": AutogradCall(Bent.apply, _times(1.0).inputs), "ours": _times(1.0)}
-    found = measure_cell(Cell("function", "x", calls, "bent", "ours"), FakeTimer(event_ms=1.0), SMALL)
-    assert "bent" in found.samples["fwd"] and "bent" not in found.samples["bwd"]
-    assert found.ratio("ours", "fwd") is not None and found.ratio("ours", "both") is None
+    (found,) = measured(Cell("function", "x", {"bent": _call(Bent.apply), "ours": _times(1.0)}, "bent", "ours"))
+    assert "bent" in found["sides"]["fwd"] and "bent" not in found["sides"]["bwd"]
+    assert ratio(found, "ours", "fwd") is not None and ratio(found, "ours", "both") is None
 
 
 # ---- FlashAttention-4's call
@@ -173,11 +193,12 @@ def _fake_fa4(monkeypatch, spoil=1.0):
 
 def test_fa4_gets_its_layout_and_its_block_indices(monkeypatch):
     seen = _fake_fa4(monkeypatch)
-    settings = replace(SMALL, head_dims=(64,), hidden=128, functions=("causal",), seqlen=200, long=200)
-    cell = next(mods.function_cells(settings, CPU))
+    sizes = replace(SMALL.sizes, hidden=128, seqlen=200, long=200)
+    settings = replace(SMALL, kinds=("function",), head_dims=(64,), functions=("causal",), sizes=sizes)
+    cell = cells_of(settings)[0]
     assert list(cell.calls) == ["flex", "fa4", "cute_flash"]
-    found = measure_cell(cell, FakeTimer(event_ms=1.0), settings)
-    assert {*found.errors} == {"flex bwd"} and {*found.samples["bwd"]} == {"fa4", "cute_flash"}
+    (found,) = measured(cell)
+    assert {*found["errors"]} == {"flex bwd"} and {*found["sides"]["bwd"]} == {"fa4", "cute_flash"}
     assert seen[0]["mask_mod"] == "fa4 mask_mod" and seen[0]["block_sparse_tensors"][-1] == (192, 128)
     assert "block_sparse_tensors_bwd" not in seen[0]
     (lists,) = (x["block_sparse_tensors_bwd"] for x in seen if "block_sparse_tensors_bwd" in x)
@@ -186,9 +207,10 @@ def test_fa4_gets_its_layout_and_its_block_indices(monkeypatch):
 
 def test_an_fa4_that_computes_something_else_is_reported(monkeypatch):
     _fake_fa4(monkeypatch, spoil=1.5)
-    settings = replace(SMALL, head_dims=(64,), hidden=128, functions=("causal",), peers=("fa4",))
-    for one in run_features(("function",), settings, FakeTimer(event_ms=1.0), CPU, cells=mods.KINDS):
-        assert {*one.samples["fwd"]} == {"cute_flash"} and "away from cute_flash" in one.errors["fa4 fwd"]
+    sizes = replace(SMALL.sizes, hidden=128)
+    chosen = replace(SMALL, kinds=("function",), head_dims=(64,), functions=("causal",), peers=("fa4",), sizes=sizes)
+    for cell in mods.STUDY.measure(chosen, tools())["cells"]:
+        assert {*cell["sides"]["fwd"]} == {"cute_flash"} and "away from cute_flash" in cell["errors"]["fa4 fwd"]
 
 
 def test_the_functions_can_be_made():
@@ -205,35 +227,33 @@ def test_the_functions_can_be_made():
     assert len(fa4_mods.function("document", ids).tensors[0]) >= 40 + 192
 
 
-# ---- summary, parts, lock
+# ---- summary, processes, lock
 # -------------------------------------------------------------------------------------------------------
 
 
-def _result(kind, name, base, fwd, bwd):
-    samples = {
-        direction: {call: Samples(1, (ms,)) for call, ms in times.items()}
-        for direction, times in (("fwd", fwd), ("bwd", bwd))
+def _record(kind, name, base, fwd, bwd):
+    times = {
+        direction: {call: {"ms": ms} for call, ms in one.items()} for direction, one in (("fwd", fwd), ("bwd", bwd))
     }
-    return CellResult(kind, name, base, samples)
+    return {"kind": kind, "name": name, "base": base, "sides": times, "errors": {}}
 
 
 RUN = [
-    _result("function", "D=64 a", "flex", {"flex": 2, "fa4": 1, "cute_flash": 1}, {"flex": 6, "cute_flash": 3}),
-    _result("function", "D=128 b", "flex", {"flex": 8, "fa4": 4, "cute_flash": 1}, {"flex": 4, "cute_flash": 4}),
-    _result(
+    _record("function", "D=64 a", "flex", {"flex": 2, "fa4": 1, "cute_flash": 1}, {"flex": 6, "cute_flash": 3}),
+    _record("function", "D=128 b", "flex", {"flex": 8, "fa4": 4, "cute_flash": 1}, {"flex": 4, "cute_flash": 4}),
+    _record(
         "documents",
         "D=64",
         mods.WITHOUT_BLOCK_MASK,
         {mods.WITHOUT_BLOCK_MASK: 6, mods.WITH_BLOCK_MASK: 1},
         {mods.WITHOUT_BLOCK_MASK: 6},
     ),
-    _result("bias", "D=64", "plain", {"plain": 3, "bias of all": 4}, {"plain": 3, "bias of all": 6}),
+    _record("bias", "D=64", "plain", {"plain": 3, "bias of all": 4}, {"plain": 3, "bias of all": 6}),
 ]
 
 
 def test_the_summary_is_of_geometric_means():
-    assert mods.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
-    assert mods.summary(RUN).rows == (
+    assert mods.summary({"cells": RUN}).rows == (
         ("functions: cute_flash over flex", "2", "4.00 (2.00)", "1.41 (1.00)", "2.19 (2.00)"),
         ("functions: cute_flash over fa4", "2, 0", "2.00 (1.00)", "-", "-"),
         ("documents: with a block mask over without a block mask", "1, 0", "6.00 (6.00)", "-", "-"),
@@ -241,51 +261,54 @@ def test_the_summary_is_of_geometric_means():
     )
 
 
-def test_parts_make_a_whole(tmp_path, capsys):
-    parts = []
-    for i, one in enumerate(reversed(RUN)):
-        settings = replace(SMALL, head_dims=(64,) if i else (128,), functions=("causal",) if i else ())
-        write_json(features.to_dict([one], settings, {"gpu": "none"}), tmp_path / f"{i}.json")
-        parts.append(str(tmp_path / f"{i}.json"))
-    assert cli.main(("mods", "--parts", *parts, "--out", str(tmp_path / "whole.json"))) == OK
-    assert "functions: cute_flash over flex" in capsys.readouterr().out
-    whole = json.loads((tmp_path / "whole.json").read_text())
-    assert [cell["kind"] for cell in whole["cells"]] == ["function", "function", "documents", "bias"]
-    assert [cell["name"] for cell in whole["cells"]][:2] == ["D=64 a", "D=128 b"]
-    assert whole["settings"]["head_dims"] == [64, 128] and whole["machine"] == {"gpu": "none"}
-    assert mods.summary(features.from_dict(whole)) == mods.summary(RUN)
-    assert cli.main(("mods", "--parts", parts[0], parts[0])) == NOT_MEASURED
-    assert "in common" in capsys.readouterr().err
-    write_json(features.to_dict(RUN[1:2], replace(SMALL, seqlen=1), {}), tmp_path / "other.json")
-    assert cli.main(("mods", "--parts", parts[0], str(tmp_path / "other.json"))) == NOT_MEASURED
-
-
-def test_processes_measure_different_cells_and_are_merged(tmp_path, monkeypatch, capsys):
+def test_processes_measure_different_groups(tmp_path, monkeypatch, capsys):
     """Every process has its own function and head dim; a lost process is an error."""
+    tasks, lost = [], []
+
+    class FakePool:
+        def run(self, given):
+            tasks.extend(given)
+            # Processes end in any order.
+            for index, task in reversed(list(enumerate(given))):
+                assert task.function is mods.measure_group
+                one, _ = task.args
+                is_lost = bool(set(lost) & set(one.functions))
+                name = f"D={one.head_dims[0]} {' '.join(one.functions)}".strip()
+                cell = next({**cell, "name": name} for cell in RUN if cell["kind"] == one.kinds[0])
+                yield Outcome(
+                    index, None if is_lost else [cell], "its process ended with signal 9" if is_lost else None
+                )
+
+    @contextmanager
+    def pool(size, environment, limit_s):
+        pools.append(size)
+        yield FakePool()
+
+    pools: list[int] = []
+    monkeypatch.setattr(mods, "Pool", pool)
     monkeypatch.setattr(arch, "has_gpu", lambda: True)
-    commands, lost = [], []
-
-    def run_command(command, limit_s):
-        args = cli._parser().parse_args(command[3:])
-        commands.append(args)
-        name = f"D={args.head_dims[0]} {' '.join(args.functions)}".strip()
-        settings = replace(SMALL, head_dims=args.head_dims, functions=args.functions)
-        one = next(replace(one, name=name) for one in RUN if one.kind == args.kinds[0])
-        write_json(features.to_dict([one], settings, {"gpu": "none"}), args.out)
-        return (137 if lost and lost[0] in args.functions else 0), "killed"
-
-    monkeypatch.setattr(mods, "run_command", run_command)
+    monkeypatch.setattr(study, "Tools", lambda: fake_tools(FakeTimer()))
     out = tmp_path / "whole.json"
     assert cli.main(("mods", "--parallel", "--ms", "3", "--peers", "flex", "--out", str(out))) == OK
-    cells = [(cell["kind"], cell["name"]) for cell in json.loads(out.read_text())["cells"]]
+    names = [(cell["kind"], cell["name"]) for cell in json.loads(out.read_text())["cells"]]
     functions = [("function", f"D={d} {name}") for d in (64, 128) for name in mods.FUNCTIONS]
-    assert sorted(cells) == sorted([*functions, *((k, f"D={d}") for k in ("documents", "bias") for d in (64, 128))])
-    assert len({args.lock for args in commands}) == 1 and len({args.out for args in commands}) == len(cells)
-    assert all((args.ms, args.jobs, args.peers) == (3.0, 1, ("flex",)) for args in commands)
+    assert names == [*functions, *((kind, f"D={d}") for kind in ("documents", "bias") for d in (64, 128))]
+    settings, locks = zip(*(task.args for task in tasks))
+    assert len(set(locks)) == 1 and len(set(settings)) == len(names) == pools[0]
+    assert all((one.ms, one.peers) == (3.0, ("flex",)) for one in settings)
+    assert "functions: cute_flash over flex" in capsys.readouterr().out
     lost.append("prefix")
     assert cli.main(("mods", "--parallel", "--head-dims", "64", "--kinds", "function")) == NOT_MEASURED
-    error = capsys.readouterr().err
-    assert "--functions prefix: exit status 137: killed" in error and "1 of 6 processes did not end" in error
+    assert "--parallel: function D=64 prefix: its process ended with signal 9" in capsys.readouterr().err
+
+
+def test_a_process_compiles_its_kernels_then_measures_its_group(tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(mods, "Tools", tools)
+    monkeypatch.setattr(mods, "precompile_all", lambda keys, jobs: compiled.append((list(keys), jobs)) or [])
+    (one, *_) = replace(SMALL, kinds=("bias",)).parts().values()
+    (cell,) = mods.measure_group(one, tmp_path / "lock")
+    assert cell["kind"] == "bias" and len(cell["sides"]["fwd"]) == 6 and compiled == [([], 1)]
 
 
 def test_measuring_waits_until_no_process_compiles(tmp_path):
@@ -308,18 +331,7 @@ def test_with_a_lock_everything_is_compiled_before_anything_is_timed(tmp_path, m
     monkeypatch.setattr(
         features, "_first_call", lambda *args, real=features._first_call: order.append("call") or real(*args)
     )
-    cells = {"function": lambda settings, device: (Cell("function", x, {"a": _times(1.0)}, "a") for x in "xy")}
-    saved: list[int] = []
     for lock, expected in ((None, "ccttcctt"), (GpuLock(tmp_path / "lock"), "cccctttt")):
         order.clear()
-        run_features(
-            ("function",),
-            SMALL,
-            FakeTimer(event_ms=1.0),
-            CPU,
-            cells=cells,
-            lock=lock,
-            save=lambda results: saved.append(len(results)),
-        )
+        measure_cells(lambda: (Cell("function", x, {"a": _times(1.0)}, "a") for x in "xy"), 2, 1.0, tools(), lock)
         assert "".join(x[0] for x in order) == expected
-    assert saved == [1, 2, 1, 2]

@@ -15,6 +15,7 @@ from profiling import __main__ as cli
 from profiling.documents import plot_numerics
 from profiling.documents.figures import DATA, NUMERICS_CPU
 from profiling.documents.plot_style import style, svg
+from profiling.measure.accuracy import draw
 from profiling.measure.study import OK
 from profiling.studies import numerics, numerics_gpu, numerics_report
 from profiling.studies.numerics import DISTRIBUTIONS, SMALL, WAYS
@@ -29,7 +30,7 @@ from tests.profiling.fakes import FakeTimer, tools
 def test_every_way_computes_attention(way: str, block: int) -> None:
     q, k, v = replace(SMALL, rows=5, heads=2).inputs("normal", 64)
     errors = numerics.errors_of(WAYS[way](q, k, v, block), reference.dense(q, k, v)[0])
-    assert errors["relative"] < 1e-6 and errors["max_abs"] < 2e-6
+    assert errors.relative < 1e-6 and errors.max_abs < 2e-6
 
 
 def test_kahan_keeps_what_fp32_loses() -> None:
@@ -43,14 +44,14 @@ def test_kahan_keeps_what_fp32_loses() -> None:
 
 def test_distributions() -> None:
     size = (100_000,)
-    drawn = {name: numerics.draw(name, size, torch.Generator().manual_seed(0)) for name in DISTRIBUTIONS}
+    drawn = {name: draw(name, size, torch.Generator().manual_seed(0)) for name in DISTRIBUTIONS}
     assert float(drawn["normal"].std()) == pytest.approx(1.0, abs=0.02)
     far = {name: int((x.abs() > 6).sum()) for name, x in drawn.items()}
     assert far["normal"] == 0 < far["outliers"] < 100 < far["long-tailed"]
     # The variance of Student's t with 3 degrees of freedom is 3.
     assert float(drawn["long-tailed"].var()) == pytest.approx(3.0, rel=0.3)
     with pytest.raises(ValueError, match="uniform"):
-        numerics.draw("uniform", size, torch.Generator())
+        draw("uniform", size, torch.Generator())
 
 
 @pytest.mark.parametrize("growing", [1, 2, 5, 16])
@@ -167,17 +168,14 @@ def test_figures(small) -> None:
 
 def test_the_figure_of_the_gpu() -> None:
     results = [
-        numerics_gpu.Result(peer.name, dtype, distribution, seqlen, "out", 1e-3, 1e-2, 1.0)
+        {"provider": peer.name, "dtype": dtype, "distribution": distribution, "seqlen": seqlen, "output": "out"}
+        | {"relative": 1e-3, "max_abs": 1e-2, "max_exact": 1.0}
         for peer in numerics_gpu.PEERS
         for dtype in numerics_gpu.DTYPES
         for distribution in DISTRIBUTIONS
         for seqlen in (512, 2048)
     ]
-    data = {
-        "records": [result.__dict__ for result in results],
-        "settings": numerics_gpu.Settings().__dict__,
-        "machine": {"gpu": "NVIDIA H200"},
-    }
+    data = {"records": results, "settings": numerics_gpu.Settings().__dict__, "machine": {"gpu": "NVIDIA H200"}}
     with style():
         figure = plot_numerics.gpu(data, "title")
         said = svg(figure)

@@ -14,12 +14,12 @@ from torch.nn.attention.flex_attention import flex_attention
 from cute_flash import reference
 from cute_flash.spec.band import Band
 from profiling.peers import flash_attention, flex
-from profiling.peers.cute_flash import our_library
-from profiling.peers.flash_attention import bshd_library
-from profiling.peers.flex import flex_library
-from profiling.peers.peer import NO_GPU, as_bhsd
+from profiling.peers.cute_flash import our_peer
+from profiling.peers.flash_attention import bshd_peer
+from profiling.peers.flex import flex_peer
+from profiling.peers.peer import NO_GPU, Peer, as_bhsd
 from profiling.peers.registry import DEFAULT_NAMES, registry, select, split_available
-from profiling.peers.sdpa import sdpa_library
+from profiling.peers.sdpa import sdpa_peer
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_package_that_breaks_on_import_is_a_reason(pretend_gpu):
     def load():
         raise RuntimeError("built for another torch")
 
-    _, absent = split_available([bshd_library("peer", load)])
+    _, absent = split_available([bshd_peer("peer", load)])
     assert absent == {"peer": "RuntimeError: built for another torch"}
 
 
@@ -87,61 +87,19 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
         select(["cute_flash", "fa5"])
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("heads_kv", [4, 2])
-def test_sdpa_is_attention(causal, heads_kv):
-    peer, tensors = sdpa_library("sdpa", SDPBackend.MATH), inputs(heads_kv)
-    with peer.context():
-        out = as_bhsd(peer, peer.prepare(*tensors, causal)())
-    exact, _ = reference.dense(*tensors, Band.of(causal, (None, None)))
-    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("heads_kv", [4, 2])
-def test_flex_is_attention(monkeypatch, eager_flex, causal, heads_kv):
-    """Uncompiled, because compilation needs a GPU."""
-    monkeypatch.setattr(flex, "_compiled_flex", lambda: flex_attention)
-    monkeypatch.setattr(flex, "_load", lambda: flex._make_forward)  # without triton
-    peer, tensors = flex_library(), inputs(heads_kv)
-    with peer.context():
-        out = as_bhsd(peer, peer.prepare(*tensors, causal)())
-    exact, _ = reference.dense(*tensors, Band.of(causal, (None, None)))
-    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("heads_kv", [4, 2])
-def test_gradients_of_flex(monkeypatch, causal, heads_kv):
-    """With a stand-in, because FlexAttention has no gradients on the CPU: records its calls."""
-    masks = []
-
-    def attend(q, k, v, block_mask, enable_gqa):
-        masks.append(block_mask)
-        assert enable_gqa == (heads_kv != 4)
-        out, _ = reference.dense(q, k, v, Band.of(block_mask is not None, (None, None)))
-        return out.to(q.dtype)
-
-    monkeypatch.setattr(flex, "_compiled_flex", lambda: attend)
-    monkeypatch.setattr(flex, "_load", lambda: flex._make_forward)  # without triton
-    tensors, dout, peer = inputs(heads_kv), torch.randn(2, 4, 33, 16), flex_library()
-    call = peer.prepare_backward(*tensors, dout, causal)
-    call()
-    assert_gradients(peer, call(), tensors, dout, causal)
-    assert len(masks) == 1 and (masks[0] is not None) == causal
-
-
 def test_flex_compiles_for_every_cell_anew(monkeypatch):
     done = []
     monkeypatch.setattr(torch._dynamo, "reset", lambda: done.append("reset"))
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: done.append((function, dynamic)))
-    flex._compiled_flex()
+    monkeypatch.setattr(flex, "importlib", SimpleNamespace(import_module=lambda name: None))
+    q, k, _ = inputs()
+    flex._make_forward(q, k, False)
     assert done == ["reset", (flex_attention, False)]
 
 
 def test_flex_without_triton_says_so(pretend_gpu, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert "triton" in str(flex_library().available())
+    assert "triton" in str(flex_peer().available())
 
 
 def test_bshd_peers_get_their_own_contiguous_tensors_with_the_same_values():
@@ -154,7 +112,7 @@ def test_bshd_peers_get_their_own_contiguous_tensors_with_the_same_values():
 
         return forward
 
-    peer = bshd_library("peer", load)
+    peer = bshd_peer("peer", load)
     call = peer.prepare(*tensors, True)
     out = as_bhsd(peer, call())
     assert torch.equal(out, tensors[0])
@@ -177,70 +135,20 @@ def test_kernels_are_chosen_around_the_calls_not_in_them(monkeypatch):
 
     stub = SimpleNamespace(attn=lambda q, k, v, causal: ("attn", causal), use_kernels=use_kernels)
     monkeypatch.setattr(importlib, "import_module", lambda name: {"cute_flash": stub}[name])
-    our_library().context()
+    our_peer().context()
     assert chosen == []
-    peer = our_library(kernels="sm80")
+    peer = our_peer(kernels="sm80")
     peer.context()
     assert chosen == ["sm80"]
     assert peer.prepare(*inputs(), True)() == ("attn", True)
     assert chosen == ["sm80"]
 
 
-def exact_gradients(tensors, dout, causal) -> list[Tensor]:
-    q, k, v = leaves = [x.double().requires_grad_() for x in tensors]
-    out, _ = reference.dense(q, k, v, Band.of(causal, (None, None)))
-    return list(torch.autograd.grad(out, leaves, dout.double()))
-
-
-def assert_gradients(peer, grads, tensors, dout, causal):
-    exact = exact_gradients(tensors, dout, causal)
-    assert len(grads) == 3
-    for mine, theirs, like in zip(grads, exact, tensors, strict=True):
-        found = as_bhsd(peer, mine)
-        assert found.shape == like.shape and not found.requires_grad
-        torch.testing.assert_close(found.double(), theirs, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("heads_kv", [4, 2])
-@pytest.mark.parametrize("peer", [our_library(), sdpa_library("sdpa", SDPBackend.MATH)], ids=lambda p: p.name)
-def test_gradients_are_those_of_attention_and_can_be_had_again(peer, heads_kv, causal):
-    tensors, dout = inputs(heads_kv), torch.randn((2, 4, 33, 16), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad(), peer.context():
-        call = peer.prepare_backward(*tensors, dout, causal)
-        first, second = call(), call()
-    assert_gradients(peer, first, tensors, dout, causal)
-    assert all(map(torch.equal, first, second))
-    # The inputs belong to all peers.
-    assert not any(x.requires_grad for x in (*tensors, dout))
-
-
-def dense_bshd(q, k, v, causal):
-    out, _ = reference.dense(*(x.transpose(1, 2) for x in (q, k, v)), Band.of(causal, (None, None)))
-    return out.transpose(1, 2).to(q.dtype)
-
-
-@pytest.mark.parametrize("heads_kv", [4, 2])
-def test_the_forward_of_a_bshd_peer_runs_once_and_its_gradients_are_bshd(heads_kv):
-    tensors, dout, forwards = inputs(heads_kv), torch.randn(2, 4, 33, 16), []
-
-    def forward(q, k, v, causal):
-        assert q.shape == (2, 33, 4, 16) and all(x.is_contiguous() and x.is_leaf for x in (q, k, v))
-        forwards.append(causal)
-        return dense_bshd(q, k, v, causal)
-
-    peer = bshd_library("peer", lambda: forward)
-    call = peer.prepare_backward(*tensors, dout, True)
-    call()
-    assert_gradients(peer, call(), tensors, dout, True)
-    assert forwards == [True]
-
-
 class FakeFa3:
     """A fake of FlashAttention-3's two ops. The backward fills the given tensors and returns something else."""
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
 
     def fwd(self, q, k, v, *, softmax_scale, is_causal, num_splits):
         self.calls.append("fwd")
@@ -259,17 +167,73 @@ class FakeFa3:
         return softmax_lse, None
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("heads_kv", [4, 2])
-def test_fa3_gives_its_gradients_through_its_op(monkeypatch, heads_kv, causal):
-    fake = FakeFa3()
-    monkeypatch.setattr(flash_attention, "fa3_ops", lambda: fake)
-    tensors, dout, peer = inputs(heads_kv), torch.randn(2, 4, 33, 16), registry()["fa3"]
-    call = peer.prepare_backward(*tensors, dout, causal)
-    first, second = call(), call()
-    assert fake.calls == ["fwd", "bwd", "bwd"]
-    assert_gradients(peer, second, tensors, dout, causal)
-    assert first[0].data_ptr() != second[0].data_ptr()
+@pytest.fixture
+def forwards(monkeypatch, eager_flex) -> list[str]:
+    """Peers whose libraries are replaced, or run uncompiled; the forward passes and backward ops that they run."""
+    calls: list[str] = []
+
+    def flex_stand_in(q, k, v, block_mask, enable_gqa):
+        calls.append("fwd")
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+        # FlexAttention has no gradients on the CPU.
+        if not q.requires_grad:
+            return flex_attention(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa)
+        return reference.dense(q, k, v, Band.of(block_mask is not None, (None, None)))[0].to(q.dtype)
+
+    monkeypatch.setattr(flex, "compiled_flex", lambda: flex_stand_in)
+    monkeypatch.setattr(flex, "_load", lambda: flex._make_forward)  # without triton
+    monkeypatch.setattr(flash_attention, "fa3_ops", lambda: FakeFa3(calls))
+    return calls
+
+
+def make(name: str, forwards: list[str]) -> Peer:
+    def dense_bshd(q, k, v, causal):
+        forwards.append("fwd")
+        assert q.shape == (2, 33, 4, 16) and all(x.is_contiguous() and x.is_leaf for x in (q, k, v))
+        out, _ = reference.dense(*(x.transpose(1, 2) for x in (q, k, v)), Band.of(causal, (None, None)))
+        return out.transpose(1, 2).to(q.dtype)
+
+    makes = {"sdpa": lambda: sdpa_peer("sdpa", SDPBackend.MATH), "bshd": lambda: bshd_peer("bshd", lambda: dense_bshd)}
+    return makes[name]() if name in makes else registry()[name]
+
+
+every_peer = pytest.mark.parametrize("name", ["cute_flash", "sdpa", "flex", "bshd", "fa3"])
+masks = pytest.mark.parametrize("causal", [False, True])
+heads = pytest.mark.parametrize("heads_kv", [4, 2])
+
+
+@every_peer
+@masks
+@heads
+def test_a_peer_is_attention(forwards, name, causal, heads_kv):
+    peer, tensors = make(name, forwards), inputs(heads_kv)
+    with torch.no_grad(), peer.context():
+        out = as_bhsd(peer, peer.prepare(*tensors, causal)())
+    exact, _ = reference.dense(*tensors, Band.of(causal, (None, None)))
+    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@every_peer
+@masks
+@heads
+def test_gradients_are_those_of_attention_and_can_be_had_again(forwards, name, causal, heads_kv):
+    peer, tensors = make(name, forwards), inputs(heads_kv)
+    dout = torch.randn((2, 4, 33, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), peer.context():
+        call = peer.prepare_backward(*tensors, dout, causal)
+        first, second = call(), call()
+    assert all(map(torch.equal, first, second)) and first[0].data_ptr() != second[0].data_ptr()
+    # The forward pass runs once.
+    assert forwards in ([], ["fwd"], ["fwd", "bwd", "bwd"])
+    # The inputs belong to all peers.
+    assert not any(x.requires_grad for x in (*tensors, dout))
+    q, k, v = leaves = [x.double().requires_grad_() for x in tensors]
+    out, _ = reference.dense(q, k, v, Band.of(causal, (None, None)))
+    exact = torch.autograd.grad(out, leaves, dout.double())
+    for mine, theirs in zip(second, exact, strict=True):
+        found = as_bhsd(peer, mine)
+        assert found.shape == theirs.shape and not found.requires_grad
+        torch.testing.assert_close(found.double(), theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_peers_without_a_backward_give_a_reason(pretend_gpu, monkeypatch):

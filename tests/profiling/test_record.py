@@ -1,20 +1,18 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from profiling.bench import compare, report
-from profiling.bench.bench import run_bench
 from profiling.measure import record
 from profiling.measure.machine import ROOT
-from tests.profiling.fakes import SETTINGS, SMALL, FakePeer, FakeTimer, cell, result, run, tools
+from tests.profiling.fakes import SETTINGS, SMALL, FakePeer, FakeTimer, bench, cell, result, run
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
 
-def test_a_real_run_survives_the_file(tmp_path):
+def test_a_real_run_survives_the_file():
     timer = FakeTimer()
 
     def fill_with_nan(out):
@@ -28,11 +26,12 @@ def test_a_real_run_survives_the_file(tmp_path):
         FakePeer("sdpa-flash", timer, spoil=fill_with_nan),
         FakePeer("fa3", timer, spoil=fail),
     ]
-    measured = run_bench([SMALL], peers, {"fa4": "no module"}, SETTINGS, tools(timer))
-    path = tmp_path / "results" / "run.json"
-    record.save(measured, path)
-    assert record.load(path) == measured
-    assert list(path.parent.iterdir()) == [path]
+    measured = bench(timer, peers, unavailable={"fa4": "no module"})
+    assert measured.names == ("cute_flash", "sdpa-flash", "fa3") and measured.unavailable == {"fa4": "no module"}
+    (one,) = measured.cells
+    assert one.results["cute_flash"].round_ms == pytest.approx((1.0,) * 3)
+    assert one.results["sdpa-flash"].accuracy["normal"].relative is None
+    assert one.results["fa3"].error == "RuntimeError: no" and one.yardstick["normal"].relative
 
 
 RESULTS = sorted((ROOT / "profiling" / "results").rglob("*-paper*.json"))
@@ -62,41 +61,29 @@ def test_there_are_results_of_earlier_days():
 
 
 @pytest.mark.slow
-def test_gradients_survive_the_file_and_are_not_compared_with_outputs(tmp_path):
-    timer, path = FakeTimer(), tmp_path / "bwd.json"
+def test_gradients_survive_the_file_and_are_not_compared_with_outputs():
+    timer = FakeTimer()
     peers = [FakePeer("cute_flash", timer, is_ours=True), FakePeer("sdpa-flash", timer)]
-    forward, backward = (
-        run_bench([SMALL], peers, {}, replace(SETTINGS, direction=direction), tools(timer))
-        for direction in ("fwd", "bwd")
-    )
-    record.save(backward, path)
-    assert record.load(path) == backward
-    (cell,) = json.loads(path.read_text())["cells"]
-    assert cell["key"] == f"bwd-bf16-{SMALL.id}"
-    assert cell["key"] != forward.cells[0].key == f"fwd-bf16-{SMALL.id}"
-    assert sorted(cell["results"]["cute_flash"]["accuracy"]) == ["normal dk", "normal dq", "normal dv"]
+    forward, backward = (bench(timer, peers, settings=replace(SETTINGS, direction=name)) for name in ("fwd", "bwd"))
+    (cell,) = backward.cells
+    assert cell.as_dict()["key"] == cell.key == f"bwd-bf16-{SMALL.id}" != forward.cells[0].key
+    assert sorted(cell.results["cute_flash"].accuracy) == ["normal dk", "normal dq", "normal dv"]
     assert compare.changes(backward, forward) == []
     assert [change.relative for change in compare.changes(backward, backward)] == [0.0]
 
 
-def test_keys_are_stable_and_sorted_and_nothing_is_left_out(tmp_path):
-    full, failed = tmp_path / "full.json", tmp_path / "failed.json"
-    record.save(run(cell(cute_flash=result(500.0), sdpa_flash=result(250.0))), full)
-    record.save(run(cell(cute_flash=result(None), sdpa_flash=result(250.0))), failed)
-    shapes = []
-    for path in (full, failed):
-        data = json.loads(path.read_text())
-        assert list(data) == sorted(data)
-        assert data["cells"][0]["key"] == "fwd-bf16-d128-full-s512-b32h16"
-        shapes.append((sorted(data), sorted(data["cells"][0]), sorted(data["cells"][0]["results"]["cute_flash"])))
-    assert shapes[0] == shapes[1]
+def test_entries_of_cells_have_the_same_keys():
+    full, failed = (cell(cute_flash=one, sdpa_flash=result(250.0)).as_dict() for one in (result(500.0), result(None)))
+    assert full["key"] == "fwd-bf16-d128-full-s512-b32h16" and full.keys() == failed.keys()
+    assert full["results"]["cute_flash"].keys() == failed["results"]["cute_flash"].keys()
 
 
 def test_a_file_of_another_schema_is_refused(tmp_path):
     path = tmp_path / "old.json"
-    path.write_text(json.dumps({**record.to_dict(run(cell(sdpa_flash=result(1.0)))), "schema": 0}))
+    record.write_json({"schema": 0}, path)
     with pytest.raises(ValueError, match="schema 0"):
         record.load(path)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def changed(before: float | None, after: float | None, peer_after: float = 250.0):
@@ -104,7 +91,7 @@ def changed(before: float | None, after: float | None, peer_after: float = 250.0
     base = run(cell(cute_flash=result(before), sdpa_flash=result(250.0)))
     now = run(cell(cute_flash=result(after), sdpa_flash=result(peer_after)))
     found = compare.changes(now, base)
-    return found, compare.regressions(found, 0.05)
+    return found, [one for one in found if one.is_regression(0.05)]
 
 
 def test_a_regression_is_found_and_an_improvement_is_not_one():

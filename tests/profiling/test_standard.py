@@ -21,7 +21,8 @@ from profiling.measure import machine
 from profiling.measure.accuracy import random_inputs
 from profiling.measure.shapes import Shape
 from profiling.measure.study import NOT_MEASURED, OK, Tools
-from profiling.studies import standard, standard_bytes, standard_case, standard_report
+from profiling.peers.directions import DIRECTIONS
+from profiling.studies import standard, standard_bytes, standard_report
 from profiling.studies.standard import OURS, PEERS, STANDARD, Settings
 from tests.fakes.cuda import claiming_cuda
 from tests.fakes.gpu import fake_gpu
@@ -98,7 +99,7 @@ TINY = Settings((16,), (8,), ("full",), rounds=2, ms=4.0, max_score_bytes=1 << 1
 SHAPE = Shape(1, 2, 2, 16, 8, False)
 
 
-@pytest.mark.parametrize("direction", standard.DIRECTIONS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_cell(timer: FakeTimer, direction: str, monkeypatch) -> None:
     monkeypatch.setattr(Tools, "peak_bytes", lambda self, call: 100)
     cell = standard.measure_cell(SHAPE, direction, TINY, tools(timer))
@@ -154,8 +155,8 @@ def launch(kernel: str, read: float, write: float) -> Profile:
 
 def profiles(settings: Settings) -> list[Profile]:
     """Profiles of each case: two launches of standard attention, one of cute_flash, evictions and markers."""
-    marker, found = launch(f"at::{standard_case.MARKER}(long)", 7.0, 7.0), []
-    for case in standard_case.cases(settings):
+    marker, found = launch(f"at::{standard_bytes.MARKER}(long)", 7.0, 7.0), []
+    for case in standard_bytes.cases(settings):
         calls = [launch("gemm", 40.0, 30.0), launch("softmax", 20.0, 10.0)]
         found += calls if case.peer == STANDARD else [launch("cute_flash_fwd", 5.0, 1.0)]
         found += [marker, launch("reduce_kernel", 1e9, 4.0), marker]
@@ -166,7 +167,7 @@ BYTES = Settings((16,), (8,), ("full",))
 
 
 def test_bytes_are_summed_over_the_launches_of_a_case() -> None:
-    cases = standard_case.cases(BYTES)
+    cases = standard_bytes.cases(BYTES)
     assert [(case.peer, case.direction) for case in cases] == [
         (STANDARD, "fwd"), (OURS, "fwd"), (STANDARD, "bwd"), (OURS, "bwd"),
     ]  # fmt: skip
@@ -179,12 +180,12 @@ def test_bytes_are_summed_over_the_launches_of_a_case() -> None:
 
 def test_a_report_of_other_cases_is_refused() -> None:
     with pytest.raises(ncu.NcuError, match="7 marker kernels in the report, expected 8"):
-        standard_bytes.counted(profiles(BYTES)[:-1], standard_case.cases(BYTES))
+        standard_bytes.counted(profiles(BYTES)[:-1], standard_bytes.cases(BYTES))
 
 
 def test_a_case_without_launches_is_left_out() -> None:
     found = [one for one in profiles(BYTES) if one.kernel != "cute_flash_fwd"]
-    assert all(set(cell) == {STANDARD} for cell in standard_bytes.counted(found, standard_case.cases(BYTES)).values())
+    assert all(set(cell) == {STANDARD} for cell in standard_bytes.counted(found, standard_bytes.cases(BYTES)).values())
 
 
 def csv_of(found: Sequence[Profile]) -> str:
@@ -208,7 +209,7 @@ def test_one_process_is_profiled_in_one_pass() -> None:
     profiled = " ".join(commands[0])
     assert "--cache-control none" in profiled and "--profile-from-start off" in profiled
     assert "--metrics dram__bytes_read.sum,dram__bytes_write.sum" in profiled
-    assert profiled.endswith("-m profiling.studies.standard_case --lengths 16 --head-dims 8 --masks full")
+    assert profiled.endswith("-m profiling.studies.standard_bytes --lengths 16 --head-dims 8 --masks full")
 
 
 @pytest.mark.parametrize(
@@ -228,15 +229,11 @@ def record() -> dict[str, Any]:
     settings = Settings((512, 4096), (64,), ("full",))
     cells = []
     for shape in settings.shapes():
-        for direction in standard.DIRECTIONS:
-            times = shape.seqlen / 256
-            results = {
-                STANDARD: standard.Measurement(2.0, (2.0,), 3, int(8e6 * times)),
-                OURS: standard.Measurement(1.0, (1.0,), 3, int(1e6)),
-            }
-            model = {STANDARD: 2, OURS: 1}
-            cell = standard.Cell(shape, direction, "graph", 1, model, results)
-            cells.append({**asdict(cell), "key": cell.key})
+        for direction in DIRECTIONS:
+            times = {STANDARD: (2.0, 8e6 * shape.seqlen / 256), OURS: (1.0, 1e6)}
+            results = {name: {"ms": ms, "peak_bytes": int(peak), "error": None} for name, (ms, peak) in times.items()}
+            key = f"{direction}-{shape.id}"
+            cells.append({"key": key, "shape": asdict(shape), "direction": direction, "results": results})
     moved = {name: {"read": size, "write": 0.0, "launches": 1} for name, size in ((STANDARD, 20e6), (OURS, 1e6))}
     facts = {"gpu": "NVIDIA H200", "git_commit": "0123456789", "source_digest": "x", "torch": "2", "date": "today"}
     data = {"cells": cells, "machine": facts, "settings": {}, "bytes": {"cells": {cells[0]["key"]: moved}}}
@@ -308,6 +305,6 @@ def test_counters_of_other_source_are_refused(tmp_path, capsys, monkeypatch) -> 
 
 def test_the_case_parses_its_arguments(monkeypatch) -> None:
     seen: list[Settings] = []
-    monkeypatch.setattr(standard_case, "run", seen.append)
-    standard_case.main(("--lengths", "16,32", "--head-dims", "8", "--masks", "full"))
+    monkeypatch.setattr(standard_bytes, "call_all", seen.append)
+    standard_bytes.main(("--lengths", "16,32", "--head-dims", "8", "--masks", "full"))
     assert seen == [Settings((16, 32), (8,), ("full",))]

@@ -15,7 +15,7 @@ import torch
 import cute_flash
 from profiling.measure import launches, machine, options, study, tables, timing
 from profiling.measure.options import LIMIT_S, ROUNDS, add_options, option, settings_of
-from profiling.measure.study import FAILED, OK, Step, Study, Tools, target_arch
+from profiling.measure.study import FAILED, OK, CellFailure, Step, Study, Tools, target_arch
 from profiling.measure.tables import Table
 from tests.profiling.fakes import FakeTimer
 from tests.profiling.fakes import tools as fake_tools
@@ -24,7 +24,7 @@ from tests.profiling.fakes import tools as fake_tools
 @dataclass(frozen=True)
 class Settings:
     lengths: tuple[int, ...] = option((16, 32), "keys")
-    names: tuple[str, ...] = option(("a",))
+    names: tuple[str, ...] = option(("a",), choices=("a", "b", "c"))
     mask: str = option("full", choices=("full", "causal"))
     rounds: int = ROUNDS(3)
     is_fast: bool = option(False, "quick")
@@ -50,7 +50,9 @@ TOY = Study(
         Step("errors", "errors", lambda: {"out": 0.5}),
     ],
     tables=lambda record: [Table("Toy", ("S", "us"), tuple((str(x["seqlen"]), str(x["us"])) for x in record["cells"]))],
-    failures=lambda record: [f"S = {x['seqlen']}: slow" for x in record["cells"] if x["us"] > 100],
+    failures=lambda record: [
+        CellFailure(f"S = {x['seqlen']}", "toy", "slow") for x in record["cells"] if x["us"] > 100
+    ],
     notes=lambda record: ["a note"],
     small=Settings(lengths=(4,)),
 )
@@ -85,6 +87,8 @@ def test_options_are_the_fields_of_the_settings():
     assert settings_of(Settings, parser.parse_args(["--rounds", "2"]), base) == replace(base, rounds=2)
     text = parser.format_help()
     assert "keys (default: 16,32)" in text and "--window" not in text
+    with pytest.raises(ValueError, match="--names 'd': choose from a, b, c"):
+        settings_of(Settings, parser.parse_args(["--names", "a,d"]))
     for wrong in (["--rounds", "0"], ["--mask", "left"]):
         with pytest.raises(SystemExit):
             parser.parse_args(wrong)
@@ -131,9 +135,9 @@ def test_a_study_with_its_own_file(gpu, tmp_path, monkeypatch):
 
 def test_a_failure_decides_the_exit_status(gpu, capsys):
     assert TOY.run(parsed(TOY, "--lengths", "64")) == FAILED
-    assert "S = 64: slow" in capsys.readouterr().out
+    assert "S = 64, toy: slow" in capsys.readouterr().out
     # A peer may fail.
-    assert replace(TOY, has_failed=lambda record: False).run(parsed(TOY, "--lengths", "64")) == OK
+    assert replace(TOY, ours=("cute_flash",)).run(parsed(TOY, "--lengths", "64")) == OK
 
 
 def test_wrong_settings_and_a_missing_gpu_are_refused_before_compiling(gpu, monkeypatch):

@@ -133,13 +133,7 @@ class World:
         self.saved.append(json.dumps(record, sort_keys=True, allow_nan=False))
 
     def tune(self, *variants: Variant, **settings: Any) -> ranking.Tuning:
-        return run_tune(
-            variants,
-            ARCH,
-            replace(SETTINGS, **settings),
-            tools(self.timer, save=self.save),
-            tune.Workers(self.pool, self.progress),
-        )
+        return run_tune(variants, ARCH, replace(SETTINGS, **settings), tools(self.timer, save=self.save))
 
 
 @pytest.fixture
@@ -150,6 +144,8 @@ def world(monkeypatch) -> Iterator[World]:
     monkeypatch.setattr(trial, "tools", lambda is_graph: tools(world.timer))
     monkeypatch.setattr(trial, "select", lambda names: [FakePeer(name, world.timer, 2.0) for name in names])
     monkeypatch.setattr(trial, "ODD_SHAPES", ((1, 2, 1, 90, 33), (1, 2, 2, 33, 33)))
+    monkeypatch.setattr(tune, "Pool", world.pool)
+    monkeypatch.setattr(tune, "steps", world.progress)
     monkeypatch.setitem(tune.SUITES, "quick", Suite(64, 128, (16, 32), (64,)))
     # Different in every real run.
     monkeypatch.setattr(trial.time, "perf_counter", lambda: 0.0)
@@ -364,7 +360,6 @@ def test_the_command_shows_and_writes_the_ranking(world, monkeypatch, tmp_path, 
     monkeypatch.setattr(arch, "detect", lambda index: ARCH)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tune, "split_available", lambda peers, direction: (peers[:1], {"fa3": "no folder"}))
-    monkeypatch.setattr(tune, "Workers", lambda cache, real=tune.Workers: real(world.pool))
     monkeypatch.setattr(machine, "card_state", dict)
     world.spoil = {FAST.text: leave_out_the_last_row}
     out = tmp_path / "tune.json"

@@ -104,50 +104,28 @@ def test_order_and_spaces_do_not_matter_and_defaults_may_be_written():
 
 
 @pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("128x64 w4 s2 z3", "nor a number after one of w, s, q, c, p, d, nor a file"),
-        ("tiles.txt", "'tiles.txt' is neither a shape"),
-        ("128x64 w s2", "'w' is neither a shape"),
-        ("128x64 s2", "w (num_warps) missing"),
-        ("w4 s2", "tile_m, tile_n missing"),
-        ("", "missing"),
-        ("128x64 w4 w8 s2", "given twice"),
-        ("128x64 64x64 w4 s2", "given twice"),
-        ("100x64 w4 s2", "self.tile_m=100 must be a multiple of 64"),
-        ("128x64 w4 s3", "self.stages=3 must be 1 or 2"),
-        ("128x64 w0 s2", "128x64 w0 s2"),
-        ("128x64 w4 s2 q5", "self.q_steps=5 must be 0 to 4"),
-        ("128x64 w4 s2 d32", "width 32 is less than head dim 64"),
-    ],
-)
-def test_mistakes_are_named(text, part):
-    with pytest.raises(ValueError) as raised:
-        parse(text, FAMILY, 64)
-    assert repr(text) in str(raised.value) and part in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("128x64 w4 s2", "nor a number after one of s, q, c, l, t, d, nor a file"),
-        ("128x64", "s (stages) missing"),
-        ("128x64 s2 t2", "'t2': ping_pong is 0 or 1"),
-        ("128x64 s2 c3", "'c3': speculative_max is 0 or 1"),
-        ("96x64 s2", "self.tile_m=96 must be 64 times 1, 2 or 3"),
-        ("128x72 s2", "self.tile_n=72 must be a multiple of 16"),
-        ("128x64 s3", "self.stages=3"),
-    ],
-)
-def test_mistakes_in_hopper_variants_are_named(text, part):
-    with pytest.raises(ValueError) as raised:
-        parse(text, HOPPER, 64)
-    assert repr(text) in str(raised.value) and part in str(raised.value)
-
-
-@pytest.mark.parametrize(
     ("family", "head_dim", "text", "part"),
     [
+        (FAMILY, 64, "128x64 w4 s2 z3", "nor a number after one of w, s, q, c, p, d, nor a file"),
+        (FAMILY, 64, "tiles.txt", "'tiles.txt' is neither a shape"),
+        (FAMILY, 64, "128x64 w s2", "'w' is neither a shape"),
+        (FAMILY, 64, "128x64 s2", "w (num_warps) missing"),
+        (FAMILY, 64, "w4 s2", "tile_m, tile_n missing"),
+        (FAMILY, 64, "", "missing"),
+        (FAMILY, 64, "128x64 w4 w8 s2", "given twice"),
+        (FAMILY, 64, "128x64 64x64 w4 s2", "given twice"),
+        (FAMILY, 64, "100x64 w4 s2", "self.tile_m=100 must be a multiple of 64"),
+        (FAMILY, 64, "128x64 w4 s3", "self.stages=3 must be 1 or 2"),
+        (FAMILY, 64, "128x64 w0 s2", "128x64 w0 s2"),
+        (FAMILY, 64, "128x64 w4 s2 q5", "self.q_steps=5 must be 0 to 4"),
+        (FAMILY, 64, "128x64 w4 s2 d32", "width 32 is less than head dim 64"),
+        (HOPPER, 64, "128x64 w4 s2", "nor a number after one of s, q, c, l, t, d, nor a file"),
+        (HOPPER, 64, "128x64", "s (stages) missing"),
+        (HOPPER, 64, "128x64 s2 t2", "'t2': ping_pong is 0 or 1"),
+        (HOPPER, 64, "128x64 s2 c3", "'c3': speculative_max is 0 or 1"),
+        (HOPPER, 64, "96x64 s2", "self.tile_m=96 must be 64 times 1, 2 or 3"),
+        (HOPPER, 64, "128x72 s2", "self.tile_n=72 must be a multiple of 16"),
+        (HOPPER, 64, "128x64 s3", "self.stages=3"),
         ("bwd_sm80", 64, "64x128", "s (stages) missing"),
         ("bwd_sm80", 64, "64x128 s2 p3", "warps_s=3 must be 1, 2, 4 or 8"),
         ("bwd_sm90", 64, "64x64", "self.tile_n=64 must be 128: 64 keys per warpgroup"),
@@ -158,7 +136,7 @@ def test_mistakes_in_hopper_variants_are_named(text, part):
         ("bwd_sm90_wide", 256, "64x64 p4", "self.dq_pieces=4 must be 7 or 8"),
     ],
 )
-def test_mistakes_in_backward_variants_are_named(family, head_dim, text, part):
+def test_mistakes_are_named(family, head_dim, text, part):
     with pytest.raises(ValueError) as raised:
         parse(text, family, head_dim)
     assert repr(text) in str(raised.value) and part in str(raised.value)

@@ -7,9 +7,7 @@ import json
 import re
 import shutil
 import tarfile
-from multiprocessing import Pipe
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +16,13 @@ import torch
 
 from profiling import __main__ as cli
 from profiling.measure.machine import ROOT
-from profiling.measure.record import write_json
-from profiling.measure.study import FAILED, NOT_MEASURED
-from profiling.studies.features import OPTIONS
-from profiling.tune import versions
-from profiling.tune.version_worker import Cell, VersionWorker, WallTimer, receive, send, serve, some_elements
-from profiling.tune.versions import Settings, VersionError
+from profiling.measure.study import FAILED, NOT_MEASURED, Record
+from profiling.measure.workers import TaskFailed, Unusable
+from profiling.peers.cute_flash import OPTIONS
+from profiling.tune import version_worker, versions
+from profiling.tune.version_worker import Cell, VersionWorker, WallTimer, some_elements
+from profiling.tune.versions import Settings, Version
+from tests.profiling.fakes import FakeTimer, tools
 
 SMALL = Settings(directions=("bwd",), head_dims=(8,), masks=("causal",), lengths=(16,), tokens=32, hidden=16, rounds=4)
 
@@ -41,57 +40,60 @@ class FakeVersion:
             return 3, 1
         if what == "prepare":
             if self.result == 0.0:
-                raise VersionError("no kernel")
+                raise TaskFailed("no kernel")
             return [torch.full((4,), self.result)]
         self.timed += 1
         if self.timed >= self.fails_at:
-            raise VersionError("lost")
+            raise TaskFailed("lost")
         return 10, self.call_ms
 
 
-def run(*fakes: FakeVersion, settings: Settings = SMALL) -> versions.CellResult:
-    (found,) = versions.run_versions({fake.name: fake for fake in fakes}, settings)
-    return found
+def run(*fakes: FakeVersion) -> Record:
+    """The record of one cell."""
+    study = versions.study_of({fake.name: Version(".", "abc", fake.ask) for fake in fakes})
+    return json.loads(json.dumps(study.measure(SMALL, tools(FakeTimer())), allow_nan=False))
+
+
+def lines_of(record: Record) -> list[str]:
+    return [str(failure) for failure in versions.failures(record)]
 
 
 def test_versions_take_turns_and_speeds_are_over_the_first() -> None:
     log: list[str] = []
-    found = run(FakeVersion(log, "old", 3.0), FakeVersion(log, "new", 2.0))
+    record = run(FakeVersion(log, "old", 3.0), FakeVersion(log, "new", 2.0))
     assert log[:4] == ["compile old", "compile new", "prepare old", "prepare new"]
     assert log[4:] == ["time old", "time new", "time new", "time old"] * 2
-    assert found.speed("new", "old") == pytest.approx(1.5) and not versions.failures([found], "old")
-    times, means = versions.tables([found], ["old", "new"])
+    assert versions.speed(record["cells"][0], "new", "old") == pytest.approx(1.5) and not lines_of(record)
+    assert record["kernels"] == dict.fromkeys(("old", "new"), "3 kernels, 1 of them compiled now")
+    times, means = versions.tables(record)
     assert times.columns == ("cell", "old ms", "spread", "new ms", "spread", "speed over old")
     assert times.rows == (("bwd plain d8 causal s16", "3.0000", "0.0%", "2.0000", "0.0%", "1.500"),)
     assert (means.columns, means.rows) == (("", "new", "cells"), (("bwd plain", "1.500", "1"),))
 
 
-def test_other_results_and_failures_are_reported_and_not_timed(tmp_path: Path) -> None:
+def test_other_results_and_failures_are_reported_and_not_timed() -> None:
     log: list[str] = []
     fakes = FakeVersion(log, "old", 1.0), FakeVersion(log, "wrong", 1.0, 1.1), FakeVersion(log, "nan", 1.0, torch.nan)
     failing = FakeVersion(log, "none", 1.0, 0.0), FakeVersion(log, "lost", 1.0, fails_at=2)
-    found = run(*fakes, *failing)
-    assert set(found.samples) == {"old"} and not {"time wrong", "time nan"} & set(log)
-    lines = versions.failures([found], "old")
-    assert [line.split(": ", 1)[1] for line in lines] == [
+    record = run(*fakes, *failing)
+    (cell,) = record["cells"]
+    assert set(cell["versions"]) == {"old"} and not {"time wrong", "time nan"} & set(log)
+    assert [line.removeprefix("bwd plain d8 causal s16, ") for line in lines_of(record)] == [
         "none: no kernel",
         "lost: lost",
         "wrong: not timed: results differ from those of old by 0.1",
         "nan: not timed: results differ from those of old by inf",
     ]
-    table, *means = versions.tables([found], ["old", "none", "wrong"])
+    table, *means = versions.tables(record)
     assert table.rows[0][3:6] == ("-", "-", "-") and not means
-    record = versions.to_dict([found], SMALL, {"old": "."}, {"old": "abc"}, {})
-    write_json(record, tmp_path / "record.json")
-    (cell,) = json.loads((tmp_path / "record.json").read_text())["cells"]
-    assert cell["differences"]["nan"] is None and record["versions"]["old"]["source_digest"] == "abc"
+    assert cell["differences"]["nan"] is None and record["versions"]["old"] == {"version": ".", "source_digest": "abc"}
 
 
 @pytest.mark.parametrize(("result", "reason"), [(0.0, "no kernel"), (torch.nan, "not timed: NaN or infinity")])
 def test_nothing_is_compared_with_a_base_that_fails(result: float, reason: str) -> None:
     log: list[str] = []
-    found = run(FakeVersion(log, "old", 1.0, result), FakeVersion(log, "new", 1.0))
-    assert not found.samples and f"bwd plain d8 causal s16: old: {reason}" in versions.failures([found], "old")
+    record = run(FakeVersion(log, "old", 1.0, result), FakeVersion(log, "new", 1.0))
+    assert not record["cells"][0]["versions"] and f"bwd plain d8 causal s16, old: {reason}" in lines_of(record)
 
 
 def test_cells() -> None:
@@ -99,11 +101,7 @@ def test_cells() -> None:
     assert len(cells) == 2 * 2 * 3 * 2 * 2
     assert cells[0] == Cell("fwd", "plain", 64, "full", 512, 32, 32)
     assert cells[-1] == Cell("bwd", "dropout", 256, "causal", 16384, 1, 8)
-    for wrong, message in (
-        (Settings(features=("rope",)), "'rope': choose from plain, dropout"),
-        (Settings(lengths=(0,)), "must be 1 or more"),
-        (Settings(masks=()), "an empty list"),
-    ):
+    for wrong, message in ((Settings(lengths=(0,)), "must be 1 or more"), (Settings(masks=()), "an empty list")):
         with pytest.raises(ValueError, match=message):
             wrong.cells()
 
@@ -134,25 +132,10 @@ def test_every_column_is_compared(head_dim: int) -> None:
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_worker_says_whether_it_can_go_on(is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def synchronize() -> None:
-        if is_lost:
-            raise RuntimeError("an illegal memory access")
-
-    timer = WallTimer()
-    monkeypatch.setattr(timer, "synchronize", synchronize)
-    ours, theirs = Pipe()
-    thread = Thread(target=serve, args=(theirs, VersionWorker(timer, torch.device("cpu"))))
-    thread.start()
-    try:
-        send(ours, ("prepare", (Cell("fwd", "rope", 8, "full", 16, 1, 1), 0, 0.1)))
-        kind, message = receive(ours)
-        assert kind == ("lost" if is_lost else "error") and "KeyError: 'rope'" in message
-        if not is_lost:
-            send(ours, ("prepare", (Cell("fwd", "plain", 8, "full", 16, 1, 1), 0, 0.1)))
-            assert receive(ours)[0] == "value"
-    finally:
-        ours.close()
-        thread.join()
+    worker = VersionWorker(FakeTimer(is_lost=is_lost), torch.device("cpu"))
+    monkeypatch.setattr(version_worker, "_worker", lambda packages: worker)
+    with pytest.raises(Unusable if is_lost else KeyError, match="'rope'"):
+        version_worker.request(ROOT, "prepare", Cell("fwd", "rope", 8, "full", 16, 1, 1), 0, 0.1)
 
 
 def test_a_version_is_a_folder_or_a_commit() -> None:
@@ -193,10 +176,15 @@ def test_the_command_with_two_checkouts(tmp_path: Path, capsys: pytest.CaptureFi
     status = cli.main(["versions", f"old={ROOT}", f"same={ROOT}", f"new={tmp_path}", *small, *quick])
     output = capsys.readouterr().out
     assert status == FAILED
-    assert "fwd plain d8 full s16: new: not timed: results differ from those of old by" in output
+    assert "fwd plain d8 full s16, new: not timed: results differ from those of old by" in output
     (cell,) = json.loads(out.read_text())["cells"]
     assert set(cell["versions"]) == {"old", "same"}
     assert cell["differences"]["same"] == 0.0 < versions.AGREEMENT < cell["differences"]["new"]
+
+
+def test_wrong_names_are_refused_before_a_process_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["versions", "old=nothing", "new=.", "--features", "rope"]) == NOT_MEASURED
+    assert "--features 'rope': choose from plain, dropout" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["old=."], ["old=.", "old=.."], ["old=.", "new"], ["old=.", "=."]])
@@ -216,8 +204,8 @@ def test_a_process_that_dies_is_replaced(tmp_path: Path, capsys: pytest.CaptureF
     options = "--head-dims 16,8 --lengths 16 --masks full --tokens 32 --hidden 16 --rounds 1 --ms 0.1 --directions fwd"
     assert cli.main(["versions", f"old={ROOT}", f"new={tmp_path}", *options.split()]) == FAILED
     found = capsys.readouterr()
-    assert "new: kernels are compiled at their first call: its process ended with signal 9" in found.err
-    assert "- fwd plain d16 full s16: new: its process ended with signal 9" in found.out
+    assert "new: kernels are compiled at their first call: its process ended with signal 9" in found.out
+    assert "- fwd plain d16 full s16, new: its process ended with signal 9" in found.out
     lines = [line.split() for line in found.out.splitlines() if line.startswith("| fwd plain d8 full s16")]
     assert len(lines) == 1 and float(lines[0][-2]) > 0
 
