@@ -142,11 +142,12 @@ def attn_decode(
         True
     """
     return_lse = as_bool("return_lse", return_lse)
-    q, k_cache, v_cache, args = _canonical(
-        q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin,
-        rotary_interleaved, cu_seqlens_q, causal, window, softcap, alibi, sinks, scale, k_scale, v_scale, kv_layout,
-        num_splits, out,
-    )  # fmt: skip
+    # A tuple takes half the time of keywords. `_canonical` checks the values, and sets the bounds of the window.
+    given = DecodeArgs._make((
+        cache_seqlens, scale, page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin,
+        rotary_interleaved, cu_seqlens_q, None, None, softcap, alibi, sinks, k_scale, v_scale, num_splits, out,
+    ))  # fmt: skip
+    q, k_cache, v_cache, args = _canonical(q, k_cache, v_cache, given, causal, window, kv_layout)
     result, lse = ops_decode.decode(q, k_cache, v_cache, args, return_lse)
     return (result, lse) if return_lse else result
 
@@ -187,36 +188,21 @@ def bind(q: Tensor, k_cache: Tensor, v_cache: Tensor, **keywords: Any) -> tuple[
     call.apply_defaults()
     arguments = dict(call.arguments)
     as_bool("return_lse", arguments.pop("return_lse"))
-    return _canonical(**arguments)
+    others = {name: arguments.pop(name) for name in ("q", "k_cache", "v_cache", "causal", "window", "kv_layout")}
+    return _canonical(given=DecodeArgs(**arguments), **others)
 
 
 def _canonical(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    cache_seqlens: Any,
-    page_table: Any,
-    cache_batch_idx: Any,
-    leftpad: Any,
-    k_new: Any,
-    v_new: Any,
-    rotary_cos: Any,
-    rotary_sin: Any,
-    rotary_interleaved: Any,
-    cu_seqlens_q: Any,
-    causal: Any,
-    window: Any,
-    softcap: Any,
-    alibi: Any,
-    sinks: Any,
-    scale: Any,
-    k_scale: Any,
-    v_scale: Any,
-    kv_layout: Any,
-    num_splits: Any,
-    out: Any,
+    q: Any, k_cache: Any, v_cache: Any, given: DecodeArgs, causal: Any, window: Any, kv_layout: Any
 ) -> tuple[Tensor, Tensor, Tensor, DecodeArgs]:
-    """q and views of the caches in the shapes of `spec.decode`, and the other arguments."""
+    """q and views of the caches in the shapes of `spec.decode`, and the other arguments.
+
+    The fields of `given` have the values of the keywords, unchecked.
+    """
+    (
+        cache_seqlens, scale, page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin,
+        rotary_interleaved, cu_seqlens_q, _left, _right, softcap, alibi, sinks, k_scale, v_scale, num_splits, out,
+    ) = given  # fmt: skip
     if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
         check_are_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     for x in (
@@ -254,7 +240,6 @@ def _canonical(
     rotary_interleaved = as_bool("rotary_interleaved", rotary_interleaved)
     if num_splits is not None:
         num_splits = as_int("num_splits", num_splits)
-    # Positional arguments take half the time of keywords.
     args = DecodeArgs(
         cache_seqlens, scale, page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin,
         rotary_interleaved, cu_seqlens_q, left, right, softcap, alibi, sinks, k_scale, v_scale, num_splits, out,
