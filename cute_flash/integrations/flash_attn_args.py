@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,20 @@ OFF: Refused = {
 def check_off(function: str, keywords: Mapping[str, Any]) -> None:
     """Raise `UnsupportedError` for a keyword that is on, and `TypeError` for an unknown one."""
     refuse(function, keywords, others=OFF)
+
+
+def forward(function: Callable, arguments: dict[str, Any], dropped: Sequence[str] = (), **changes: Any) -> Any:
+    """Call a function with the arguments of an adapter by name.
+
+    Args:
+        function: The function.
+        arguments: `locals()` of the adapter. `others` are its keywords without a parameter.
+        dropped: The arguments that the function does not take.
+        **changes: Arguments to add or to replace.
+    """
+    others = arguments["others"]
+    kept = {name: value for name, value in arguments.items() if name != "others" and name not in dropped}
+    return function(**{**kept, **others, **changes})
 
 
 def check_qkv(
