@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cute_flash import reference
 from cute_flash.decode import attn_decode
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.refusals import Refused, refuse
+from cute_flash.spec.shapes import lse_dtype
 from cute_flash.spec.values import as_bool, as_float, as_int, check_are_tensors
 
 # Head dims on CUDA are multiples of this.
@@ -188,17 +190,11 @@ class _NoBackward(torch.autograd.Function):
 
 
 def rotated(x: Any, cos: Tensor, sin: Tensor, start: Tensor | int, is_interleaved: bool) -> Tensor:
-    """Rotary embedding of x, (B, T, H, D), from position `start` on, computed in fp32."""
+    """Rotary embedding of x, (B, T, H, D), from position `start` on, computed in fp32 (fp64 for fp64)."""
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
             f"rotary_cos has shape {tuple(cos.shape)} and rotary_sin {tuple(sin.shape)}: "
             f"expected (positions, rotary_dim / 2), with rotary_dim at most {x.shape[-1]}"
         )
     positions = torch.arange(x.shape[1], device=x.device) + (start[:, None] if isinstance(start, Tensor) else start)
-    c, s = (table[positions].float().unsqueeze(-2) for table in (cos, sin))  # (B or none, T, 1, rotary_dim / 2)
-    half = cos.shape[1]
-    rotary = x[..., : 2 * half].float()
-    a, b = (rotary[..., ::2], rotary[..., 1::2]) if is_interleaved else (rotary[..., :half], rotary[..., half:])
-    pair = a * c - b * s, a * s + b * c
-    turned = torch.stack(pair, -1).flatten(-2) if is_interleaved else torch.cat(pair, -1)
-    return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), -1)
+    return reference.decode.rotated(x.to(lse_dtype(x.dtype)), positions, cos, sin, is_interleaved).to(x.dtype)
