@@ -281,15 +281,11 @@ class Ring:
 
     def _fetch(self, steps: range, own: Pair) -> Pending:
         """Start to receive the shards of a group, and to send this rank's shard to the ranks that see it."""
-        rank, schedule = self.axis.index, self.schedule
-        group = schedule.group(rank, steps)
+        group = self.schedule.group(self.axis.index, steps)
         buffers = tuple(x.new_empty((group.length, *x.shape[1:])) for x in own)
         sends, receives = [], []
-        for step in steps:
-            peer = schedule.holder(rank, step)
-            keys = schedule.keys(peer, rank)
-            if keys is not None:
-                sends += [Message(x[slice(*keys)], peer) for x in own]
+        for peer, keys in self._receivers(steps):
+            sends += [Message(x[slice(*keys)], peer) for x in own]
         for part in group.parts:
             receives += [Message(x[slice(*part.place)], part.shard) for x in buffers]
         return exchange(self.axis, sends, receives, buffers, f"step {steps[0]} of the ring, K/V")
