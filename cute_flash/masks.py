@@ -7,7 +7,9 @@ are kernel arguments: a new window size, new documents or a new tree do not reco
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -310,10 +312,7 @@ def and_(*masks: Mask) -> Mask:
         raise ValueError("and_: give at least one mask")
 
     def mask(b, h, q_idx, kv_idx):
-        visible = masks[0](b, h, q_idx, kv_idx)
-        for other in masks[1:]:
-            visible = visible & other(b, h, q_idx, kv_idx)
-        return visible
+        return reduce(operator.and_, (one(b, h, q_idx, kv_idx) for one in masks))
 
     return mask
 
@@ -338,10 +337,7 @@ def or_(*masks: Mask) -> Mask:
         raise ValueError("or_: give at least one mask")
 
     def mask(b, h, q_idx, kv_idx):
-        visible = masks[0](b, h, q_idx, kv_idx)
-        for other in masks[1:]:
-            visible = visible | other(b, h, q_idx, kv_idx)
-        return visible
+        return reduce(operator.or_, (one(b, h, q_idx, kv_idx) for one in masks))
 
     return mask
 

@@ -44,7 +44,8 @@ class Scores:
     """The arguments that all calls of a rank share.
 
     `args` has neither a mask nor tensors. `positions` are those of the rank's queries in the sequence; only ALiBi needs
-    them. `heads` is (first head of the rank, number of heads of the full call); only dropout needs it.
+    them. `heads` is (first head of the rank, number of heads of the full call); only dropout needs it. No call has the
+    sinks: `Output` and `Gradients` add them to the sums.
     """
 
     args: AttentionArgs
@@ -53,6 +54,7 @@ class Scores:
     positions: Tensor | None = None
     rng: Tensor | None = None
     heads: tuple[int, int] = (0, 0)
+    sinks: Tensor | None = None
 
     def of_call(self, call: BandCall, key_positions: Tensor | None) -> AttentionArgs:
         """The arguments of one call. If it is not aligned (`BandCall.is_aligned`), a score_mod computes ALiBi."""
@@ -217,9 +219,12 @@ class Gradients:
             total = self.sum_keys((parts[0], parts[1]), None, [])
         return total[0].to(dtype), total[1].to(dtype)
 
-    def dsinks(self, sinks: Tensor) -> Tensor:
-        """-Σ exp(sink - LSE) Δ over batch and rows."""
-        saved = self.saved
+    @property
+    def dsinks(self) -> Tensor | None:
+        """-Σ exp(sink - LSE) Δ over batch and rows; None without sinks."""
+        saved, sinks = self.saved, self.scores.sinks
+        if sinks is None:
+            return None
         delta = (saved.dout.to(saved.lse.dtype) * saved.out).sum(dim=-1)
         if saved.dlse is not None:
             delta -= saved.dlse

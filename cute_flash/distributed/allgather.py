@@ -32,25 +32,22 @@ class AllGather:
         keys = (Segment(0, 0, self.sharding.seqlen),)
         return band_calls(self.sharding.segments(self.axis.index), keys, self.band, self.by_segment)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         k, v = self._gather(k), self._gather(v)
-        output = Output(q, v, len(self.calls) + (sinks is not None))
+        output = Output(q, v, len(self.calls) + (scores.sinks is not None))
         for call in self.calls:
             output.add((k, v), call, scores, self._positions(scores))
         num_rows = sum(segment.length for segment in self.sharding.segments(self.axis.index))
-        return output.result(sinks, num_rows)
+        return output.result(scores.sinks, num_rows)
 
-    def backward(
-        self, saved: Saved, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, saved: Saved, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor | None, ...]:
         gradients = Gradients(saved, scores)
         keys, values = self._gather(k), self._gather(v)
         shares = gradients.add((keys, values), self.calls, self._positions(scores))
         totals = gradients.sum_keys((keys, values), None, shares)
         # dk and dv are sent in the dtype of k, in which the backward kernels return them.
         dk, dv = (self._scatter(share.to(k.dtype), saved.lse.dtype) for share in totals)
-        dsinks = None if sinks is None else gradients.dsinks(sinks)
-        return gradients.dq, dk, dv, gradients.dalibi, dsinks
+        return gradients.dq, dk, dv, gradients.dalibi, gradients.dsinks
 
     def _gather(self, x: Tensor) -> Tensor:
         return join(all_gather(x, self.axis), 2, self.sharding.kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, overload
 
 import torch
@@ -235,7 +235,7 @@ def attn_varlen(
     strategy = VarlenAllGather(axes.outer, cu_seqlens, Band.of(as_bool("causal", causal), as_window(window)))
     describe(q, k, v, args._replace(alibi=alibi, sinks=sinks, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens))
     strategy.check(alibi)
-    out, lse = _run(strategy, args, None, (0, 0), None, q, k, v, alibi, sinks)
+    out, lse = _run(strategy, Scores(args), q, k, v, alibi, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -307,13 +307,9 @@ def choose_method(
 class Strategy(Protocol):
     """How the ranks of one axis compute attention: `Ring`, `AllGather` or `VarlenAllGather`."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]: ...
 
-    def backward(
-        self, saved: Saved, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, saved: Saved, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor | None, ...]:
         """dq, dk, dv, dalibi and dsinks; the first three in fp32 (fp64 for fp64)."""
         ...
 
@@ -408,45 +404,45 @@ class _Call:
             positions = self.kv_sharding.positions(self.kv_axis.index, q.device).int()
         first_head = axis.index * q.shape[1] if axis.size > 1 else 0
         strategy = self.strategy(bool(args.dropout), q.shape[1], k.shape[1])
-        heads_of_call = first_head, heads
-        out, lse = ShardedAttention.apply(strategy, args, positions, heads_of_call, rng, q, k, v, alibi, sinks)
+        scores = Scores(args, positions=positions, rng=rng, heads=(first_head, heads))
+        out, lse = ShardedAttention.apply(strategy, scores, q, k, v, alibi, sinks)
         if axis.size > 1:
             out, lse = ulysses.ExchangeHeads.apply(axis, kind, False, out, lse)
         return out, lse
 
 
 class ShardedAttention(Function):
-    """The autograd function of attention on one axis of ranks. It saves the rank's q, k, v, out and lse."""
+    """The autograd function of attention on one axis of ranks. It saves the rank's q, k, v, out and lse.
+
+    `scores` has no alibi and no sinks: autograd tracks tensors only if they are arguments.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         strategy: Strategy,
-        args: AttentionArgs,
-        positions: Tensor | None,
-        heads: tuple[int, int],
-        rng: Tensor | None,
+        scores: Scores,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         alibi: Tensor | None,
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = strategy.forward(q, k, v, Scores(args, alibi, False, positions, rng, heads), sinks)
+        out, lse = strategy.forward(q, k, v, replace(scores, alibi=alibi, sinks=sinks))
         ctx.set_materialize_grads(False)
-        ctx.strategy, ctx.args, ctx.heads = strategy, args, heads
-        ctx.save_for_backward(q, k, v, out, lse, alibi, sinks, positions, rng)
+        ctx.strategy, ctx.scores = strategy, scores
+        ctx.save_for_backward(q, k, v, out, lse, alibi, sinks)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, lse, alibi, sinks, positions, rng = ctx.saved_tensors
+        q, k, v, out, lse, alibi, sinks = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         saved = Saved(dout, dlse, q, out, lse)
-        scores = Scores(ctx.args, alibi, ctx.needs_input_grad[8], positions, rng, ctx.heads)
+        scores = replace(ctx.scores, alibi=alibi, alibi_needs_grad=ctx.needs_input_grad[5], sinks=sinks)
 
         def run() -> tuple[Tensor | None, ...]:
-            dq, dk, dv, dalibi, dsinks = ctx.strategy.backward(saved, k, v, scores, sinks)
+            dq, dk, dv, dalibi, dsinks = ctx.strategy.backward(saved, k, v, scores)
             dalibi = torch.zeros_like(alibi) if alibi is not None and dalibi is None else dalibi
             return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dalibi, dsinks
 
@@ -454,4 +450,4 @@ class ShardedAttention(Function):
         tensors = dout, dlse, q, k, v, alibi, sinks
         once: Any = ops.NoDoubleBackward
         grads = once.apply(run, *tensors) if torch.is_grad_enabled() else run()
-        return None, None, None, None, None, *grads
+        return None, None, *grads

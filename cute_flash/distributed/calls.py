@@ -63,8 +63,7 @@ def band_calls(
     calls: list[BandCall] = []
     for queries in rows:
         line = [call for segment in keys if (call := _call(queries, segment, band)) is not None]
-        for call in _joined(line, by_rows=False):
-            calls.append(call)
+        calls += join_keys(line)
     return tuple(_joined(calls, by_rows=True))
 
 

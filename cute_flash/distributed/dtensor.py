@@ -6,6 +6,7 @@ different batches or heads do not communicate.
 
 from __future__ import annotations
 
+import math
 import sys
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -133,10 +134,7 @@ def _check(qkv: list[DTensor], layout: str) -> tuple[int, ...]:
 
 
 def _num_shards(x: DTensor, dim: int) -> int:
-    num = 1
-    for i, placement in enumerate(x.placements):
-        num *= x.device_mesh.size(i) if placement.is_shard(dim) else 1
-    return num
+    return math.prod(x.device_mesh.size(i) for i, placement in enumerate(x.placements) if placement.is_shard(dim))
 
 
 def _group(x: DTensor, dims: tuple[int, ...]) -> Group:

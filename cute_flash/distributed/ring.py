@@ -225,20 +225,18 @@ class Ring:
     axis: Axis
     schedule: Schedule
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         rank, schedule = self.axis.index, self.schedule
         connect(self.axis, q.device)
         groups = schedule.groups
-        output = Output(q, v, schedule.num_calls(rank, groups) + (sinks is not None))
+        output = Output(q, v, schedule.num_calls(rank, groups) + (scores.sinks is not None))
         for _steps, kv, calls, positions in self._groups(groups, k, v, scores):
             for call in calls:
                 output.add(kv, call, scores, positions)
         num_rows = sum(segment.length for segment in schedule.sharding.segments(rank))
-        return output.result(sinks, num_rows)
+        return output.result(scores.sinks, num_rows)
 
-    def backward(
-        self, saved: Saved, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, saved: Saved, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor | None, ...]:
         gradients = Gradients(saved, scores)
         own: Pair | None = None
         incoming: tuple[range, Pending] = (range(0), NOTHING)
@@ -251,8 +249,7 @@ class Ring:
                 incoming = steps, self._exchange_shares(steps, kv, shares, gradients)
         own = self._add_received(gradients, (k, v), own, *incoming)
         assert own is not None
-        dsinks = None if sinks is None else gradients.dsinks(sinks)
-        return gradients.dq, *own, gradients.dalibi, dsinks
+        return gradients.dq, *own, gradients.dalibi, gradients.dsinks
 
     def _groups(
         self, groups: tuple[range, ...], k: Tensor, v: Tensor, scores: Scores
@@ -281,15 +278,11 @@ class Ring:
 
     def _fetch(self, steps: range, own: Pair) -> Pending:
         """Start to receive the shards of a group, and to send this rank's shard to the ranks that see it."""
-        rank, schedule = self.axis.index, self.schedule
-        group = schedule.group(rank, steps)
+        group = self.schedule.group(self.axis.index, steps)
         buffers = tuple(x.new_empty((group.length, *x.shape[1:])) for x in own)
         sends, receives = [], []
-        for step in steps:
-            peer = schedule.holder(rank, step)
-            keys = schedule.keys(peer, rank)
-            if keys is not None:
-                sends += [Message(x[slice(*keys)], peer) for x in own]
+        for peer, keys in self._receivers(steps):
+            sends += [Message(x[slice(*keys)], peer) for x in own]
         for part in group.parts:
             receives += [Message(x[slice(*part.place)], part.shard) for x in buffers]
         return exchange(self.axis, sends, receives, buffers, f"step {steps[0]} of the ring, K/V")

@@ -40,26 +40,24 @@ class VarlenAllGather:
                 "this rank; pass causal=True, or neither a window nor alibi"
             )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse, _ = ops.attention(q, self._gather(k), self._gather(v), self._args(q, scores, sinks))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        out, lse, _ = ops.attention(q, self._gather(k), self._gather(v), self._args(q, scores))
         return out, lse
 
-    def backward(
-        self, saved: Saved, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        args, dtype = self._args(saved.q, scores, sinks), saved.lse.dtype
+    def backward(self, saved: Saved, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor | None, ...]:
+        args, dtype = self._args(saved.q, scores), saved.lse.dtype
         kv = self._gather(k), self._gather(v)
         dq, dk, dv, others = ops.gradients(saved.dout, saved.dlse, saved.q, *kv, saved.out, saved.lse, args)
         return dq, self._scatter(dk, dtype), self._scatter(dv, dtype), others[0], others[1]
 
-    def _args(self, q: Tensor, scores: Scores, sinks: Tensor | None) -> AttentionArgs:
+    def _args(self, q: Tensor, scores: Scores) -> AttentionArgs:
         begin = self.axis.index * q.shape[0]
         end, cu_seqlens = begin + q.shape[0], self.cu_seqlens
         return scores.args._replace(
             window_left=self.band.left,
             window_right=self.band.right,
             alibi=scores.alibi,
-            sinks=sinks,
+            sinks=scores.sinks,
             cu_seqlens_q=cu_seqlens.clamp(begin, end) - begin,
             cu_seqlens_k=cu_seqlens if self.band == Band() else cu_seqlens.clamp(max=end),
         )

@@ -76,10 +76,7 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` on qkv, (B, S, 3, H, D)."""
     q, k, v = args.unstacked("qkv", qkv, 5, 3)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, **others,
-    )
+    return args.forward(flash_attn_func, locals(), ("qkv",))
 
 
 def flash_attn_kvpacked_func(
@@ -89,10 +86,7 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """`flash_attn_func` on q and kv, (B, Sk, 2, Hkv, D)."""
     k, v = args.unstacked("kv", kv, 5, 2)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, **others,
-    )
+    return args.forward(flash_attn_func, locals(), ("kv",))
 
 
 def flash_attn_varlen_func(
@@ -140,10 +134,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` on qkv, (T, 3, H, D)."""
     q, k, v = args.unstacked("qkv", qkv, 4, 3)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
-        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **others,
-    )
+    lengths = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen)
+    return args.forward(flash_attn_varlen_func, locals(), ("qkv", "cu_seqlens", "max_seqlen", "lengths"), **lengths)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -154,10 +146,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` on q and kv, (Tk, 2, Hkv, D)."""
     k, v = args.unstacked("kv", kv, 4, 2)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **others,
-    )
+    return args.forward(flash_attn_varlen_func, locals(), ("kv",))
 
 
 def flash_attn_with_kvcache(

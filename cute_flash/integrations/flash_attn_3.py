@@ -5,11 +5,13 @@ They call the functions of `integrations.flash_attn`. Calls that return the LSE 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from cute_flash.integrations import flash_attn
+from cute_flash.integrations import flash_attn_args as args
 from cute_flash.spec.values import as_int, check_are_tensors
 
 
@@ -22,12 +24,7 @@ def flash_attn_func(
     return_attn_probs: bool = False, *, s_aux: Tensor | None = None, **others: Any,
 ) -> Any:
     """`flash_attn_func` of flash-attn 3. `return_attn_probs` returns (out, softmax_lse)."""
-    return flash_attn.flash_attn_func(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
-        num_splits=num_splits, pack_gqa=pack_gqa, deterministic=deterministic, sm_margin=sm_margin, s_aux=s_aux,
-        **_returning_lse(return_attn_probs, others),
-    )
+    return _forward(flash_attn.flash_attn_func, locals())
 
 
 def flash_attn_qkvpacked_func(
@@ -38,12 +35,7 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` on qkv, (B, S, 3, H, D), or (B, S, H + 2 Hkv, D) with `num_heads_q`."""
     q, k, v = _parts(qkv, num_heads_q)
-    return flash_attn_func(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk,
-        softcap=softcap, deterministic=deterministic, sm_margin=sm_margin, return_attn_probs=return_attn_probs,
-        **others,
-    )
+    return args.forward(flash_attn_func, locals(), ("qkv", "num_heads_q"))
 
 
 def flash_attn_varlen_func(
@@ -56,13 +48,7 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None, **others: Any,
 ) -> Any:
     """`flash_attn_varlen_func` of flash-attn 3. `return_attn_probs` returns (out, softmax_lse), the LSE (H, Tq)."""
-    return flash_attn.flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=seqused_q, seqused_k=seqused_k,
-        softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
-        num_splits=num_splits, pack_gqa=pack_gqa, deterministic=deterministic, sm_margin=sm_margin, s_aux=s_aux,
-        **_returning_lse(return_attn_probs, others),
-    )
+    return _forward(flash_attn.flash_attn_varlen_func, locals())
 
 
 def flash_attn_with_kvcache(
@@ -78,28 +64,21 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None, **others: Any,
 ) -> Any:
     """`flash_attn_with_kvcache` of flash-attn 3. `return_softmax_lse` returns (out, softmax_lse)."""
-    return flash_attn.flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
-        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, page_table=page_table, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, rotary_seqlens=rotary_seqlens,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, softmax_scale=softmax_scale, causal=causal,
-        window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
-        rotary_interleaved=rotary_interleaved, scheduler_metadata=scheduler_metadata, num_splits=num_splits,
-        pack_gqa=pack_gqa, sm_margin=sm_margin, return_softmax_lse=return_softmax_lse, s_aux=s_aux, **others,
-    )
+    return args.forward(flash_attn.flash_attn_with_kvcache, locals())
 # fmt: on
 
 
-def _returning_lse(return_attn_probs: bool, others: dict[str, Any]) -> dict[str, Any]:
-    """Translate `return_attn_probs` to `return_softmax_lse`, which returns (out, softmax_lse)."""
-    return {**others, "return_softmax_lse": others.get("return_softmax_lse") or return_attn_probs}
+def _forward(function: Callable, arguments: dict[str, Any]) -> Any:
+    """`forward`, with `return_attn_probs` as `return_softmax_lse`, which returns (out, softmax_lse)."""
+    returns_lse = arguments["others"].get("return_softmax_lse") or arguments["return_attn_probs"]
+    return args.forward(function, arguments, ("return_attn_probs",), return_softmax_lse=returns_lse)
 
 
 def _parts(qkv: Tensor, num_heads_q: Any) -> Any:
     """q, k and v of qkv, as views."""
     check_are_tensors(qkv=qkv)
     if num_heads_q is None:
-        return flash_attn.args.unstacked("qkv", qkv, 5, 3)
+        return args.unstacked("qkv", qkv, 5, 3)
     heads = as_int("num_heads_q", num_heads_q)
     if qkv.dim() != 4 or qkv.shape[2] <= heads or (qkv.shape[2] - heads) % 2:
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}: expected (B, S, {heads} + 2 Hkv, D) with num_heads_q")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cute_flash import reference
 from cute_flash.decode import attn_decode
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.refusals import Refused, refuse
+from cute_flash.spec.shapes import lse_dtype
 from cute_flash.spec.values import as_bool, as_float, as_int, check_are_tensors
 
 # Head dims on CUDA are multiples of this.
@@ -40,6 +42,20 @@ OFF: Refused = {
 def check_off(function: str, keywords: Mapping[str, Any]) -> None:
     """Raise `UnsupportedError` for a keyword that is on, and `TypeError` for an unknown one."""
     refuse(function, keywords, others=OFF)
+
+
+def forward(function: Callable, arguments: dict[str, Any], dropped: Sequence[str] = (), **changes: Any) -> Any:
+    """Call a function with the arguments of an adapter by name.
+
+    Args:
+        function: The function.
+        arguments: `locals()` of the adapter. `others` are its keywords without a parameter.
+        dropped: The arguments that the function does not take.
+        **changes: Arguments to add or to replace.
+    """
+    others = arguments["others"]
+    kept = {name: value for name, value in arguments.items() if name != "others" and name not in dropped}
+    return function(**{**kept, **others, **changes})
 
 
 def check_qkv(
@@ -174,17 +190,11 @@ class _NoBackward(torch.autograd.Function):
 
 
 def rotated(x: Any, cos: Tensor, sin: Tensor, start: Tensor | int, is_interleaved: bool) -> Tensor:
-    """Rotary embedding of x, (B, T, H, D), from position `start` on, computed in fp32."""
+    """Rotary embedding of x, (B, T, H, D), from position `start` on, computed in fp32 (fp64 for fp64)."""
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
             f"rotary_cos has shape {tuple(cos.shape)} and rotary_sin {tuple(sin.shape)}: "
             f"expected (positions, rotary_dim / 2), with rotary_dim at most {x.shape[-1]}"
         )
     positions = torch.arange(x.shape[1], device=x.device) + (start[:, None] if isinstance(start, Tensor) else start)
-    c, s = (table[positions].float().unsqueeze(-2) for table in (cos, sin))  # (B or none, T, 1, rotary_dim / 2)
-    half = cos.shape[1]
-    rotary = x[..., : 2 * half].float()
-    a, b = (rotary[..., ::2], rotary[..., 1::2]) if is_interleaved else (rotary[..., :half], rotary[..., half:])
-    pair = a * c - b * s, a * s + b * c
-    turned = torch.stack(pair, -1).flatten(-2) if is_interleaved else torch.cat(pair, -1)
-    return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), -1)
+    return reference.decode.rotated(x.to(lse_dtype(x.dtype)), positions, cos, sin, is_interleaved).to(x.dtype)

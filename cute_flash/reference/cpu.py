@@ -40,12 +40,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tenso
     out, lse, max_logit = outputs(q, v, args)
     if max_logit is not None:
         max_logit.fill_(-torch.inf)
-    if args.cu_seqlens_q is None:
-        tiled.forward(q, k, v, args, out, lse, max_logit)
-        return out, lse, max_logit
-    # The loop does not write the padding after the last sequence.
-    out.zero_()
-    lse.fill_(-torch.inf)
+    if args.cu_seqlens_q is not None:
+        # The loop does not write the padding after the last sequence.
+        out.zero_()
+        lse.fill_(-torch.inf)
     for s in sequences(q, k, args):
         qkv = s.of_queries(q), s.of_keys(k), s.of_keys(v)
         tiled.forward(*qkv, args, s.of_queries(out), s.of_rows(lse), max_logit, s.index)
@@ -61,11 +59,8 @@ def backward(
     """
     check_rng(args)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    if args.cu_seqlens_q is None:
-        grads = FeatureGrads.zeros(args, q.shape[0], q)
-        tiled.backward(dout, dlse, tiled.Saved(q, k, v, out, lse), args, dq, dk, dv, grads)
-        return dq, dk, dv, grads.result(args)
-    grads = FeatureGrads.zeros(args, args.cu_seqlens_q.shape[0] - 1, q)
+    batch = q.shape[0] if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1
+    grads = FeatureGrads.zeros(args, batch, q)
     for s in sequences(q, k, args):
         douts = s.of_queries(dout), None if dlse is None else s.of_rows(dlse)
         saved = tiled.Saved(s.of_queries(q), s.of_keys(k), s.of_keys(v), s.of_queries(out), s.of_rows(lse))

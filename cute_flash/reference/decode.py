@@ -153,20 +153,25 @@ def _positions(s: CachedSequence, args: DecodeArgs, device: torch.device) -> Ten
     return torch.arange(s.seqlen - s.num_queries, s.seqlen, device=device)
 
 
-def _rotated(x: Tensor, positions: Tensor, args: DecodeArgs) -> Tensor:
-    """Rotary embedding of x (tokens, heads, D) at the positions of its tokens; x itself without rotary_cos."""
-    if args.rotary_cos is None or args.rotary_sin is None:
-        return x
-    cos, sin = (table[positions].to(x.dtype)[:, None] for table in (args.rotary_cos, args.rotary_sin))
+def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
+    """Rotary embedding of x (..., tokens, heads, D) at the positions (..., tokens), computed in the dtype of x."""
+    cos, sin = (table[positions].to(x.dtype).unsqueeze(-2) for table in (cos, sin))
     rotary_dim = 2 * cos.shape[-1]
     turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-    if args.rotary_interleaved:
+    if is_interleaved:
         a, b = turned[..., 0::2], turned[..., 1::2]
         turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     else:
         a, b = turned.chunk(2, dim=-1)
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     return torch.cat((turned, rest), dim=-1)
+
+
+def _rotated(x: Tensor, positions: Tensor, args: DecodeArgs) -> Tensor:
+    """Rotary embedding of x (tokens, heads, D); x itself without rotary_cos."""
+    if args.rotary_cos is None or args.rotary_sin is None:
+        return x
+    return rotated(x, positions, args.rotary_cos, args.rotary_sin, args.rotary_interleaved)
 
 
 def _stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -93,14 +93,14 @@ def _each_sequence(
     """Apply `attention` to a dense call, or to each sequence of a varlen batch; padding gets out 0 and LSE -inf."""
     if args.cu_seqlens_q is None:
         return attention(q, k, v, args, 0)
-    outs, lses, end = [], [], 0
+    outs, lses = [], []
     for s in sequences(q, k, args):
         out, lse = attention(s.of_queries(q), s.of_keys(k), s.of_keys(v), args, s.index)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
-        end = s.queries.stop
-    outs.append(outs[0].new_zeros(len(q) - end, q.shape[1], v.shape[2]))
-    lses.append(lses[0].new_full((q.shape[1], len(q) - end), -torch.inf))
+    padding = len(q) - int(args.cu_seqlens_q[-1])
+    outs.append(outs[0].new_zeros(padding, q.shape[1], v.shape[2]))
+    lses.append(lses[0].new_full((q.shape[1], padding), -torch.inf))
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 

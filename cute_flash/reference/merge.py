@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_flash.reference.formulas import default_scale, visible
+from cute_flash.reference.dense import plain_args
+from cute_flash.reference.formulas import visible
 from cute_flash.spec.band import Band
-from cute_flash.spec.problem import check_heads, check_window
+from cute_flash.spec.describe import describe
 from cute_flash.spec.shapes import lse_dtype
 
 # Orders of the dimensions of out. The LSE is (B, H, S) for the first two and (H, T) for "thd".
@@ -126,29 +127,23 @@ def attention_probs(
         >>> last = cute_flash.attention_probs(q, k, lse, rows=[-1], causal=True)
         >>> torch.testing.assert_close(last @ v, out[:, :, -1:])
     """
-    check_window(window)
-    if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: expected (B, H, Sq, D) and (B, Hkv, Sk, D)")
+    band = Band.of(causal, window)
+    args = plain_args(q, band, scale)._replace(softcap=softcap or 0.0, alibi=alibi)
+    describe(q, k, k, args, "cpu")
     (batch, heads, sq, _), (_, heads_kv, sk, _) = q.shape, k.shape
-    check_heads(heads, heads_kv)
     if lse.shape != (batch, heads, sq):
         raise ValueError(f"lse has shape {tuple(lse.shape)}: expected {(batch, heads, sq)}")
-    if softcap is not None and not softcap >= 0:
-        raise ValueError(f"softcap={softcap}: use a positive number, or None for no cap")
-    if alibi is not None and tuple(alibi.shape) not in ((heads,), (batch, heads)):
-        raise ValueError(f"alibi has shape {tuple(alibi.shape)}: expected {(heads,)} or {(batch, heads)}")
-    wide, scale = lse_dtype(q.dtype), default_scale(q, scale)
+    wide, indices = lse_dtype(q.dtype), _row_indices(rows, sq, q.device)
     K = k.to(wide).unsqueeze(2)
-    band, indices = Band.of(causal, window), _row_indices(rows, sq, q.device)
     slopes = None if alibi is None else alibi.to(wide).expand(batch, heads)[:, :, None, None]
     step = max(1, MAX_SCORES // max(1, batch * heads * sk))
     parts = []
     for i in indices.split(step):
         # S = scale Q Kᵀ. Query heads that share a K/V head have a dimension of their own, so that K broadcasts.
         Q = q[:, :, i].to(wide).unflatten(1, (heads_kv, heads // max(heads_kv, 1)))
-        S = ((Q * scale) @ K.mT).flatten(1, 2)
-        if softcap:
-            S = torch.tanh(S / softcap) * softcap
+        S = ((Q * args.scale) @ K.mT).flatten(1, 2)
+        if args.softcap:
+            S = torch.tanh(S / args.softcap) * args.softcap
         distance = torch.arange(sk, device=q.device) - (i[:, None] + (sk - sq))
         if slopes is not None:
             S = S - slopes * distance.abs().to(wide)

@@ -1,5 +1,7 @@
 """Splits a varlen batch, q (Tq, H, D), k (Tk, Hkv, D) and v (Tk, Hkv, Dv), into views of its sequences.
 
+A dense batch is one part, all of its tensors: the CPU path has one loop for both.
+
 Sequence b has the queries cu_seqlens_q[b] … cu_seqlens_q[b + 1] - 1, and likewise the keys. With `seqused_k`, only its
 first seqused_k[b] keys are used, and Sk is their number. Tokens after the last offset are padding.
 """
@@ -16,27 +18,28 @@ from cute_flash.spec.args import AttentionArgs
 
 @dataclass(frozen=True)
 class SeqlenInfo:
-    """The position of one sequence in the tensors of its batch."""
+    """The position of one sequence in the tensors of its batch; without slices, a whole dense batch."""
 
     index: int
-    queries: slice
-    keys: slice
+    queries: slice | None = None
+    keys: slice | None = None
 
     def of_queries(self, x: Tensor) -> Tensor:
         """The view (1, H, Sq, D) of a (Tq, H, D) tensor."""
-        return x[self.queries].transpose(0, 1)[None]
+        return x if self.queries is None else x[self.queries].transpose(0, 1)[None]
 
     def of_keys(self, x: Tensor) -> Tensor:
-        return x[self.keys].transpose(0, 1)[None]
+        return x if self.keys is None else x[self.keys].transpose(0, 1)[None]
 
     def of_rows(self, x: Tensor) -> Tensor:
         """The view (1, H, Sq) of a (H, Tq) tensor."""
-        return x[None, :, self.queries]
+        return x if self.queries is None else x[None, :, self.queries]
 
 
 def sequences(q: Tensor, k: Tensor, args: AttentionArgs) -> list[SeqlenInfo]:
     """Read the offsets of a call; raise `ValueError` if they are wrong."""
-    assert args.cu_seqlens_q is not None and args.cu_seqlens_k is not None
+    if args.cu_seqlens_q is None or args.cu_seqlens_k is None:
+        return [SeqlenInfo(0)]
     queries = read_offsets("q", args.cu_seqlens_q, len(q), args.max_seqlen_q)
     keys = read_offsets("k", args.cu_seqlens_k, len(k), args.max_seqlen_k)
     used = None if args.seqused_k is None else args.seqused_k.tolist()

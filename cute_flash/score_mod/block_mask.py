@@ -48,6 +48,15 @@ class BlockIndices(NamedTuple):
         return BlockIndices(chosen.sum(dim=-1, dtype=torch.int32), order.to(torch.int32).contiguous())
 
 
+def is_listed(num_blocks: Tensor, indices: Tensor, n_blocks: int) -> Tensor:
+    """Whether each query block lists each of `n_blocks` K/V blocks: the inverse of `BlockIndices.of`."""
+    is_valid = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
+    # Indices after the first num_blocks may have any value. They are replaced by `n_blocks`, an additional column.
+    columns = torch.where(is_valid & (indices < n_blocks), indices, n_blocks).long()
+    listed = torch.zeros(*indices.shape[:-1], n_blocks + 1, dtype=torch.bool, device=indices.device)
+    return listed.scatter(-1, columns, True)[..., :n_blocks]
+
+
 @dataclass(frozen=True, eq=False)
 class BlockMask:
     """A mask and the K/V blocks that each query block visits, for `attn(block_mask=...)`. Build one with `of`.
@@ -233,12 +242,11 @@ class BlockMask:
     @property
     def status(self) -> Tensor:
         """The status of each block, (B or 1, H or 1, query blocks, K/V blocks), uint8: EMPTY, PARTIAL or FULL."""
-        shape, device = self.partial_kv.indices.shape, self.partial_kv.num_blocks.device
-        status = torch.zeros(shape, dtype=torch.uint8, device=device)
-        for value, blocks in ((PARTIAL, self.partial_kv), (FULL, self.full_kv)):
-            is_valid = torch.arange(shape[-1], device=device) < blocks.num_blocks[..., None]
-            status.scatter_add_(-1, blocks.indices.long(), is_valid.to(torch.uint8) * value)
-        return status
+        n_blocks = _ceil_div(self.seqlen_k, self.tile_n)
+        is_partial, is_full = (
+            is_listed(*blocks, n_blocks).to(torch.uint8) for blocks in (self.partial_kv, self.full_kv)
+        )
+        return is_partial * PARTIAL + is_full * FULL
 
     @property
     def density(self) -> float:

@@ -40,8 +40,8 @@ class Source(NamedTuple):
     """How to read a captured value, and the condition under which a trace is valid for it."""
 
     parent: int  # index of the source that holds this value, such as the function that captures it
-    read: Callable[[Any, Any], Any] | None  # read(parent's value, key) returns the value; None for the mod itself
-    key: Any
+    read: Callable[..., Any] | None  # read(parent's value, *key) returns the value; None for the mod itself
+    key: tuple
     guard: Callable[[Any], bool]  # whether the trace is valid for a value
 
 
@@ -75,7 +75,7 @@ class CaptureTracer:
 
     def __init__(self, builder: Builder, mod: Any, static: frozenset[tuple]) -> None:
         self.builder, self.static = builder, static
-        self.sources = [Source(-1, None, None, _guard(mod))]
+        self.sources = [Source(-1, None, (), _guard(mod))]
         self.values = [mod]  # the value of each source
         self.paths: list[tuple] = [()]  # the path of each source: the (read, key) pairs that lead from the mod to it
         self.captures: list[int] = []  # the source of each capture of the builder
@@ -86,11 +86,11 @@ class CaptureTracer:
         self.aliases: list[tuple[int, int]] = []  # pairs of sources with the same function or object
         self.function = self._proxy(mod, 0)
 
-    def visit(self, parent: int, read: Callable[[Any, Any], Any], key: Any = None) -> Any:
+    def visit(self, parent: int, read: Callable[..., Any], *key: Any) -> Any:
         """The proxy of the value that `read` gets from the value of the parent source."""
         path = (*self.paths[parent], (read, key))
         if path not in self.proxies:
-            value, source = read(self.values[parent], key), len(self.sources)
+            value, source = read(self.values[parent], *key), len(self.sources)
             self.sources.append(Source(parent, read, key, _guard(value, path in self.static)))
             self.values.append(value)
             self.paths.append(path)
@@ -240,7 +240,7 @@ def _guard(value: Any, is_static: bool = False) -> Callable[[Any], bool]:
     return lambda x: type(x) is kind
 
 
-# Functions for `Source.read`. `getattr`, `getitem` and functions of `objects` are used too.
+# Functions for `Source.read`. Built-in functions and those of `objects` are used too.
 
 
 def _cell(function: FunctionType, i: int) -> Any:
@@ -259,11 +259,11 @@ def _has_global(function: FunctionType, name: str) -> bool:
     return name in function.__globals__
 
 
-def _shape(x: Tensor, _: None) -> tuple[int, ...]:
+def _shape(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def _number(x: Any, _: None) -> Any:
+def _number(x: Any) -> Any:
     """The int, float or bool of a numpy scalar or of an instance of a subclass."""
     if is_numpy(x, "generic"):
         return x.item()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 
 from cute_flash.score_mod.bound import Graphs
 from cute_flash.score_mod.graph import COLUMN, ROW, Graph
@@ -90,9 +91,7 @@ class ModSpec:
         depends, outputs = gradient.graph.depends, gradient.graph.outputs
         loads = []
         for load in gradient.loads:
-            bits = 0
-            for i in load.indices:
-                bits |= depends[outputs[i]]
+            bits = reduce(operator.or_, (depends[outputs[i]] for i in load.indices), 0)
             loads.append((load.capture, bits & (ROW | COLUMN)))
         return tuple(loads)
 

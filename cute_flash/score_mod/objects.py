@@ -43,10 +43,10 @@ class ObjectProxy:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return self.__read(_type)
+        return self.__read(type)
 
-    def __read(self, read: Callable[[Any, Any], Any], key: Any = None) -> Any:
-        return self.__tracer.visit(self.__source, read, key)
+    def __read(self, read: Callable[..., Any], *key: Any) -> Any:
+        return self.__tracer.visit(self.__source, read, *key)
 
     def __getattr__(self, name: str) -> Any:
         value = self.__value
@@ -60,7 +60,7 @@ class ObjectProxy:
         try:
             attribute = getattr(value, name)
         except AttributeError:
-            self.__read(_has_attribute, name)  # the trace is valid while the attribute is missing
+            self.__read(hasattr, name)  # the trace is valid while the attribute is missing
             raise
         if isinstance(attribute, MethodType) and attribute.__self__ is value:
             return functools.partial(self.__read(_method, name), self)
@@ -79,7 +79,7 @@ class ObjectProxy:
 
     def __context_value(self, *default: Any) -> Any:
         try:
-            return self.__read(_context_value)
+            return self.__read(ContextVar.get)
         except LookupError:
             if not default:
                 raise
@@ -117,7 +117,7 @@ class ObjectProxy:
             return bool(self.__special("__bool__"))
         if hasattr(type(value), "__len__"):
             return len(self) > 0
-        return self.__read(_truth)
+        return self.__read(bool)
 
     def __len__(self) -> int:
         return self.__special("__len__")
@@ -163,7 +163,7 @@ class ModuleProxy:
         is_constant = self.__module.__name__ in MODULES_OF_CONSTANTS and isinstance(value, (int, float, str))
         if is_constant or (is_fixed(value) and not is_impure(value)):
             return value
-        return self.__tracer.visit(0, _module_attribute, (self.__module, name))
+        return self.__tracer.visit(0, _module_attribute, self.__module, name)
 
 
 def describe(x: Any) -> str:
@@ -184,25 +184,13 @@ def is_container(value: Any) -> bool:
 # Functions for `captures.Source.read`
 
 
-def plain(value: Any, _: None = None) -> Any:
+def plain(value: Any) -> Any:
     """The elements of a container of any class as a dict, a list, a tuple or a frozenset."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Set):
         return frozenset(value)
     return tuple(value) if isinstance(value, tuple) else list(value)
-
-
-def _type(value: Any, _: None) -> type:
-    return type(value)
-
-
-def _truth(value: Any, _: None) -> bool:
-    return bool(value)
-
-
-def _has_attribute(value: Any, name: str) -> bool:
-    return hasattr(value, name)
 
 
 def _method(owner: Any, name: str) -> FunctionType:
@@ -213,15 +201,11 @@ def _special(owner: Any, name: str) -> FunctionType:
     return getattr(type(owner), name)
 
 
-def _module_attribute(_: Any, key: tuple[ModuleType, str]) -> Any:
-    return getattr(*key)
+def _module_attribute(_: Any, module: ModuleType, name: str) -> Any:
+    return getattr(module, name)
 
 
-def _context_value(variable: ContextVar, _: None) -> Any:
-    return variable.get()
-
-
-def _is_set(variable: ContextVar, _: None) -> bool:
+def _is_set(variable: ContextVar) -> bool:
     return variable.get(_UNSET) is not _UNSET
 
 

@@ -15,6 +15,7 @@ from cute_flash.score_mod.proxy import (
     METHODS,
     REDUCTIONS,
     TORCH,
+    Proxy,
     RowProxy,
     ScalarProxy,
     TensorProxy,
@@ -314,8 +315,7 @@ _OPERATORS = {
 
 
 def _set_operator(name: str, handler: Callable) -> None:
-    for proxy in (ScalarProxy, RowProxy, TensorProxy):
-        setattr(proxy, name, lambda *args: call(handler, args, {}))
+    setattr(Proxy, name, lambda *args: call(handler, args, {}))
 
 
 for _python, _op in _OPERATORS.items():

@@ -62,8 +62,41 @@ def without_line(error: BaseException) -> str:
     return str(error).rpartition(" (")[0] or str(error)
 
 
-class ScalarProxy:
+class Proxy:
+    """The attributes, methods and functions of a tensor that all proxies have. `overrides` adds the operators."""
+
+    _what = ""  # the proxy in error messages
+    ndim: int
+    shape: Any
+    __array_ufunc__ = None  # operators with a numpy scalar call the proxy's method
+    __hash__ = object.__hash__
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __getattr__(self, name: str) -> Any:
+        if is_row(self) and name in REDUCTIONS:
+            return partial(REDUCTIONS[name], self)
+        handler = METHODS.get(name)
+        if handler is None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            raise trace_error(NOT_SUPPORTED.format(f".{name} of {self._what}"))
+        return lambda *args, **kwargs: call(handler, (self, *args), kwargs)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call_torch(func, args, kwargs or {})
+
+
+class ScalarProxy(Proxy):
     """A float, int or bool of a mod that is being traced."""
+
+    _what = "a value"
+    device, shape, ndim = torch.device("cpu"), torch.Size(), 0
 
     def __init__(self, builder: Builder, node: int) -> None:
         self._builder, self._node = builder, node
@@ -72,24 +105,12 @@ class ScalarProxy:
     def _kind(self) -> str:
         return self._builder.kind(self._node)
 
-    # Attributes that torch code reads from a tensor
-
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self._kind]
 
-    device, shape, ndim = torch.device("cpu"), torch.Size(), 0
-
-    def dim(self) -> int:
-        return 0
-
-    def size(self) -> torch.Size:
-        return torch.Size()
-
     def __repr__(self) -> str:
         return f"ScalarProxy({self._builder.nodes[self._node]})"
-
-    __array_ufunc__ = None  # operators with a numpy scalar call the proxy's method
 
     def __hash__(self) -> int:
         return object.__hash__(self) if self._python_type is None else hash(self._python_value("a hash"))
@@ -99,13 +120,6 @@ class ScalarProxy:
 
     def __str__(self) -> str:
         return format(self, "")
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return call_torch(func, args, kwargs or {})
-
-    def __getattr__(self, name: str) -> Any:
-        return _method(self, name, "a value")
 
     # Conversions to Python values, for constants and captured numbers only
 
@@ -190,23 +204,19 @@ def op(name: str, *operands: Any) -> ScalarProxy:
         raise trace_error(str(error)) from None
 
 
-class TensorProxy:
+class TensorProxy(Proxy):
     """A captured tensor, whose first dimensions may already be indexed."""
+
+    _what = "a row of a captured tensor"
 
     def __init__(self, builder: Builder, capture: int, sizes: Callable[[], tuple], indices: tuple = ()) -> None:
         self._builder, self._capture, self._sizes, self._indices = builder, capture, sizes, indices
         spec = builder.captures[capture]
         self._rank, self.ndim, self.dtype = spec.rank, spec.rank - len(indices), getattr(torch, spec.dtype)
 
-    def dim(self) -> int:
-        return self.ndim
-
     @property
     def shape(self) -> tuple:
         return self._sizes()[len(self._indices) :]
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
 
     def __len__(self) -> int:
         return self.shape[0].__index__()
@@ -230,10 +240,8 @@ class TensorProxy:
         raise trace_error("assignment into a captured tensor: a mod must not change captured values")
 
     def __getattr__(self, name: str) -> Any:
-        if self.ndim == 1:
-            return _method(self, name, "a row of a captured tensor")
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if self.ndim == 1 or name.startswith("__"):
+            return super().__getattr__(name)
         raise trace_error(f".{name} of a captured tensor: compute it outside the mod, and capture the result")
 
     @classmethod
@@ -245,22 +253,19 @@ class TensorProxy:
         raise trace_error(f"{_name(func)} of a captured tensor: index it with an int for each dimension")
 
 
-class RowProxy:
+class RowProxy(Proxy):
     """A row of values, such as the last dimension of a captured tensor."""
+
+    _what = "a row of values"
+    device, ndim = torch.device("cpu"), 1
 
     def __init__(self, elements: Sequence[ScalarProxy]) -> None:
         self._elements = tuple(elements)
-        self.ndim, self.shape, self.device = 1, torch.Size((len(self._elements),)), torch.device("cpu")
+        self.shape = torch.Size((len(self._elements),))
 
     @property
     def dtype(self) -> torch.dtype:
         return self._elements[0].dtype
-
-    def dim(self) -> int:
-        return 1
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
 
     def __len__(self) -> int:
         return len(self._elements)
@@ -273,18 +278,8 @@ class RowProxy:
             return self._elements[key]
         raise trace_error(f"indexing a row of values with {key}: use a constant, or index the tensor")
 
-    __hash__ = object.__hash__
-    __array_ufunc__ = None
-
     def __bool__(self) -> bool:
         raise trace_error(f"the truth of a row of values: use .any() or .all(), and {USE_WHERE}")
-
-    def __getattr__(self, name: str) -> Any:
-        return _method(self, name, "a row of values")
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return call_torch(func, args, kwargs or {})
 
 
 def is_row(x: Any) -> bool:
@@ -337,15 +332,3 @@ def call_torch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     if handler is None:
         raise trace_error(NOT_SUPPORTED.format(_name(func)))
     return call(handler, args, kwargs)
-
-
-def _method(x: Any, name: str, what: str) -> Callable:
-    """The method of a proxy by name."""
-    if is_row(x) and name in REDUCTIONS:
-        return partial(REDUCTIONS[name], x)
-    handler = METHODS.get(name)
-    if handler is None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise trace_error(NOT_SUPPORTED.format(f".{name} of {what}"))
-    return lambda *args, **kwargs: call(handler, (x, *args), kwargs)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from torch.nn.attention.flex_attention import noop_mask
 
-from cute_flash.score_mod.block_mask import BlockIndices, BlockMask
+from cute_flash.score_mod.block_mask import BlockIndices, BlockMask, is_listed
 from cute_flash.score_mod.tensor_cache import TensorCache
 
 # torch's block size can exceed the sequence (up to 2³⁰). It is then reduced to the length, rounded up to a multiple of
@@ -62,8 +62,10 @@ def _converted(lists: list[Tensor], seqlens: tuple[int, ...], block_size: tuple[
             f"BLOCK_SIZE={block_size} have {blocks[0]}: set seq_lengths of a sliced block mask to the lengths of the "
             "call, or build the block mask with create_block_mask"
         )
-    is_partial = _is_listed(lists[0], lists[1], blocks[1])
-    is_full = _is_listed(lists[2], lists[3], blocks[1]) if len(lists) > 2 else torch.zeros_like(is_partial)
+    # torch's lists may lack the batch and the head dimension.
+    lists = [x.reshape((1,) * (dims - x.dim()) + x.shape) for x, dims in zip(lists, (3, 4, 3, 4))]
+    is_partial = is_listed(lists[0], lists[1], blocks[1])
+    is_full = is_listed(lists[2], lists[3], blocks[1]) if len(lists) > 2 else torch.zeros_like(is_partial)
     tile_m, tile_n = (min(tile, max(1, -(-size // MULTIPLE)) * MULTIPLE) for tile, size in zip(block_size, seqlens))
     if seqlen_k % tile_n:
         # A last block of fewer than tile_n keys is never full.
@@ -71,16 +73,6 @@ def _converted(lists: list[Tensor], seqlens: tuple[int, ...], block_size: tuple[
         is_partial, is_full = is_partial | (is_full & is_last), is_full & ~is_last
     partial, full = BlockIndices.of(is_partial & ~is_full), BlockIndices.of(is_full)
     return BlockMask(tile_m, tile_n, seqlen_q, seqlen_k, partial, full)
-
-
-def _is_listed(num_blocks: Tensor, indices: Tensor, n_blocks: int) -> Tensor:
-    """(B or 1, H or 1, query blocks, K/V blocks): whether a query block lists a K/V block."""
-    num_blocks, indices = (x.reshape((1,) * (dims - x.dim()) + x.shape) for x, dims in ((num_blocks, 3), (indices, 4)))
-    is_valid = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
-    # Indices after the first num_blocks may have any value. They are replaced by `n_blocks`, an additional column.
-    columns = torch.where(is_valid & (indices < n_blocks), indices, n_blocks).long()
-    listed = torch.zeros(*indices.shape[:-1], n_blocks + 1, dtype=torch.bool, device=indices.device)
-    return listed.scatter(-1, columns, True)[..., :n_blocks]
 
 
 _cache: TensorCache[BlockMask] = TensorCache(64)

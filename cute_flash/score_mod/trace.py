@@ -56,7 +56,7 @@ class Trace:
         values: list[Any] = []
         try:
             for parent, read, key, guard in self.sources:
-                value = mod if read is None else read(values[parent], key)
+                value = mod if read is None else read(values[parent], *key)
                 if not guard(value):
                     return None
                 values.append(value)

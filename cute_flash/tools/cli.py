@@ -242,39 +242,26 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         "--arch sm_90 --features plain,softcap,alibi+dropout --batches dense,varlen",
     )
     sub.add_argument("--arch", metavar="sm_xx", help="architecture (default: the GPU here)")
-    sub.add_argument("--head-dims", type=_positives, default="64,128", metavar="LIST", help="default: %(default)s")
-    sub.add_argument(
-        "--dtypes", type=_list_of(DTYPES), default="bf16,fp16", metavar="LIST", help="default: %(default)s"
-    )
-    sub.add_argument(
-        "--masks",
-        type=_list_of(MASKS),
-        default="full,causal,window",
-        metavar="LIST",
-        help="of full, causal, window (a left and a right bound) and left (a left bound alone); default: %(default)s",
-    )
-    sub.add_argument(
-        "--passes",
-        type=_list_of(PASSES),
-        default="forward,backward",
-        metavar="LIST",
-        help="default: %(default)s; forward is enough for inference",
-    )
-    sub.add_argument(
-        "--features",
-        type=_feature_sets,
-        default="plain",
-        metavar="LIST",
-        help=f"of plain, {', '.join(FEATURES)}; + joins the features of one call, as in alibi+dropout "
-        "(default: %(default)s). The first call with a bias, a score_mod or a mask_mod compiles its own kernel",
-    )
-    sub.add_argument(
-        "--batches",
-        type=_list_of(BATCHES),
-        default="dense",
-        metavar="LIST",
-        help="of dense (attn) and varlen (attn_varlen, attn_nested); default: %(default)s",
-    )
+    for name, parse, default, text in (
+        ("--head-dims", _positives, "64,128", ""),
+        ("--dtypes", _list_of(DTYPES), "bf16,fp16", ""),
+        (
+            "--masks",
+            _list_of(MASKS),
+            "full,causal,window",
+            "of full, causal, window (a left and a right bound) and left (a left bound alone)",
+        ),
+        ("--passes", _list_of(PASSES), "forward,backward", "forward is enough for inference"),
+        (
+            "--features",
+            _feature_sets,
+            "plain",
+            f"of plain, {', '.join(FEATURES)}; + joins the features of one call, as in alibi+dropout. "
+            "The first call with a bias, a score_mod or a mask_mod compiles its own kernel",
+        ),
+        ("--batches", _list_of(BATCHES), "dense", "of dense (attn) and varlen (attn_varlen, attn_nested)"),
+    ):
+        sub.add_argument(name, type=parse, default=default, metavar="LIST", help=f"{text} (default: %(default)s)")
     sub.add_argument("--deterministic", action="store_true", help="also compile the kernels of deterministic gradients")
     sub.add_argument(
         "--jobs", type=_positive, default=1, metavar="N", help="processes, about 1 GB each (default: %(default)s)"

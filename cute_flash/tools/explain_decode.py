@@ -17,10 +17,10 @@ from cute_flash.spec.band import Band, ceil_div
 from cute_flash.spec.decode import GPU_DTYPES
 from cute_flash.spec.dtypes import DTYPE_BYTES, ROW_ALIGN_BYTES
 from cute_flash.spec.problem import Problem, check_head_dim, check_heads
+from cute_flash.tools.roofline import STATISTIC_BYTES, Bound
 from cute_flash.tools.text import aligned
 
 FP8 = "float8_e4m3fn"
-STATISTIC_BYTES = 4
 CAUSAL = Band(None, 0)
 
 
@@ -83,7 +83,7 @@ class DecodeShape:
 
 
 @dataclass(frozen=True)
-class DecodeExplanation:
+class DecodeExplanation(Bound):
     shape: DecodeShape
     arch: ArchSpec
     plan: DecodePlan
@@ -205,15 +205,6 @@ class DecodeExplanation:
         flops = 4 * self.num_tiles * tile.tile_m * self.visited_keys * tile.head_dim
         memory = self.least_bytes / (self.arch.hbm_tbps * 1e12)
         return {"memory": memory, "tensor": flops / (self.arch.tensor_tflops * 1e12)}
-
-    @property
-    def seconds(self) -> float:
-        return max(self.unit_seconds.values())
-
-    @property
-    def bound(self) -> str:
-        """The slower of the two: "memory" or "tensor"."""
-        return max(self.unit_seconds, key=self.unit_seconds.__getitem__)
 
     # ---- text
 

@@ -137,8 +137,27 @@ def sram_bytes(Br: int, Bc: int, d: int, element_bytes: int) -> int:
     return (2 * Br * d + 2 * Bc * d + Br * Bc) * element_bytes + 2 * Br * STATISTIC_BYTES
 
 
+class Bound:
+    """The least time of work that several units share, if each unit runs alone and never waits."""
+
+    @property
+    def unit_seconds(self) -> dict[str, float]:
+        """The time of each unit, by name."""
+        raise NotImplementedError
+
+    @property
+    def seconds(self) -> float:
+        """The time of the slowest unit, if the others overlap with it completely."""
+        return max(self.unit_seconds.values())
+
+    @property
+    def bound(self) -> str:
+        """The name of the slowest unit."""
+        return max(self.unit_seconds, key=self.unit_seconds.__getitem__)
+
+
 @dataclass(frozen=True)
-class Roofline:
+class Roofline(Bound):
     """A problem on a GPU, with the least traffic. Times are lower bounds: each unit runs alone and never waits."""
 
     arch: ArchSpec
@@ -173,16 +192,6 @@ class Roofline:
         }
 
     @property
-    def seconds(self) -> float:
-        """Time of the slowest unit, if the others overlap with it completely."""
-        return max(self.unit_seconds.values())
-
-    @property
-    def bound(self) -> str:
-        """The slowest unit: "tensor", "memory" or "exp2"."""
-        return max(self.unit_seconds, key=self.unit_seconds.__getitem__)
-
-    @property
     def attainable_tflops(self) -> float:
         return self.flops / self.seconds / 1e12 if self.seconds else 0.0
 
@@ -210,7 +219,7 @@ def roofline(problem: Problem, arch: ArchSpec) -> Roofline:
 
 
 @dataclass(frozen=True)
-class Occupancy:
+class Occupancy(Bound):
     """The least time of a forward plan on the SMs that have a CTA.
 
     A CTA computes whole tiles: rows beyond the last query cost as much as others. The busiest SM decides. Its tensor
@@ -250,29 +259,18 @@ class Occupancy:
 
     @property
     def unit_seconds(self) -> dict[str, float]:
+        """The time of each unit; "load": of K and V from L2 into the SMs."""
         arch, problem, tile = self.plan.arch, self.plan.problem, self.plan.tile
         keys = self.busiest_sm_blocks * tile.tile_n
         pairs = keys * tile.tile_m
         clock = arch.clock_ghz * 1e9
+        flops_of_sm = 2 * pairs * _widths(problem) * mmas_per_product(problem)
         return {
-            "tensor": 2
-            * pairs
-            * _widths(problem)
-            * mmas_per_product(problem)
-            / (arch.tensor_tflops * 1e12 / arch.num_sms),
+            "tensor": flops_of_sm / (arch.tensor_tflops * 1e12 / arch.num_sms),
             "load": keys * _widths(problem) * DTYPE_BYTES[problem.dtype] / (L2_BYTES_PER_CLOCK * clock),
             "exp2": pairs / (arch.exp2_per_clock * clock),
             "memory": (hbm_bytes(problem) + piece_bytes(problem)) / (arch.hbm_tbps * 1e12),
         }
-
-    @property
-    def seconds(self) -> float:
-        return max(self.unit_seconds.values())
-
-    @property
-    def bound(self) -> str:
-        """The slowest unit: "tensor", "load" (K and V from L2 into the SMs), "exp2" or "memory"."""
-        return max(self.unit_seconds, key=self.unit_seconds.__getitem__)
 
     def lines(self) -> list[str]:
         *of_sm, memory = (f"{name} {1e6 * seconds:.2f} us" for name, seconds in self.unit_seconds.items())

@@ -212,7 +212,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("return bound if bound >= 0 else None", "return bound if bound > 0 else None"),
         ("missing = -x.shape[-1] % HEAD_DIM_STEP", "missing = 0"),
         ("softcap if softcap > 0 else None", "None"),
-        ("pair = a * c - b * s, a * s + b * c", "pair = a * c + b * s, a * s - b * c"),
+        ("torch.arange(x.shape[1], device=x.device) + (start", "torch.arange(x.shape[1], device=x.device) - (start"),
         ("return 3 if returns_probs else 1", "return 2 if returns_probs else 1"),
     ),
     *_mutants(
