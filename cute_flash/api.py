@@ -353,7 +353,10 @@ def attn_varlen(
         torch.Size([10, 4, 32])
     """
     return_lse = as_bool("return_lse", return_lse)
-    check_are_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        check_are_tensors(q=q, k=k, v=v)
+    if not (isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)):
+        check_are_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if seqused_k is not None:
         check_are_tensors(seqused_k=seqused_k)
     args = _args(
@@ -563,13 +566,18 @@ def _with_features(
     dropout: float | None,
     draws_seed: bool = True,
 ) -> AttentionArgs:
-    for name, x in (("alibi", alibi), ("sinks", sinks)):
-        if x is not None and not isinstance(x, Tensor):
-            raise ValueError(f"{name} is a {type(x).__name__}: give a tensor with a value for each query head")
+    if alibi is not None and not isinstance(alibi, Tensor):
+        _refuse_per_head("alibi", alibi)
+    if sinks is not None and not isinstance(sinks, Tensor):
+        _refuse_per_head("sinks", sinks)
     if dropout is not None and type(dropout) is not float:
         dropout = as_float("dropout", dropout)
     rng = _seed(q) if dropout and draws_seed else None
     return args.with_features(alibi, sinks, dropout or 0.0, rng)
+
+
+def _refuse_per_head(name: str, value: Any) -> None:
+    raise ValueError(f"{name} is a {type(value).__name__}: give a tensor with a value for each query head")
 
 
 def _seed(q: Tensor) -> Tensor:
@@ -639,10 +647,12 @@ def _mod_parts() -> tuple[Any, Any]:
 def _checked_bias(bias: Any, q: Tensor, k: Tensor, layout: str) -> Tensor:
     """Check the bias and return it with four dimensions."""
     bias = _checked_bias_type(bias, "(B, H, Sq, Sk)")
+    if bias.dim() == 4:
+        return bias  # `describe` compares its shape with (B, H, Sq, Sk)
     sizes = _score_shape(q, k, layout)
     if bias.dim() > 4 or any(x not in (1, size) for x, size in zip(reversed(bias.shape), reversed(sizes))):
         raise ValueError(f"bias has shape {tuple(bias.shape)}: it does not broadcast with (B, H, Sq, Sk) = {sizes}")
-    return bias if bias.dim() == 4 else bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+    return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
 
 
 def _checked_bias_type(bias: Any, sizes: str) -> Tensor:

@@ -26,7 +26,7 @@ from cute_flash.spec.decode import SCHEMA, TENSOR_FIELDS, DecodeArgs, decode_out
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _TENSOR_NAMES = ("q", "k_cache", "v_cache", *TENSOR_FIELDS)
-_DIRECT_TYPES = PLAIN_TYPES | {type(None), bool, int, float}
+_DIRECT_TYPES = PLAIN_TYPES | {bool, int, float}
 
 LIBRARY.define(
     f"decode(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {SCHEMA}) -> (Tensor, Tensor)",
@@ -73,8 +73,11 @@ def is_direct(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> 
     """Whether the dispatcher can be bypassed, because it would only call the operator's CUDA implementation."""
     if not q.is_cuda or is_observed():
         return False
-    if not _DIRECT_TYPES.issuperset(map(type, (q, k_cache, v_cache, *args))):
+    if type(q) not in PLAIN_TYPES or type(k_cache) not in PLAIN_TYPES or type(v_cache) not in PLAIN_TYPES:
         return False
+    for x in args:
+        if x is not None and type(x) not in _DIRECT_TYPES:
+            return False
     # Only these tensors can have the negative bit (torch's lazy negation): tensors with it have an element stride of 2,
     # and the others are integers or have contiguous rows.
     return is_plain(args.rotary_cos, args.rotary_sin, args.alibi, args.sinks, args.k_scale, args.v_scale)

@@ -55,6 +55,10 @@ WRONG = [
         dict(bias=torch.ones(S, S + 1)),
         r"bias has shape \(16, 17\): it does not broadcast with \(B, H, Sq, Sk\) = \(1, 2, 16, 16\)",
     ),
+    (
+        dict(bias=torch.ones(1, 3, S, S)),
+        r"bias has shape \(1, 3, 16, 16\): it does not broadcast with \(B, H, Sq, Sk\) = \(1, 2, 16, 16\)",
+    ),
     (dict(bias=torch.ones(1, 1, 1, S, S)), r"bias has shape \(1, 1, 1, 16, 16\)"),
     (dict(bias=0.5), "bias is a float"),
     (dict(bias=torch.ones(S, S, dtype=torch.int64)), "bias is torch.int64"),

@@ -17,7 +17,7 @@ The function of a plain forward call on Hopper:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
             q, k, v = ensure_aligned(q), ensure_aligned(k), ensure_aligned(v)
         tile_counter = 0
-        fwd_sm90(q, k, v, out, lse, scale, 0, 0, heads_per_l2_group, num_ctas, seqlen_q, tile_counter, None, …)
+        fwd_sm90(q, k, v, out, lse, scale, window_left, window_right, heads_per_l2_group, …, None)
         return out, lse, None
 
 All launches are generated here: `attn`, its gradients, `attn_decode` and merges. The rules that hold for every launch
@@ -61,12 +61,11 @@ _HELPERS: dict[str, Any] = {
     "out_like": out_like,
     "inf": math.inf,
     "MIN_SCALE": operands.MIN_SCALE,
-    "MAX_WINDOW": operands.MAX_WINDOW,
     "rows_of_sequences": finalizers.rows_of_sequences,
     **{
         name: getattr(operands, name)
         for name in (
-            "aligned_like", "cache_operand", "cache_scale", "check_caches", "clamp_window", "dropout_origin_operands",
+            "aligned_like", "cache_operand", "cache_scale", "check_caches", "dropout_origin_operands",
             "ensure_aligned", "pack_gqa", "positive_scale", "rotary_operand",
         )
     },
@@ -95,7 +94,9 @@ class FunctionSource:
     def of_plan(name: str, parameters: str, plan: Plan | DecodePlan, device: torch.device) -> FunctionSource:
         tile = plan.tile
         sizes = {"tile_m": tile.tile_m, "tile_n": tile.tile_n, **plan.sizes}
-        return FunctionSource(name, parameters, device, problem=plan.problem, **sizes)
+        f = FunctionSource(name, parameters, device, problem=plan.problem, **sizes)
+        f.window(plan.problem.band)
+        return f
 
     def add(self, text: str) -> None:
         self.lines += [f"{self.indent}{line}" for line in text.split("\n")]
@@ -167,12 +168,10 @@ class FunctionSource:
             addresses = f"({addresses})" if len(names) > 1 else addresses
             self.add(f"if {addresses} % {ROW_ALIGN_BYTES}:\n    {aligned}")
 
-    def window(self, band: Band) -> dict[str, str]:
-        """The expressions of the window operands. Kernels do not read an absent bound, which is passed as 0."""
-        return {
-            f"window_{side}": "0" if bound is None else f"clamp_window(args.window_{side})"
-            for side, bound in (("left", band.left), ("right", band.right))
-        }
+    def window(self, band: Band) -> None:
+        """Set the window operands, which are part of the signature. Kernels do not read an absent bound: it is 0."""
+        for side, bound in (("left", band.left), ("right", band.right)):
+            self.values[f"window_{side}"] = 0 if bound is None else min(bound, operands.MAX_WINDOW)
 
     def launch(self, key: LaunchKey, renamed: Mapping[str, str]) -> None:
         """Add the launch of a kernel, or of several. `renamed` maps operands to expressions."""
@@ -227,14 +226,13 @@ class FunctionSource:
 
     def offsets(self, plan: Plan) -> None:
         """Add the operands of a varlen batch: offsets, and the window bounds of the scheduler kernel."""
-        band = plan.problem.band
+        band, farthest = plan.problem.band, operands.MAX_WINDOW
         self.assign("cu_seqlens_q", "args.cu_seqlens_q.contiguous()")
         self.assign("cu_seqlens_k", "args.cu_seqlens_k.contiguous()")
         if plan.problem.seqused_k:
             self.assign("seqused_k", "args.seqused_k.contiguous()")
         for side, bound in (("left", band.left), ("right", band.right)):
-            text = "MAX_WINDOW" if bound is None else f"clamp_window(args.window_{side})"
-            self.assign(f"scheduler_{side}", text)
+            self.values[f"scheduler_{side}"] = farthest if bound is None else min(bound, farthest)
 
     def bind(self) -> Callable[..., Any]:
         """Compile the source, or reuse equal source, and return the function."""
@@ -292,7 +290,7 @@ def bind_forward(plan: Plan, device: torch.device, copies_inputs: bool, copies_o
         f.allocate(Buffer("lse", (problem.batch, problem.heads, problem.seqlen_q)))
     f.scale()
     f.align(("q", "k", "v"), copies_inputs)
-    renamed = f.window(problem.band)
+    renamed: dict[str, str] = {}
     if copies_output:
         f.assign("target", "empty_like(out, memory_format=contiguous_format)")
         renamed["out"] = "target"
@@ -348,7 +346,7 @@ def bind_backward(plan: Plan, device: torch.device, copies_inputs: bool, copies_
     if has_dlse:
         f.assign("dlse", "dlse.contiguous()")
     f.assign("dout_cast", "dout.to(q.dtype, memory_format=contiguous_format)" if problem.out_fp32 else "dout")
-    renamed = {**f.window(problem.band), "dbias_terms": "dbias"}
+    renamed = {"dbias_terms": "dbias"}
     if copies_gradients:
         for name in ("dq", "dk", "dv"):
             f.assign(f"{name}_target", f"aligned_like({name})")
@@ -417,7 +415,7 @@ def bind_decode(
     f.add(f"if (k_cache.data_ptr() | v_cache.data_ptr()) % {ROW_ALIGN_BYTES}:\n    check_caches(k_cache, v_cache)")
     f.scale()
     f.align(("q",), copies_q)
-    renamed = {**f.window(problem.band), **values}
+    renamed = dict(values)
     if writes_to_args:
         f.assign("out", "args.out")
         f.assign("target", "aligned_like(out)")

@@ -12,7 +12,6 @@ from cute_flash.planning.plan import MAX_SEQLEN
 from cute_flash.spec.decode import DecodeProblem
 from cute_flash.spec.dropout import CALL_STRIDE, RECT_KEYS, RECT_ROWS
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
-from cute_flash.spec.problem import check_window
 
 # Keeps 512 rows below 2^31 elements, because kernels compute offsets within a tile in 32 bits.
 MAX_ROW_STRIDE = (1 << 31) // 512
@@ -67,12 +66,6 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale} is not finite: use a finite number")
     return (-q if scale < 0 else q), max(abs(scale), MIN_SCALE)
-
-
-def clamp_window(bound: int) -> int:
-    if bound < 0:
-        check_window((bound, None))
-    return min(bound, MAX_WINDOW)
 
 
 # ---- views

@@ -39,8 +39,11 @@ def next_seed(index: int) -> Tensor:
 
 
 def _table(seed: int, first: int, device: torch.device) -> Tensor:
-    """The rows (seed, offset) of the offsets from `first`, written by kernels of the current stream."""
-    with torch.cuda.device(device):
+    """The rows (seed, offset) of the offsets from `first`, written by kernels of the current stream.
+
+    The table is no inference tensor: later calls, outside of inference mode, save its rows for their backward.
+    """
+    with torch.cuda.device(device), torch.inference_mode(False):
         table = torch.empty(TABLE_ROWS, 2, dtype=torch.int64, device=device)
         table[:, 0] = seed - (1 << 64) * (seed >= 1 << 63)
         table[:, 1] = torch.arange(first, first + STEP * TABLE_ROWS, STEP, device=device)

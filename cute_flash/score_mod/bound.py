@@ -16,6 +16,8 @@ from cute_flash.score_mod.graph import Graph
 from cute_flash.score_mod.parse import parse_graph
 from cute_flash.score_mod.trace import BoundMod, bind
 
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
 
 @dataclass(frozen=True)
 class Graphs:
@@ -121,7 +123,7 @@ def mod_arguments(
     score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None, device: torch.device
 ) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
     """The fields mod_graphs, captures and scalars of `AttentionArgs` for a call on a device."""
-    if torch.compiler.is_dynamo_compiling():
+    if _is_dynamo_compiling():
         from cute_flash.score_mod import compiled
 
         return compiled.mod_arguments(score_mod, mask_mod, score_mod_bwd, device)

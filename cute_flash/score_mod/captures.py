@@ -47,6 +47,8 @@ class Source(NamedTuple):
 
 def code_of(function: Any) -> CodeType | type:
     """The key under which traces of a function are cached: its code object, or the type of a callable object."""
+    if type(function) is FunctionType:
+        return function.__code__
     while isinstance(function, (functools.partial, MethodType)):
         function = function.func if isinstance(function, functools.partial) else function.__func__
     return function.__code__ if isinstance(function, FunctionType) else type(function)

@@ -62,13 +62,15 @@ class Trace:
                 values.append(value)
         except (AttributeError, LookupError, TypeError, ValueError):
             return None
-        if any(values[i] is not values[j] for i, j in self.aliases):
-            return None
-        scalars = tuple([values[i] for i in self.scalars])
+        for i, j in self.aliases:
+            if values[i] is not values[j]:
+                return None
+        scalars = tuple([values[i] for i in self.scalars]) if self.scalars else ()
         for x in scalars:
             if type(x) is int and not -MAX_INT <= x < MAX_INT:
                 raise TraceError(f"a captured number is {x}: captured ints must fit in 32 bits")
-        return BoundMod(self.graph, tuple([values[i] for i in self.captures]), scalars)
+        captures = tuple([values[i] for i in self.captures]) if self.captures else ()
+        return BoundMod(self.graph, captures, scalars)
 
 
 _traces: dict[tuple[str, CodeType | type], list[Trace]] = {}

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from cute_flash.score_mod.bound import Graphs
 
 
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+
 class _cached:
     """`functools.cached_property` without its lock, which Python below 3.12 takes at the first read."""
 
@@ -82,16 +85,23 @@ class AttentionArgs(_Fields):
     def with_features(
         self, alibi: Tensor | None, sinks: Tensor | None, dropout: float, rng: Tensor | None
     ) -> AttentionArgs:
-        """`_replace` of these four fields, which are neighbours; it takes a third of the time."""
+        """`_replace` of these four fields, which are neighbours and still absent; it takes a third of the time."""
         # Adding tuples is faster than unpacking them.
-        return tuple.__new__(AttentionArgs, self[:_ALIBI] + (alibi, sinks, dropout, rng) + self[_RNG + 1 :])  # noqa: RUF005
+        args = tuple.__new__(AttentionArgs, self[:_ALIBI] + (alibi, sinks, dropout, rng) + self[_RNG + 1 :])  # noqa: RUF005
+        # In a third of the time of the cached property; Dynamo does not trace attributes of tuples.
+        if not _is_dynamo_compiling():
+            args.tensors = self.tensors + tuple([x for x in (alibi, sinks, rng) if x is not None])
+        return args
 
     def with_mods(
         self, bias: Tensor | None, text: str, captures: tuple, scalars: tuple, needs_grad: tuple[bool, ...]
     ) -> AttentionArgs:
-        """`_replace` of the fields bias, mod_graphs, captures, scalars and needs_grad."""
+        """`_replace` of the fields bias, mod_graphs, captures, scalars and needs_grad, which are still absent."""
         middle = (bias, text, captures, needs_grad)
-        return tuple.__new__(AttentionArgs, (self[0], scalars) + self[2:_BIAS] + middle + self[_BIAS + 4 :])  # noqa: RUF005
+        args = tuple.__new__(AttentionArgs, (self[0], scalars) + self[2:_BIAS] + middle + self[_BIAS + 4 :])  # noqa: RUF005
+        if not _is_dynamo_compiling():
+            args.tensors = self.tensors + captures if bias is None else (*self.tensors, bias, *captures)
+        return args
 
     @property
     def band(self) -> Band:
@@ -132,10 +142,12 @@ class AttentionArgs(_Fields):
 
     @_cached
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of the call besides q, k and v."""
-        fields = self.alibi, self.sinks, self.rng, self.bias, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k
-        found = tuple([x for x in fields if x is not None])
-        return (*found, *self.captures, *self.block_mask) if self.captures or self.block_mask else found
+        """All tensors of the call besides q, k and v; those that `with_features` and `with_mods` append are last."""
+        fields = (
+            self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k, *self.block_mask, self.alibi, self.sinks, self.rng,
+            self.bias, *self.captures,
+        )  # fmt: skip
+        return tuple([x for x in fields if x is not None])
 
     @_cached
     def key(self) -> tuple[Any, ...]:

@@ -27,6 +27,8 @@ Swapping bytes instead of multiplying has the same cost, but would give differen
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
@@ -42,6 +44,7 @@ RANDOM_BITS = 15
 MAX_RANDOM = (1 << RANDOM_BITS) - 1
 
 
+@lru_cache(maxsize=64)
 def threshold(p: float) -> int:
     """The number below which scores are dropped: p rounded to a multiple of 2^-15, and less than 1."""
     return min(round(p * (1 << RANDOM_BITS)), MAX_RANDOM)

@@ -253,7 +253,8 @@ def check_heads(heads: int, heads_kv: int) -> None:
 def check_window(window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window={window!r}: give (left, right), a number of keys or None for each side")
-    for side, value in zip(("left", "right"), window, strict=True):
+    left, right = window
+    for side, value in (("left", left), ("right", right)):
         if isinstance(value, float):
             raise ValueError(f"window {side}={value}: use a whole number of keys, or None for an unbounded side")
         if value is not None and value < 0:

@@ -63,10 +63,11 @@ def as_window(window: Any) -> tuple[int | None, int | None]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window={window!r}: give (left, right), a number of keys or None for each side")
     remedy = "use a whole number of keys, or None for an unbounded side"
-    left, right = (
-        None if value is None else as_int(f"window {side}", value, remedy)
-        for side, value in zip(("left", "right"), window, strict=True)
-    )
+    left, right = window
+    if left is not None:
+        left = as_int("window left", left, remedy)
+    if right is not None:
+        right = as_int("window right", right, remedy)
     check_window((left, right))
     return left, right
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,3 +73,14 @@ def test_streams_have_their_own_tables_and_graphs_draw_anew(machine: Any) -> Non
     assert machine.tables == [(5, 0), (5, 4)], "kernels of a stream write the table that it reads"
     machine.is_capturing = True
     assert rng.next_seed(0) == "drawn on cuda:0" and machine.generator.offset == 8
+
+
+def test_a_table_made_in_inference_mode_serves_calls_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    with torch.inference_mode():
+        table = rng._table(5, 8, torch.device("cpu"))
+    assert table[1].tolist() == [5, 12]
+    # Autograd refuses to save inference tensors.
+    x = torch.ones(2, requires_grad=True)
+    (x * table[1]).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [5, 12]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -88,6 +89,24 @@ def test_tensors_are_noticed() -> None:
     }  # fmt: skip
     for name, value in tensors.items():
         assert plain._replace(**{name: value}).tensors, name
+
+
+def test_arguments_with_features_and_mods_are_those_of_replace() -> None:
+    """`with_features` and `with_mods` also list the tensors, in any combination of present and absent ones."""
+    x, y, z = torch.ones(4), torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
+    offsets = torch.zeros(3, dtype=torch.int32)
+    varlen, block_sparse = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}, {"block_mask": (z, y, z, y)}
+    for base in (AttentionArgs(scale=1.0, **fields) for fields in ({}, varlen, block_sparse)):
+        choices = itertools.product((None, x), (None, y), (None, z), (None, y[None, None]), ((), (y, x)))
+        for alibi, sinks, rng, bias, captures in choices:
+            args = base.with_features(alibi, sinks, 0.5, rng).with_mods(bias, "text", captures, (1.0,), (True,))
+            expected = base._replace(
+                alibi=alibi, sinks=sinks, dropout=0.5, rng=rng, bias=bias, mod_graphs="text", captures=captures,
+                scalars=(1.0,), needs_grad=(True,),
+            )  # fmt: skip
+            assert all(mine is other or mine == other for mine, other in zip(args, expected, strict=True))
+            assert all(mine is other for mine, other in zip(args.tensors, expected.tensors, strict=True))
+            assert args.key == expected.key
 
 
 # A value of each field that differs from the default; a plan depends on all of them.
