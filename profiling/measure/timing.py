@@ -20,7 +20,8 @@ import torch
 
 from profiling.measure.workers import TaskFailed, Unusable
 
-K, T = TypeVar("K"), TypeVar("T")
+K = TypeVar("K")
+T = TypeVar("T")
 
 # Calls from which the time of one call is estimated.
 ESTIMATE_CALLS = 3
