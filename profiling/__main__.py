@@ -27,8 +27,8 @@ from profiling.tune import tune, versions
 
 DESCRIPTION = "Measure cute_flash beside other libraries, tune its tiles, and compare counters with predictions."
 COMMANDS: tuple[Command, ...] = (
-    bench.COMMAND,
-    host.COMMAND,
+    bench.STUDY.command,
+    host.STUDY.command,
     features.STUDY.command,
     mods.COMMAND,
     fp32.STUDY.command,

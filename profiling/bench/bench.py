@@ -6,9 +6,7 @@ run; results up to then are saved.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -23,10 +21,10 @@ from profiling.bench.compare import Change
 from profiling.bench.suites import SUITES
 from profiling.measure.accuracy import DISTRIBUTIONS, Accuracy, Oracle, poison
 from profiling.measure.launches import needed_kernels
-from profiling.measure.options import MS, ROUNDS, SEED, int_list, name_list, option, settings_of
+from profiling.measure.options import MS, ROUNDS, SEED, int_list, name_list, option
 from profiling.measure.record import Ceiling, Cell, Result, Run, load
 from profiling.measure.shapes import DTYPES, MASKS, Shape
-from profiling.measure.study import NOT_MEASURED, CellFailure, Record, Step, Study, Tools
+from profiling.measure.study import CellFailure, Record, Step, Study, Tools
 from profiling.measure.tables import Table, print_unavailable
 from profiling.measure.timing import Failure, Measured, TimedCall, Timer, attempt, attempt_each, measure
 from profiling.peers.directions import DIRECTIONS, Direction, Inputs, calls_of
@@ -69,10 +67,27 @@ class Settings:
     outliers: bool = option(False, "check the accuracy on inputs with outliers too")
     layout: str = option("bhsd", "order of the inputs in memory", choices=LAYOUTS)
     seed: int = SEED(0)
+    base: str | None = option(None, "compare with the JSON of an earlier run", metavar="FILE")
+    threshold: float = option(0.05, "relative fall of ours/ref that is a regression", metavar="X")
     ceiling_size: int = 8192
 
     def shapes(self) -> list[Shape]:
         return SUITES[self.suite].narrowed(self.lengths, self.head_dims, self.masks, self.batch, self.heads).shapes()
+
+    def peers(self) -> tuple[list[Peer], dict[str, str]]:
+        """The peers that can run here, and the reason for each of the others."""
+        return split_available(select(self.providers, self.kernels), self.direction)
+
+    def check(self) -> None:
+        """Raise `ValueError` or `OSError` if nothing can be measured or compared."""
+        self.shapes()
+        select([self.reference])
+        if self.base is not None:
+            load(Path(self.base))
+        peers, unavailable = self.peers()
+        if not peers:
+            print_unavailable(unavailable)
+            raise ValueError("nothing was measured; `cute-flash explain` predicts the time of a call without a GPU")
 
 
 @dataclass
@@ -214,8 +229,9 @@ def measure_ceiling(settings: Settings, tools: Tools, earlier: Ceiling | None = 
     return Ceiling(name, tflops, round_ms)
 
 
-def steps(settings: Settings, tools: Tools, peers: Sequence[Peer], jobs: int = 1) -> list[Step]:
-    """The cells, between two measurements of the matrix product. `peers`: those that can run here."""
+def steps(settings: Settings, tools: Tools) -> list[Step]:
+    """The cells, between two measurements of the matrix product."""
+    peers, _ = settings.peers()
     tools = tools if settings.graph else replace(tools, timer=tools.events)
     shapes, l2_bytes = settings.shapes(), tools.facts().get("l2_bytes")
     # The state of the card after each cell, and before the first.
@@ -235,7 +251,7 @@ def steps(settings: Settings, tools: Tools, peers: Sequence[Peer], jobs: int = 1
 
     product = Step("ceiling", "the matrix product", ceiling)
     cells = [Step("cells", shape.id, partial(cell_of, shape)) for shape in shapes]
-    compiled = [Step(None, f"kernels of {fa4_cache.FA4}", partial(_compile_fa4, settings, jobs))]
+    compiled = [Step(None, f"kernels of {fa4_cache.FA4}", partial(_compile_fa4, settings, tools.jobs))]
     return [*compiled * any(peer.name == fa4_cache.FA4 for peer in peers), product, *cells, product]
 
 
@@ -244,7 +260,8 @@ def _compile_fa4(settings: Settings, jobs: int) -> Record:
     return {}
 
 
-def kernels(settings: Settings, tools: Tools, peers: Sequence[Peer]) -> list[CompileKey]:
+def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
+    peers, _ = settings.peers()
     dtype, directions = DTYPES[settings.dtype], (settings.direction,)
     return needed_kernels(calls_of(peers, settings.shapes(), directions, dtype, tools.device, settings.layout))
 
@@ -256,45 +273,35 @@ def _line(title: str, found: Record) -> str:
     return f"{title}: {', '.join(values)} TFLOP/s" if values else title
 
 
-def study_of(
-    peers: Sequence[Peer],
-    unavailable: Mapping[str, str],
-    base: Run | None = None,
-    threshold: float = 0.05,
-    jobs: int = 1,
-) -> Study[Settings]:
-    """The study of peers that can run here, compared with an earlier run."""
+def parts(settings: Settings, tools: Tools) -> Record:
+    peers, unavailable = settings.peers()
+    return {
+        "method": {**METHOD, **DIRECTIONS[settings.direction].method},
+        "ours": [peer.name for peer in peers if peer.is_ours],
+        "providers": [peer.name for peer in peers],
+        "unavailable": unavailable,
+        "ceiling": {},
+        "cells": [],
+    }
 
-    def changes(record: Record) -> list[Change]:
-        return [] if base is None else compare.changes(Run.from_dict(record), base)
 
-    def tables(record: Record) -> list[Table]:
-        found = report.tables(Run.from_dict(record))
-        return found + ([report.change_table(changes(record), threshold)] if base is not None else [])
+def changes(record: Record) -> list[Change] | None:
+    """The changes since the base; None without a base."""
+    base = record["settings"]["base"]
+    return None if base is None else compare.changes(Run.from_dict(record), load(Path(base)))
 
-    def failures(record: Record) -> list[CellFailure]:
-        found = report.failures(Run.from_dict(record))
-        if base is not None and not changes(record):
-            reference = record["settings"]["reference"]
-            found.append(CellFailure("all cells", OURS[0], f"none of the base has a ratio to {reference}"))
-        worse = [one for one in changes(record) if one.is_regression(threshold)]
-        return found + [CellFailure(one.key, OURS[0], "regression") for one in worse]
 
-    return replace(
-        STUDY,
-        kernels=partial(kernels, peers=peers),
-        parts=lambda settings, tools: {
-            "method": {**METHOD, **DIRECTIONS[settings.direction].method},
-            "ours": [peer.name for peer in peers if peer.is_ours],
-            "providers": [peer.name for peer in peers],
-            "unavailable": dict(unavailable),
-            "ceiling": {},
-            "cells": [],
-        },
-        steps=partial(steps, peers=peers, jobs=jobs),
-        tables=tables,
-        failures=failures,
-    )
+def tables(record: Record) -> list[Table]:
+    found, compared = report.tables(Run.from_dict(record)), changes(record)
+    return found if compared is None else [*found, report.change_table(compared, record["settings"]["threshold"])]
+
+
+def failures(record: Record) -> list[CellFailure]:
+    found, compared, settings = report.failures(Run.from_dict(record)), changes(record), record["settings"]
+    if compared == []:
+        found.append(CellFailure("all cells", OURS[0], f"none of the base has a ratio to {settings['reference']}"))
+    worse = [one for one in compared or () if one.is_regression(settings["threshold"])]
+    return found + [CellFailure(one.key, OURS[0], "regression") for one in worse]
 
 
 STUDY = Study(
@@ -307,34 +314,13 @@ STUDY = Study(
         "--batch 2 --heads 32 --lengths 8192 --head-dims 128 --masks causal  # one shape",
     ),
     settings=Settings,
-    check=Settings.shapes,
-    kernels=partial(kernels, peers=()),
-    steps=partial(steps, peers=()),
-    tables=lambda record: [],
+    check=Settings.check,
+    kernels=kernels,
+    parts=parts,
+    steps=steps,
+    tables=tables,
+    failures=failures,
     notes=lambda record: [report.LEGEND, ""],
     line=_line,
     ours=(*OURS, report.ORACLE),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    STUDY.add_arguments(parser)
-    add = parser.add_argument
-    add("--base", type=Path, metavar="FILE", help="compare with the JSON of an earlier run")
-    text = "relative fall of ours/ref that is a regression (default: %(default)s)"
-    add("--threshold", type=float, default=0.05, metavar="X", help=text)
-
-
-def run(args: argparse.Namespace) -> int:
-    settings, base = settings_of(Settings, args), load(args.base) if args.base else None
-    settings.shapes()
-    select([settings.reference])
-    peers, unavailable = split_available(select(settings.providers, settings.kernels), settings.direction)
-    if not peers:
-        print_unavailable(unavailable)
-        print("Nothing was measured. `cute-flash explain` predicts the time of a call without a GPU.", file=sys.stderr)
-        return NOT_MEASURED
-    return study_of(peers, unavailable, base, args.threshold, args.jobs).run(args)
-
-
-COMMAND = replace(STUDY.command, add_arguments=add_arguments, run=run)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from profiling.measure.timing import Failure, TimedCall, Timer, attempt, repeat
+from profiling.measure.timing import TimedCall, Timer, interleave, repeat
 from profiling.measure.workers import note
 
 # (case, name of the call), such as ("plain-fwd", "sdpa-flash").
@@ -33,8 +33,6 @@ def host_times(
     order: random.Random,
 ) -> Times:
     """Microseconds of host time per call: the median of `repeats` loops, interleaved in shuffled order."""
-    loops: dict[Place, list[float]] = {place: [] for place in timed_calls}
-    errors: dict[Place, str] = {}
 
     def one_loop(one: TimedCall) -> float:
         with one.context():
@@ -46,22 +44,18 @@ def host_times(
             timer.synchronize()
         return 1e6 * (end - start) / calls
 
+    def shuffled(places: list[Place], loop: int) -> list[Place]:
+        note(f"loop {loop} of {repeats}")
+        order.shuffle(places)
+        return places
+
     was_collecting = gc.isenabled()
     gc.disable()
     try:
-        # Loop 0 compiles, loads and warms up, and is not counted.
-        for loop in range(repeats + 1):
-            note(f"loop {loop} of {repeats}")
-            places = list(loops)
-            order.shuffle(places)
-            for place in places:
-                us = attempt(partial(one_loop, timed_calls[place]), timer)
-                if isinstance(us, Failure):
-                    errors[place] = us.message
-                    del loops[place]
-                elif loop > 0:
-                    loops[place].append(us)
+        actions = {place: partial(one_loop, one) for place, one in timed_calls.items()}
+        loops, errors = interleave(actions, repeats + 1, timer, shuffled)
     finally:
         if was_collecting:
             gc.enable()
-    return Times({place: statistics.median(us) for place, us in loops.items()}, errors)
+    # Loop 0 compiles, loads and warms up, and is not counted.
+    return Times({place: statistics.median(us[1:]) for place, us in loops.items()}, errors)

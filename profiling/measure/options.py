@@ -71,8 +71,9 @@ def _keywords(default: Any, text: str, choices: Sequence[str], keywords: dict[st
         text = "; ".join(filter(None, (f"of {', '.join(choices)}" if choices else "", text)))
     elif choices:
         made["choices"] = choices
-    if default not in (None, (), choices):
+    if default not in (None, ()):
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        shown = "all" if default == choices else shown
         text = f"{text} (default: {shown})" if text else f"default: {shown}"
     return {**made, "help": text}
 

@@ -78,6 +78,7 @@ class Tools:
     facts: Callable[[], Record] = lambda: machine.facts()
     card_state: Callable[[], Record] = lambda: machine.card_state()
     clock: Callable[[], float] = time.perf_counter
+    jobs: int = 1  # compiling processes
     progress: Callable[[str], None] = lambda line: None
     save: Callable[[Any], None] = lambda record: None
 
@@ -229,10 +230,11 @@ class Study(Generic[S]):
         tools = Tools() if is_on_gpu else Tools.on_cpu()
         facts = {**tools.facts(), "gpu": None} if self.runs_on == "cpu" else tools.facts()
         path = args.out or (machine.default_path(self.name, facts) if self.has_own_file and not is_dry_run else None)
-        tools = replace(tools, facts=lambda: facts, save=partial(write_json, path=path))
+        jobs = getattr(args, "jobs", 1)
+        tools = replace(tools, facts=lambda: facts, save=partial(write_json, path=path), jobs=jobs)
         with self.context(settings):
             if self.kernels is not None and is_on_gpu:
-                precompile_keys(list(self.kernels(settings, tools)), args.jobs)
+                precompile_keys(list(self.kernels(settings, tools)), jobs)
             chosen = self.steps(settings, tools)
             with steps(f"measuring {self.name}", len(chosen)) as done:
                 record = self.measure(settings, replace(tools, progress=done), chosen)

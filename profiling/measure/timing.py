@@ -18,8 +18,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from profiling.measure.workers import Unusable
+from profiling.measure.workers import TaskFailed, Unusable
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 # Calls from which the time of one call is estimated.
@@ -165,8 +166,8 @@ class WallTimer(EventTimer):
 
 def describe(error: BaseException) -> str:
     """One line for a table and a file."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, TaskFailed) else f"{type(error).__name__}: {text}"
 
 
 def attempt(action: Callable[[], T], timer: Timer) -> T | Failure:
@@ -199,20 +200,36 @@ def unusable_if_lost(timer: Timer) -> Iterator[None]:
         raise
 
 
-def attempt_each(actions: Mapping[str, Callable[[], T]], timer: Timer) -> tuple[dict[str, T], dict[str, str]]:
+def attempt_each(actions: Mapping[K, Callable[[], T]], timer: Timer) -> tuple[dict[K, T], dict[K, str]]:
     """The results of the actions that succeed, and the messages of those that fail, by name."""
-    results: dict[str, T] = {}
-    failures: dict[str, str] = {}
-    for name, action in actions.items():
-        result = attempt(action, timer)
-        if isinstance(result, Failure):
-            failures[name] = result.message
-        else:
-            results[name] = result
-    return results, failures
+    results, errors = interleave(actions, 1, timer, order=lambda names, i: names)
+    return {name: found[0] for name, found in results.items()}, errors
 
 
-def balanced(names: Sequence[str], round_index: int) -> list[str]:
+def interleave(
+    actions: Mapping[K, Callable[[], T]],
+    rounds: int,
+    timer: Timer,
+    order: Callable[[list[K], int], Sequence[K]] | None = None,
+) -> tuple[dict[K, list[T]], dict[K, str]]:
+    """The results of the actions in each round, and the messages of those that fail.
+
+    An action that fails is left out of later rounds. `order`: of the names in a round; by default, that of `balanced`.
+    """
+    results: dict[K, list[T]] = {name: [] for name in actions}
+    errors: dict[K, str] = {}
+    for i in range(rounds):
+        for name in (order or balanced)(list(results), i):
+            result = attempt(actions[name], timer)
+            if isinstance(result, Failure):
+                errors[name] = result.message
+                del results[name]
+            else:
+                results[name].append(result)
+    return results, errors
+
+
+def balanced(names: Sequence[K], round_index: int) -> list[K]:
     """The order of one round, by a Williams design.
 
     Over n rounds of n names, each name is first once. Each name follows every other name equally often over n rounds
@@ -254,13 +271,7 @@ def measure(timed_calls: Mapping[str, TimedCall], timer: Timer, rounds: int, bud
     batches, errors = attempt_each(
         {name: partial(warm_up, timed_call, timer, budget_ms) for name, timed_call in timed_calls.items()}, timer
     )
-    times: dict[str, list[float]] = {name: [] for name in batches}
-    for round_index in range(rounds):
-        for name in balanced(list(times), round_index):
-            call_ms = attempt(partial(time_batch, timed_calls[name], batches[name], timer), timer)
-            if isinstance(call_ms, Failure):
-                errors[name] = call_ms.message
-                del times[name]
-            else:
-                times[name].append(call_ms)
-    return Measured({n: Samples(batches[n].calls, tuple(ms)) for n, ms in times.items()}, errors)
+    rounds_of = {name: partial(time_batch, timed_calls[name], batch, timer) for name, batch in batches.items()}
+    times, later = interleave(rounds_of, rounds, timer)
+    samples = {name: Samples(batches[name].calls, tuple(call_ms)) for name, call_ms in times.items()}
+    return Measured(samples, errors | later)

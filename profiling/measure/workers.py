@@ -172,6 +172,9 @@ class Pool:
     def __exit__(self, *error: object) -> None:
         for worker in self._busy:
             worker.end(is_urgent=True)
+        # All end at the same time.
+        for worker in self._idle:
+            worker.connection.close()
         for worker in self._idle:
             worker.end()
 

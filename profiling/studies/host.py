@@ -20,15 +20,10 @@ cache.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -83,8 +78,9 @@ def in_fresh_process(settings: Settings, index: int) -> Times:
     return times
 
 
-def steps(settings: Settings, tools: Tools, base: Mapping[str, Any]) -> list[Step]:
-    """A step for each process; it computes the figures of all cases again. `base`: the record of an earlier run."""
+def steps(settings: Settings, tools: Tools) -> list[Step]:
+    """A step for each process; it computes the figures of all cases again."""
+    base = settings.earlier()
     processes: list[Times] = []
 
     def measure_process(index: int) -> Record:
@@ -107,6 +103,7 @@ STUDY = Study(
     help="host time of calls beside SDPA and bare launches",
     examples=("--out host.json", "--start"),
     settings=Settings,
+    check=Settings.earlier,
     context=lambda settings: our_peer(kernels=settings.kernels).context(),
     kernels=lambda settings, tools: needed_kernels(
         lambda case=case: timed_call(case, settings)()  # type: ignore[misc]
@@ -117,22 +114,8 @@ STUDY = Study(
         "median of the processes; bwd: torch.autograd.grad with retain_graph=True"
     },
     parts=lambda settings, tools: {"cases": {}, "errors": {}, "start": {}},
-    steps=partial(steps, base={}),
+    steps=steps,
     tables=host_tables,
     failures=failures,
     ours=(OURS, FLOOR),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    STUDY.add_arguments(parser)
-    text = "JSON of an earlier run, for the goals that compare with it"
-    parser.add_argument("--base", type=Path, metavar="FILE", help=text)
-
-
-def run(args: argparse.Namespace) -> int:
-    base = json.loads(args.base.read_text()) if args.base else {}
-    return replace(STUDY, steps=partial(steps, base=base)).run(args)
-
-
-COMMAND = replace(STUDY.command, add_arguments=add_arguments, run=run)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ import cute_flash
 from profiling.measure.accuracy import random_inputs
 from profiling.measure.options import option
 from profiling.measure.shapes import DTYPES, Shape
+from profiling.measure.study import Record
 from profiling.measure.timing import TimedCall
 from profiling.peers.cute_flash import OPTIONS
 from profiling.peers.peer import KERNELS, gradients_of
@@ -135,10 +138,16 @@ class Settings:
     calls: int = option(CALLS, "calls in a loop")
     repeats: int = option(REPEATS, "loops in a process")
     kernels: str = option("auto", "kernel family of cute_flash", choices=KERNELS)
+    base: str | None = option(None, "JSON of an earlier run, for the goals that compare with it", metavar="FILE")
     start: bool = option(False, "measure the import and the first call too")
     shape: Shape = SHAPE
     one_token_shape: Shape = ONE_TOKEN_SHAPE
     device: str = "cuda"
+
+    def earlier(self) -> Record:
+        """The record of the earlier run, or an empty one."""
+        record: Record = json.loads(Path(self.base).read_text()) if self.base else {}
+        return record
 
     def chosen(self) -> list[Case]:
         return [case for name in dict.fromkeys(self.cases) for case in CASES if case.name == name]

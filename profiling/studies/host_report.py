@@ -10,7 +10,6 @@ from profiling.measure.host_time import Times
 from profiling.measure.study import CellFailure, Record
 from profiling.measure.tables import Table, number
 from profiling.studies.host_cases import SDPA, Case
-from profiling.studies.start import start_table
 
 OURS, FLOOR = "cute_flash", "floor"
 
@@ -110,3 +109,11 @@ def host_tables(record: Record) -> list[Table]:
     if backends:
         tables.append(Table("Backends of SDPA, us", ("case", "backend", "host time", ""), tuple(backends)))
     return tables + ([start_table(record["start"])] if "cold" in record["start"] else [])
+
+
+def start_table(times: Record) -> Table:
+    """The table of a result of `start_times` without an error."""
+    steps = tuple(times["cold"])
+    rows = [(kind, *(f"{times[kind][step]:.0f}" for step in steps)) for kind in ("cold", "warm")]
+    columns = ("compile cache", *(step.removesuffix("_ms").replace("_", " ") for step in steps))
+    return Table("A fresh process after `import torch`, ms", columns, tuple(rows))

@@ -256,7 +256,10 @@ def measure_group(settings: Settings, lock: Path) -> list[Record]:
     ((_, cells),) = settings.groups(tools.device).items()
     with STUDY.context(settings):
         list(precompile_all(kernels_of(settings.groups(tools.device)), 1))
-        return measure_cells(cells, settings.rounds, settings.ms, tools, gpu_lock)
+        records = measure_cells(cells, settings.rounds, settings.ms, tools, gpu_lock)
+    # The process waits for the end of the others.
+    tools.release()
+    return records
 
 
 def parallel_steps(settings: Settings, pool: Pool, lock: Path) -> list[Step]:

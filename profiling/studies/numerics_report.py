@@ -24,15 +24,22 @@ def _cell(found: Records) -> str:
 
 def ways(records: Records) -> Table:
     """Each way to accumulate, at the shortest and the longest sequence."""
-    found = pick(records, study="length")
+    return _by_length("By length", pick(records, study="length"), (*WAYS, UNFUSED))
+
+
+def dtypes(records: Records) -> Table:
+    """The CPU path by dtype, at the shortest and the longest sequence."""
+    return _by_length("CPU path", pick(records, study="dtype"), tuple(CPU_DTYPES))
+
+
+def _by_length(title: str, found: Records, names: Sequence[str]) -> Table:
     lengths = sorted({one["seqlen"] for one in found})
-    ends = (lengths[0], lengths[-1])
-    columns = [(distribution, length) for distribution in DISTRIBUTIONS for length in ends]
+    columns = [(distribution, length) for distribution in DISTRIBUTIONS for length in (lengths[0], lengths[-1])]
     rows = tuple(
         (way, *(_cell(pick(found, way=way, distribution=name, seqlen=length)) for name, length in columns))
-        for way in (*WAYS, UNFUSED)
+        for way in names
     )
-    return Table("By length", ("relative, largest", *(f"{name}, {length}" for name, length in columns)), rows)
+    return Table(title, ("relative, largest", *(f"{name}, {length}" for name, length in columns)), rows)
 
 
 def tiles(records: Records) -> Table:
@@ -50,18 +57,6 @@ def _by_block(title: str, found: Records, axis: str) -> Table:
     if axis == "block":
         rows.append(("rescales of a row", *(f"{pick(found, block=value)[0]['rescales']:.1f}" for value in values)))
     return Table(title, ("relative error", *(f"{value:.0f}" for value in values)), tuple(rows))
-
-
-def dtypes(records: Records) -> Table:
-    """The CPU path by dtype, at the shortest and the longest sequence."""
-    found = pick(records, study="dtype")
-    lengths = sorted({one["seqlen"] for one in found})
-    columns = [(name, length) for name in DISTRIBUTIONS for length in (lengths[0], lengths[-1])]
-    rows = tuple(
-        (dtype, *(_cell(pick(found, way=dtype, distribution=name, seqlen=length)) for name, length in columns))
-        for dtype in CPU_DTYPES
-    )
-    return Table("CPU path", ("relative, largest", *(f"{name}, {length}" for name, length in columns)), rows)
 
 
 def gpu(records: Records, outputs: Sequence[str] = ("out", "dq", "dk", "dv")) -> Table:

@@ -28,7 +28,7 @@ from profiling.peers.directions import DIRECTIONS, calls_of, timed_call
 from profiling.peers.peer import Forward, Peer
 
 DTYPE = "bf16"
-STANDARD, OURS = NAMES = ("standard", "cute_flash")
+STANDARD, OURS = "standard", "cute_flash"
 # Sequences, then heads, are halved until the scores of all heads fit. The backward holds three such matrices.
 MAX_SCORE_BYTES = 8 << 30
 # Larger calls are not captured: they take milliseconds, far more than host time, and a graph would keep their memory.

@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cute_flash.planning.plan import CompileKey, Plan, plan_backward, plan_forward
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
@@ -56,6 +56,13 @@ class InfeasibleError(ValueError):
 Tile = FwdTileSm80 | FwdTileSm90 | BwdTileSm80 | BwdTileSm90 | BwdTileSm90Wide
 
 
+class Axis(NamedTuple):
+    """A field of a tile: the values to try, ascending, and its letter in the compact form."""
+
+    values: tuple[int, ...] = ()
+    letter: str = ""
+
+
 @dataclass(frozen=True)
 class Family:
     """The compact form and the search space of the variants of one kernel.
@@ -65,13 +72,22 @@ class Family:
 
     kernels: str  # kernel family, as for `use_kernels`
     tile: type[Tile]
-    letters: Mapping[str, str]  # letter of the compact form -> field of the tile
-    choices: Mapping[str, tuple[int, ...]]  # values of each field to try, ascending
+    axes: Mapping[str, Axis]  # by field; the letters of the compact form have this order
     has_registers: Callable[[Any], bool] = lambda tile: True  # whether the accumulators leave enough registers
     is_redundant: Callable[[Any], bool] = lambda tile: False  # another tile gives the same kernel, or a faster one
     direction: str = "fwd"
     head_dims: tuple[int, ...] = (64, 128)  # that are tuned by default
     width_step: int = 32  # the width of a tile is a multiple of it
+
+    @property
+    def letters(self) -> dict[str, str]:
+        """Letter of the compact form -> field of the tile."""
+        return {axis.letter: name for name, axis in self.axes.items() if axis.letter}
+
+    @property
+    def choices(self) -> dict[str, tuple[int, ...]]:
+        """The values of each field to try."""
+        return {name: axis.values for name, axis in self.axes.items() if axis.values}
 
     def is_candidate(self, tile: Tile, arch: ArchSpec) -> bool:
         return tile.fits(arch) and self.has_registers(tile) and not self.is_redundant(tile)
@@ -86,22 +102,15 @@ FAMILIES = {
     "fwd_sm90": Family(
         kernels="sm90",
         tile=FwdTileSm90,
-        letters={
-            "s": "stages",
-            "q": "q_stages",
-            "c": "speculative_max",
-            "l": "speculative_max_masked",
-            "t": "ping_pong",
-            "d": "head_dim",
-        },
-        choices={
-            "tile_m": (64, 128, 192),
-            "tile_n": (64, 80, 96, 112, 128, 144, 160, 176, 192),
-            "stages": (1, 2, 4, 8),
-            "q_stages": (1, 2),
-            "speculative_max": (False, True),
-            "speculative_max_masked": (False, True),
-            "ping_pong": (False, True),
+        axes={
+            "tile_m": Axis((64, 128, 192)),
+            "tile_n": Axis((64, 80, 96, 112, 128, 144, 160, 176, 192)),
+            "stages": Axis((1, 2, 4, 8), "s"),
+            "q_stages": Axis((1, 2), "q"),
+            "speculative_max": Axis((False, True), "c"),
+            "speculative_max_masked": Axis((False, True), "l"),
+            "ping_pong": Axis((False, True), "t"),
+            "head_dim": Axis(letter="d"),
         },
         has_registers=lambda tile: tile.accumulator_registers <= tile.registers[1] - SM90_OTHER_REGISTERS,
         # Ping-pong needs two warpgroups; a speculative max in masked blocks alone is not faster.
@@ -113,46 +122,31 @@ FAMILIES = {
     "fwd_sm80": Family(
         kernels="sm80",
         tile=FwdTileSm80,
-        letters={
-            "w": "num_warps",
-            "s": "stages",
-            "q": "q_steps",
-            "c": "speculative_max",
-            "p": "warp_pairs",
-            "d": "head_dim",
-        },
-        choices={
-            "tile_m": (64, 128, 256),
-            "tile_n": (32, 48, 64, 80, 96, 112, 128),
-            "num_warps": (2, 4, 8),
-            "stages": (1, 2),
-            "q_steps": (0, 1, 2, 4, 6, 8, 12, 16),
-            "speculative_max": (False, True),
-            "warp_pairs": (False, True),
+        axes={
+            "tile_m": Axis((64, 128, 256)),
+            "tile_n": Axis((32, 48, 64, 80, 96, 112, 128)),
+            "num_warps": Axis((2, 4, 8), "w"),
+            "stages": Axis((1, 2), "s"),
+            "q_steps": Axis((0, 1, 2, 4, 6, 8, 12, 16), "q"),
+            "speculative_max": Axis((False, True), "c"),
+            "warp_pairs": Axis((False, True), "p"),
+            "head_dim": Axis(letter="d"),
         },
         has_registers=lambda tile: tile.accumulator_registers <= MAX_ACCUMULATORS,
     ),
     "bwd_sm80": Family(
         kernels="sm80",
         tile=BwdTileSm80,
-        letters={
-            "s": "stages",
-            "w": "num_warps",
-            "p": "warps_s",
-            "k": "warps_kv",
-            "h": "splits_kv",
-            "q": "warps_q",
-            "d": "head_dim",
-        },
-        choices={
-            "tile_m": (32, 64, 128),
-            "tile_n": (32, 64, 96, 128),
-            "stages": (1, 2),
-            "num_warps": (4, 8),
-            "warps_s": (1, 2, 4, 8),
-            "warps_kv": (1, 2, 4, 8),
-            "splits_kv": (False, True),
-            "warps_q": (1, 2, 4, 8),
+        axes={
+            "tile_m": Axis((32, 64, 128)),
+            "tile_n": Axis((32, 64, 96, 128)),
+            "stages": Axis((1, 2), "s"),
+            "num_warps": Axis((4, 8), "w"),
+            "warps_s": Axis((1, 2, 4, 8), "p"),
+            "warps_kv": Axis((1, 2, 4, 8), "k"),
+            "splits_kv": Axis((False, True), "h"),
+            "warps_q": Axis((1, 2, 4, 8), "q"),
+            "head_dim": Axis(letter="d"),
         },
         has_registers=lambda tile: tile.accumulator_registers <= MAX_BWD_ACCUMULATORS,
         direction="bwd",
@@ -161,21 +155,26 @@ FAMILIES = {
     "bwd_sm90": Family(
         kernels="sm90",
         tile=BwdTileSm90,
-        letters={"s": "stages", "e": "early_lse", "d": "head_dim"},
-        choices={"tile_m": (64, 128), "tile_n": (128,), "stages": (2,), "early_lse": (False, True)},
+        axes={
+            "tile_m": Axis((64, 128)),
+            "tile_n": Axis((128,)),
+            "stages": Axis((2,), "s"),
+            "early_lse": Axis((False, True), "e"),
+            "head_dim": Axis(letter="d"),
+        },
         direction="bwd",
         width_step=64,
     ),
     "bwd_sm90_wide": Family(
         kernels="sm90",
         tile=BwdTileSm90Wide,
-        letters={"q": "q_stages", "o": "do_stages", "p": "dq_pieces", "d": "head_dim"},
-        choices={
-            "tile_m": (64,),
-            "tile_n": (48, 64, 80, 96),
-            "q_stages": (2,),
-            "do_stages": (1, 2),
-            "dq_pieces": (PIECES - 1, PIECES),
+        axes={
+            "tile_m": Axis((64,)),
+            "tile_n": Axis((48, 64, 80, 96)),
+            "q_stages": Axis((2,), "q"),
+            "do_stages": Axis((1, 2), "o"),
+            "dq_pieces": Axis((PIECES - 1, PIECES), "p"),
+            "head_dim": Axis(letter="d"),
         },
         has_registers=lambda tile: tile.accumulator_registers <= tile.registers[1] - SM90_OTHER_REGISTERS,
         direction="bwd",

@@ -23,15 +23,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from profiling.measure.accuracy import relative_difference
 from profiling.measure.machine import ROOT, source_digest
 from profiling.measure.options import MS, ROUNDS, SEED, at_least_one, num_cores, option, settings_of
 from profiling.measure.shapes import MASKS
 from profiling.measure.study import CellFailure, Record, Step, Study, Tools
 from profiling.measure.tables import Table, geometric_mean, number
-from profiling.measure.timing import Samples, balanced
+from profiling.measure.timing import Samples, WallTimer, attempt_each, interleave
 from profiling.measure.workers import Pool, TaskFailed
 from profiling.peers.cute_flash import OPTIONS
 from profiling.peers.directions import DIRECTIONS
@@ -136,34 +134,21 @@ def measure_cell(cell: Cell, versions: Mapping[str, Version], settings: Settings
     All versions compute the results. A version is timed if its results agree with those of the base. In each round,
     one version after the other is timed. If the base fails, no version is timed.
     """
-    results: dict[str, list[Tensor]] = {}
-    errors: dict[str, str] = {}
-    base = next(iter(versions))
-    for name, version in versions.items():
-        try:
-            results[name] = version.ask("prepare", cell, settings.seed, settings.ms)
-        except TaskFailed as error:
-            errors[name] = str(error)
-            if name == base:
-                break
-    differences = {name: relative_difference(found, results[base]) for name, found in results.items()}
-    times: dict[str, list[float]] = {name: [] for name, value in differences.items() if value < AGREEMENT}
-    calls: dict[str, int] = {}
-    for i in range(settings.rounds):
-        for name in balanced(list(times), i):
-            try:
-                calls[name], call_ms = versions[name].ask("time")
-            except TaskFailed as error:
-                errors[name] = str(error)
-                del times[name]
-            else:
-                times[name].append(call_ms)
+    # The processes synchronize the GPU; here is nothing to synchronize.
+    base, timer = next(iter(versions)), WallTimer()
+    prepared = {name: partial(one.ask, "prepare", cell, settings.seed, settings.ms) for name, one in versions.items()}
+    results, errors = attempt_each(prepared, timer)
+    found = results if base in results else {}
+    differences = {name: relative_difference(one, results[base]) for name, one in found.items()}
+    ready = {name: partial(versions[name].ask, "time") for name, value in differences.items() if value < AGREEMENT}
+    times, lost = interleave(ready, settings.rounds, timer)
+    samples = {name: Samples(rounds[0][0], tuple(ms for _, ms in rounds)) for name, rounds in times.items()}
     return {
         **asdict(cell),
-        "versions": {name: Samples(calls[name], tuple(ms)).as_dict() for name, ms in times.items()},
+        "versions": {name: one.as_dict() for name, one in samples.items()},
         # From the results of the base. JSON has no infinity.
         "differences": {name: value if isfinite(value) else None for name, value in differences.items()},
-        "errors": errors,
+        "errors": errors | lost,
     }
 
 

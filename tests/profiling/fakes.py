@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band
 from profiling.bench import report
-from profiling.bench.bench import Settings, study_of
+from profiling.bench.bench import STUDY, Settings
 from profiling.measure.accuracy import Accuracy, Errors
 from profiling.measure.record import Ceiling, Cell, Result, Run
 from profiling.measure.shapes import Shape
@@ -118,17 +118,7 @@ class CpuGpu(RecordingGpu):
 SMALL = Shape(batch=2, heads=3, heads_kv=3, seqlen=300, head_dim=16, causal=True)
 
 
-@dataclass(frozen=True)
-class BenchSettings(Settings):
-    """Settings of `bench` with given shapes in place of those of a suite."""
-
-    fixed: tuple[Shape, ...] = (SMALL,)
-
-    def shapes(self) -> list[Shape]:
-        return list(self.fixed)
-
-
-SETTINGS = BenchSettings(rounds=3, ms=5.0, ceiling_size=16)
+SETTINGS = Settings(rounds=3, ms=5.0, ceiling_size=16)
 
 
 def tools(timer: FakeTimer, **overrides: Any) -> Tools:
@@ -137,13 +127,27 @@ def tools(timer: FakeTimer, **overrides: Any) -> Tools:
     return Tools(timer, timer, torch.device("cpu"), **{**defaults, **overrides})
 
 
+def settings_of(
+    peers: Sequence[Peer], shapes: Sequence[Shape] = (SMALL,), settings: Settings = SETTINGS,
+    unavailable: dict[str, str] | None = None,
+) -> Settings:  # fmt: skip
+    """Settings of `bench` with given shapes and peers in place of those of a suite and of the registry."""
+
+    class Chosen(Settings):
+        def shapes(self) -> list[Shape]:
+            return list(shapes)
+
+        def peers(self) -> tuple[list[Peer], dict[str, str]]:
+            return list(peers), unavailable or {}
+
+    return Chosen(**vars(settings))
+
+
 def bench(
-    timer: FakeTimer, peers: Sequence[Peer], shapes: Sequence[Shape] = (SMALL,), settings: BenchSettings = SETTINGS,
-    unavailable: dict[str, str] | None = None, **overrides: Any,
-) -> Run:  # fmt: skip
-    """The run of `bench` as its file has it."""
-    study, chosen = study_of(peers, unavailable or {}), replace(settings, fixed=tuple(shapes))
-    record = study.measure(chosen, tools(timer, **overrides))
+    timer: FakeTimer, *chosen: Any, settings: Settings = SETTINGS, unavailable: Any = None, **overrides: Any
+) -> Run:
+    """The run of `bench` as its file has it. `chosen`: peers, and shapes."""
+    record = STUDY.measure(settings_of(*chosen, settings=settings, unavailable=unavailable), tools(timer, **overrides))
     return Run.from_dict(json.loads(json.dumps(record, allow_nan=False)))
 
 

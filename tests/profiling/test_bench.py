@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from profiling.bench.bench import study_of
+from profiling.bench.bench import STUDY
 from profiling.measure.study import Record
-from tests.profiling.fakes import SETTINGS, SMALL, FakePeer, FakeTimer, bench, failures, notes, tools
+from tests.profiling.fakes import SETTINGS, SMALL, FakePeer, FakeTimer, bench, failures, notes, settings_of, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
@@ -127,11 +127,11 @@ def test_a_lost_device_stops_the_run_and_keeps_what_was_measured():
 
     bad = FakePeer("cute_flash", timer, is_ours=True, spoil=break_the_card)
     shapes = (SMALL, replace(SMALL, heads=2, heads_kv=2), SMALL)
-    study = study_of([bad, FakePeer("sdpa-flash", timer)], {})
-    record = study.measure(replace(SETTINGS, fixed=shapes), tools(timer, save=saved.append))
+    chosen = settings_of([bad, FakePeer("sdpa-flash", timer)], shapes)
+    record = STUDY.measure(chosen, tools(timer, save=saved.append))
     (cell,) = record["cells"]
     assert cell["results"]["cute_flash"]["tflops"] and saved[-1] == record
-    assert not record["is_complete"] and study.has_failed(record)
+    assert not record["is_complete"] and STUDY.has_failed(record)
     assert record["stopped"].startswith(f"the CUDA context was lost at {shapes[1].id}: ")
 
 

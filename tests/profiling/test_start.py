@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from profiling.studies import start
+from profiling.studies.host_report import start_table
 
 STUB = """
 import os, pathlib, time
@@ -30,7 +31,7 @@ def randn(*size, device):
 def test_cold_and_warm_start_of_fresh_processes(tmp_path):
     (tmp_path / "torch.py").write_text(TORCH)
     (tmp_path / "cute_flash.py").write_text(STUB)
-    found = start.start_times("cpu", search_path=tmp_path)
+    found = start.start_times("cpu", packages=tmp_path)
     assert set(found) == {"cold", "warm"}, found
     assert found["cold"]["first_call_ms"] >= 300 > found["warm"]["first_call_ms"]
     assert found["cold"]["second_call_ms"] < 300 and found["warm"]["import_ms"] < 300
@@ -47,11 +48,11 @@ def test_the_kernel_family_reaches_the_fresh_process(tmp_path, monkeypatch):
 def test_a_start_that_fails_tells_why(tmp_path):
     (tmp_path / "torch.py").write_text(TORCH)
     (tmp_path / "cute_flash.py").write_text("raise ImportError('no driver')")
-    assert start.start_times("cpu", search_path=tmp_path) == {"error": "RuntimeError: ImportError: no driver"}
+    assert start.start_times("cpu", packages=tmp_path) == {"error": "ImportError: no driver"}
 
 
 def test_the_table_has_a_row_for_each_state_of_the_cache():
     steps = {"import_ms": 40.0, "first_call_ms": 2500.0, "second_call_ms": 0.1}
-    table = start.start_table({"cold": steps, "warm": {**steps, "first_call_ms": 30.0}})
+    table = start_table({"cold": steps, "warm": {**steps, "first_call_ms": 30.0}})
     assert table.columns == ("compile cache", "import", "first call", "second call")
     assert table.rows == (("cold", "40", "2500", "0"), ("warm", "40", "30", "0"))
