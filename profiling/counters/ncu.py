@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from profiling.counters.ncu_case import LAYOUTS, Case
 from profiling.counters.ncu_metrics import COLLECTED, SECTIONS, Profile, parse_raw, trim_raw
@@ -45,28 +46,21 @@ class NotPermittedError(NcuError):
     """The driver does not permit profiling."""
 
 
-def run_command(command: Sequence[str], limit: float = LIMIT_S) -> tuple[int, str]:
+def run_command(
+    command: Sequence[str], limit: float = LIMIT_S, stderr: int | None = subprocess.STDOUT
+) -> tuple[int, str]:
     """Run a command in the C locale for at most `limit` seconds; `python` is the interpreter of this process.
 
-    Returns the exit status, 124 after a timeout, and the output so far.
+    Returns the exit status, 124 after a timeout, and the output so far. `stderr=None`: it is not part of the output.
     """
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     environment = {**os.environ, "LC_ALL": "C", "PATH": path}
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": stderr, "cwd": ROOT, "env": environment}
     try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=limit,
-            cwd=ROOT,
-            env=environment,
-        )
+        done = subprocess.run(command, timeout=limit, **options)
     except subprocess.TimeoutExpired as error:
-        output = error.output or b""
-        text = output if isinstance(output, str) else output.decode(errors="replace")
-        return 124, f"{text}\nstopped after {limit:g} s"
-    return done.returncode, done.stdout
+        return 124, f"{(error.output or b'').decode(errors='replace')}\nstopped after {limit:g} s"
+    return done.returncode, done.stdout.decode(errors="replace")
 
 
 def choose(kernels: Iterable[str], variants: Sequence[str], shape: Shape, dtype: str) -> list[Case]:

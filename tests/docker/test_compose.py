@@ -21,8 +21,8 @@ from cute_flash.jit import disk
 from cute_flash.tools import cli
 from cute_flash.version import __version__
 from profiling import __main__ as profiling_cli
-from profiling.documents import doc_tables
-from profiling.measure.record import load
+from profiling.documents.doc_speed import RUNS
+from profiling.documents.sources import read
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
@@ -253,12 +253,12 @@ def test_the_readme_names_the_versions_of_the_image_and_of_the_published_runs() 
     rows = dict(re.findall(r"^\| (torch|nvidia-cutlass-dsl|FlashAttention-\d) \| (.*) \|$", text, re.MULTILINE))
     for package in ("torch", "nvidia-cutlass-dsl"):
         assert rows[package].partition(" | ")[0] == pins[package], package
-    for path in doc_tables.RUNS.values():
-        machine = load(doc_tables.DATA / path).machine
+    for run in map(read, RUNS.values()):
+        machine = run.machine
         assert machine["torch"] in rows["torch"] and machine["cutlass_dsl"] in rows["nvidia-cutlass-dsl"]
         major, minor = divmod(machine["cudnn"], 10_000)
         assert f"cuDNN {major}.{minor // 100}.{minor % 100}" in rows["torch"]
-        if "fa4" in load(doc_tables.DATA / path).peers:
+        if "fa4" in run.peers:
             assert machine["flash_attn_4"] in rows["FlashAttention-4"]
     # Peers are not dependencies, so the image contains none.
     assert not any(name.startswith("flash") for name in pins)

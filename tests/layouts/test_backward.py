@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Any
 
@@ -20,7 +19,7 @@ from layouts.backward import bwd_sm80_uses, bwd_sm90_uses, bwd_sm90_wide_uses
 from profiling.counters.expect import expected
 from profiling.counters.ncu_case import case_of
 from profiling.counters.ncu_source import read_tables
-from profiling.documents.figures import BY_INSTRUCTION, COUNTERS, DATA
+from profiling.documents.sources import BY_INSTRUCTION, COUNTERS, read
 from tests.jit.gates import kernel_resources
 
 ONE = Work(row_tiles=1, key_blocks=1)
@@ -44,7 +43,7 @@ def test_the_tables_have_no_conflicts(row: Any) -> None:
 
 @cache
 def cases() -> dict[str, Any]:
-    return json.loads((DATA / COUNTERS).read_text())["cases"]
+    return read(COUNTERS)["cases"]
 
 
 BACKWARD = [name for name, case in cases().items() if case["kernel"].startswith("bwd")]
@@ -83,7 +82,7 @@ def test_instructions_are_those_of_the_reports(name: str) -> None:
 
 def test_no_instruction_of_the_backward_kernels_conflicts() -> None:
     """For each instruction, measured wavefronts equal the ideal and the predicted number."""
-    counted = read_tables((DATA / BY_INSTRUCTION).read_text(encoding="utf-8"))
+    counted = read_tables(read(BY_INSTRUCTION))
     assert len(counted) == 3
     for case_id, opcodes in counted.items():
         assert all(count.wavefronts == count.ideal for count in opcodes.values())

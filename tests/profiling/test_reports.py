@@ -9,7 +9,7 @@ import pytest
 from profiling.counters import ncu_run
 from profiling.counters.ncu_case import case_of
 from profiling.counters.ncu_metrics import ABSENT
-from profiling.documents.figures import COUNTERS, DATA
+from profiling.documents.sources import COUNTERS, DATA
 from tests.counter_checks import CONFLICTS, disagreements
 
 FOLDER = (DATA / COUNTERS).parent
