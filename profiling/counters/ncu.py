@@ -42,8 +42,8 @@ class NcuError(ValueError):
     """A launch could not be profiled; the message has the reason and, if known, a remedy."""
 
 
-class NotPermittedError(NcuError):
-    """The driver does not permit profiling."""
+class NotPermittedError(ValueError):
+    """The driver does not permit profiling, which no other launch would change."""
 
 
 def run_command(
@@ -101,10 +101,12 @@ class Tool:
         known = {line.split()[0] for line in output.splitlines() if "__" in line}
         return tuple(name for name in COLLECTED if name.partition(".")[0] in known) or COLLECTED
 
-    def command(self, case: Case) -> list[str]:
+    def command(self, case: Case, report: Path, sections: Sequence[str], metrics: Sequence[str] = ()) -> list[str]:
+        """The command that profiles a case. A report contains it, so it has no absolute paths of this machine."""
+        export = report.with_suffix("")
         options = [
             "--force-overwrite",
-            *("--export", _from_root(self.report(case).with_suffix(""))),
+            *("--export", str(export.relative_to(ROOT) if export.is_relative_to(ROOT) else export)),
             *("--profile-from-start", "off"),
             *("--kernel-name", f"regex:^{case.symbol}"),
             *("--launch-count", "1"),
@@ -112,19 +114,15 @@ class Tool:
             *("--clock-control", "none"),
             *("--cache-control", "all"),
         ]
-        for section in SECTIONS:
+        for section in sections:
             options += ["--section", section]
-        options += ["--metrics", ",".join(self.metrics)]
-        # A report contains its command line, so the command has no absolute paths of this machine.
+        if metrics:
+            options += ["--metrics", ",".join(metrics)]
         python = Path(sys.executable).name
         return [self.program, *options, python, "-m", "profiling.counters.ncu_case", *case.arguments]
 
     def report(self, case: Case) -> Path:
         return (self.folder / f"{case.id}.ncu-rep").absolute()
-
-    def profile(self, case: Case) -> Profile:
-        self.collect(case)
-        return self.read(case)
 
     def collect(self, case: Case) -> None:
         """Run the case on the GPU and write its report."""
@@ -132,7 +130,7 @@ class Tool:
         report = self.report(case)
         for suffix in (".ncu-rep", ".txt", ".csv"):
             report.with_suffix(suffix).unlink(missing_ok=True)
-        output = self.must_run(self.command(case), case)
+        output = self.must_run(self.command(case, report, SECTIONS, self.metrics), case)
         if not report.exists():
             raise NcuError(f"{case.id}: ncu wrote no report:\n{_tail(output)}")
 
@@ -156,11 +154,6 @@ class Tool:
         if status:
             raise NcuError(f"{case.id}: {self.program} ended with status {status}:\n{_tail(output)}")
         return output
-
-
-def _from_root(path: Path) -> str:
-    """Relative to the folder in which commands run, if the path is in it."""
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
 def _tail(output: str, lines: int = 15) -> str:

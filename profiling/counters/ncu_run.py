@@ -15,9 +15,9 @@ from cute_flash.tools.precompile import precompile_keys
 from cute_flash.tools.progress import steps
 from profiling.counters import ncu_source
 from profiling.counters.expect import expected
-from profiling.counters.ncu import NcuError, NotPermittedError, Tool, choose
+from profiling.counters.ncu import NcuError, Tool, choose
 from profiling.counters.ncu_case import BEYOND_L2, LAYOUTS, Case, add_shape, case_of, shape_of
-from profiling.counters.ncu_metrics import parse_raw, raw_of
+from profiling.counters.ncu_metrics import parse_raw
 from profiling.counters.ncu_report import LEGEND, Finding, record, tables
 from profiling.measure import machine
 from profiling.measure.options import add_jobs, name_list
@@ -46,19 +46,6 @@ def from_exports(folder: Path) -> list[Finding]:
         spec = replace(spec, l2_bytes=l2_bytes or spec.l2_bytes)
         findings.append(Finding(case, expected(case, spec), profiles[0]))
     return sorted(findings, key=lambda finding: _order(finding.case))
-
-
-def export_record(folder: Path) -> None:
-    """Write the missing .csv of every case in the record; older versions wrote none."""
-    path = folder / RECORD
-    data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": {}}
-    for case_id, case in data["cases"].items():
-        target = folder / f"{case_id}.csv"
-        if case["measured"] and not target.exists():
-            digits = data["machine"]["capability"].removeprefix("sm_")
-            capability = f"{digits[:-1]}.{digits[-1]}"
-            text = raw_of(case["symbol"], capability, case["measured"], case["stalls"])
-            target.write_text(text, encoding="utf-8")
 
 
 def _order(case: Case) -> tuple[int, str, int]:
@@ -97,16 +84,15 @@ def profile_all(
     done = earlier_findings(tool.folder, facts["machine"], findings)
     num_earlier = len(done)
 
-    def record_finding(finding: Finding) -> None:
+    def read(finding: Finding) -> None:
+        if finding.error is None:
+            try:
+                finding = replace(finding, profile=tool.read(finding.case))
+            except NcuError as error:
+                finding = replace(finding, error=str(error))
         done.append(finding)
         write_json(record(done, **facts), tool.folder / RECORD)
         step(f"{finding.case.id}: {finding.error or f'{finding.time_cell} us'}")
-
-    def read(finding: Finding) -> None:
-        try:
-            record_finding(replace(finding, profile=tool.read(finding.case)))
-        except NcuError as error:
-            record_finding(replace(finding, error=str(error)))
 
     # One thread reads reports and writes the record, while the next case runs.
     with ThreadPoolExecutor(1) as reader:
@@ -114,12 +100,9 @@ def profile_all(
         for finding in findings:
             try:
                 tool.collect(finding.case)
-            except NotPermittedError:
-                raise
             except NcuError as error:
-                reading.append(reader.submit(record_finding, replace(finding, error=str(error))))
-            else:
-                reading.append(reader.submit(read, finding))
+                finding = replace(finding, error=str(error))
+            reading.append(reader.submit(read, finding))
     for future in reading:
         future.result()
     return done[num_earlier:]
@@ -144,7 +127,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.from_exports:
-        export_record(args.out)
         findings, data = from_folder(args.out)
         write_json(data, args.out / RECORD)
         return _show_findings(findings)
@@ -174,8 +156,6 @@ def _count_instructions(tool: Tool, cases: Sequence[Case]) -> int:
     for case in cases:
         try:
             show([ncu_source.table(case.id, ncu_source.collect(tool, case))])
-        except NotPermittedError:
-            raise
         except NcuError as error:
             failures.append(str(error))
     print_lines("Failures", failures)
