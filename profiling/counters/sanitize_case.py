@@ -129,6 +129,7 @@ def _attend(launch: Launch, device: str) -> Sequence[Tensor]:
     feature = FEATURES[launch.feature]
     heads, heads_kv, rows, keys = feature.sizes
     attend: Any = cute_flash.attn
+    shapes: list[tuple[int, ...]]
     if launch.kind == VARLEN:
         starts = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
         attend = partial(cute_flash.attn_varlen, cu_seqlens_q=starts, cu_seqlens_k=starts)

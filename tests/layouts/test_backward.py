@@ -60,11 +60,10 @@ def skipped_loads(heads: int) -> int:
 
 
 @pytest.mark.parametrize("name", BACKWARD)
-def test_instructions_are_those_of_the_reports(name: str) -> None:
+def test_loads_and_stores_are_those_of_the_reports(name: str) -> None:
+    """`tests/profiling/test_reports.py` compares the counters of ldmatrix and cp.async."""
     case = cases()[name]
     kernel, shape, measured, predicted = (case[key] for key in ("kernel", "shape", "measured", "predicted_shared"))
-    for counter, instruction in (("ldsm_instructions", "ldmatrix"), ("ldgsts_instructions", "cp.async")):
-        assert measured[counter] == predicted[instruction]["instructions"], counter
     # Each persistent CTA also publishes and reads an end marker: 3 instructions of the writer, 9 of the readers.
     is_persistent = kernel == "bwd-sm90" and shape["head_dim"] == 128
     assert 0 <= measured["st_instructions"] - predicted["st.shared"]["instructions"] <= 2 * 132 * is_persistent
@@ -75,9 +74,6 @@ def test_instructions_are_those_of_the_reports(name: str) -> None:
     ctas, blocks = heads * ceil_div(shape["seqlen"], 96), shape["seqlen"] // 128
     never_true = ctas * blocks * 3 * (8 + 1)
     assert loads == {"bwd-sm80": never_true - skipped_loads(heads)}.get(kernel, 9 * 132 * is_persistent)
-    if kernel == "bwd-sm80":
-        assert measured["sass_ldgsts_wavefronts"] == predicted["cp.async"]["wavefronts"]
-        assert measured["sass_ldsm_wavefronts"] == predicted["ldmatrix"]["wavefronts"]
 
 
 def test_no_instruction_of_the_backward_kernels_conflicts() -> None:
