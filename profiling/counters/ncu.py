@@ -119,10 +119,14 @@ class Tool:
         if metrics:
             options += ["--metrics", ",".join(metrics)]
         python = Path(sys.executable).name
-        return [self.program, *options, python, "-m", "profiling.counters.ncu_case", *case.arguments]
+        return [self.program, *options, python, "-m", "profiling.counters.ncu_case", case.id, case.dtype]
 
     def report(self, case: Case) -> Path:
         return (self.folder / f"{case.id}.ncu-rep").absolute()
+
+    def profile(self, case: Case) -> Profile:
+        self.collect(case)
+        return self.read(case)
 
     def collect(self, case: Case) -> None:
         """Run the case on the GPU and write its report."""

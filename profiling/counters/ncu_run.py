@@ -16,12 +16,13 @@ from cute_flash.tools.progress import steps
 from profiling.counters import ncu_source
 from profiling.counters.expect import expected
 from profiling.counters.ncu import NcuError, Tool, choose
-from profiling.counters.ncu_case import BEYOND_L2, LAYOUTS, Case, add_shape, case_of, shape_of
+from profiling.counters.ncu_case import BEYOND_L2, LAYOUTS, Case, case_of, dtype_of
 from profiling.counters.ncu_metrics import parse_raw
 from profiling.counters.ncu_report import LEGEND, Finding, record, tables
 from profiling.measure import machine
 from profiling.measure.options import add_jobs, name_list
 from profiling.measure.record import write_json
+from profiling.measure.shapes import DTYPES, MASKS, Shape
 from profiling.measure.study import FAILED, OK, Command, target_arch
 from profiling.measure.tables import print_lines, show
 
@@ -41,7 +42,7 @@ def from_exports(folder: Path) -> list[Finding]:
         profiles = parse_raw(path.read_text(encoding="utf-8"))
         if len(profiles) != 1:
             raise ValueError(f"{path}: {len(profiles)} launches, expected one")
-        case = case_of(path.stem, profiles[0].kernel)
+        case = case_of(path.stem, dtype_of(profiles[0].kernel))
         spec = arch.by_name(f"sm_{profiles[0].capability.replace('.', '')}")
         spec = replace(spec, l2_bytes=l2_bytes or spec.l2_bytes)
         findings.append(Finding(case, expected(case, spec), profiles[0]))
@@ -113,7 +114,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kernels = tuple(LAYOUTS)
     add("--kernels", type=name_list, default=kernels, metavar="LIST", help=f"default: {','.join(kernels)}")
     add("--variants", type=name_list, default=(), metavar="LIST", help="layouts, such as swizzled,plain (default: all)")
-    add_shape(parser)
+    add("--batch", type=int, default=2, metavar="B", help="default: %(default)s")
+    add("--heads", type=int, default=8, metavar="H", help="query heads (default: %(default)s)")
+    add("--heads-kv", type=int, metavar="N", help="K/V heads (default: H)")
+    add("--seqlen", type=int, default=2048, metavar="S", help="queries and keys (default: %(default)s)")
+    add("--head-dim", type=int, default=128, metavar="D", help="default: %(default)s")
+    add("--mask", choices=MASKS, default=MASKS[0], help="default: %(default)s")
+    add("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
     sizes = ", ".join(f"{name} {value}" for name, value in BEYOND_L2.items())
     add("--beyond-l2", action="store_true", help=f"a shape whose tensors exceed L2: {sizes}, default layouts")
     add("--by-instruction", action="store_true", help="count shared-memory wavefronts by SASS instruction instead")
@@ -135,7 +142,9 @@ def run(args: argparse.Namespace) -> int:
         vars(args).update(BEYOND_L2)
     if args.beyond_l2 or args.by_instruction:
         variants = variants or (DEFAULT_LAYOUT,)
-    cases = choose(args.kernels, variants, shape_of(args), args.dtype)
+    heads_kv = args.heads if args.heads_kv is None else args.heads_kv
+    shape = Shape(args.batch, args.heads, heads_kv, args.seqlen, args.head_dim, args.mask == MASKS[1])
+    cases = choose(args.kernels, variants, shape, args.dtype)
     findings = [Finding(case, expected(case, target)) for case in cases]
     if not args.predict_only:
         tool = Tool(args.out, args.ncu)

@@ -107,7 +107,7 @@ def by_instruction(text: str) -> Table:
     """Shared-memory wavefronts by instruction of the backward kernels, from printed tables."""
     rows = []
     for case_id, counted in ncu_source.read_tables(text).items():
-        case = case_of(case_id, symbol="")
+        case = case_of(case_id)
         cells = []
         for opcode in OPCODES.values():
             of_opcode = [count for name, count in counted.items() if name.partition(".")[0] == opcode]

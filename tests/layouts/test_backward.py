@@ -82,7 +82,7 @@ def test_no_instruction_of_the_backward_kernels_conflicts() -> None:
     assert len(counted) == 3
     for case_id, opcodes in counted.items():
         assert all(count.wavefronts == count.ideal for count in opcodes.values())
-        shared = expected(case_of(case_id, "_bfloat16_"), ARCHS["sm_90"]).shared
+        shared = expected(case_of(case_id), ARCHS["sm_90"]).shared
         predicted = {name: count.wavefronts for name, count in shared.items() if count.wavefronts}
         if "bwd-sm80" in case_id:
             predicted["ld.shared"] -= 4 * skipped_loads(heads=16)

@@ -23,7 +23,7 @@ from profiling import __main__ as cli
 from profiling.counters import l2_model, ncu, ncu_case, ncu_report, ncu_run, ncu_source
 from profiling.counters.expect import expected, work_of
 from profiling.counters.ncu_case import Case
-from profiling.counters.ncu_metrics import COLLECTED, METRICS, SECTIONS, Profile, parse_raw, trim_raw
+from profiling.counters.ncu_metrics import COLLECTED, METRICS, SECTIONS, parse_raw, trim_raw
 from profiling.measure import machine
 from profiling.measure.shapes import Shape
 from profiling.measure.study import FAILED, NOT_MEASURED, OK
@@ -82,7 +82,7 @@ def test_the_command_has_no_path_of_this_machine() -> None:
     tool = ncu.Tool(machine.ROOT / "build" / "ncu", run=FakeNcu())
     command = tool.command(PLAIN, tool.report(PLAIN), SECTIONS, COLLECTED)
     options, worker = command[: command.index("-m")], command[command.index("-m") :]
-    assert worker[:2] == ["-m", "profiling.counters.ncu_case"]
+    assert worker == ["-m", "profiling.counters.ncu_case", PLAIN.id, "bf16"]
     found = {name: value for name, value in pairwise(options) if name != "--section"}
     assert found["--kernel-name"] == "regex:^cute_flash_fwd_sm80_" and found["--clock-control"] == "none"
     assert found["--metrics"].split(",") == list(COLLECTED) and options.count("--section") == len(SECTIONS)
@@ -102,14 +102,14 @@ def test_only_metrics_that_ncu_knows() -> None:
 
 @pytest.mark.parametrize("shape", [SHAPE, Shape(1, 32, 8, 512, 64, True)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_case_is_known_by_its_arguments_and_by_its_names(monkeypatch, shape: Shape, dtype: str) -> None:
+def test_a_case_is_known_by_its_name(monkeypatch, shape: Shape, dtype: str) -> None:
     case, seen = Case("fwd-sm90", "interleaved", shape, dtype), []
     monkeypatch.setattr(ncu_case, "run", seen.append)
-    assert ncu_case.main(case.arguments) == 0 and seen == [case]
+    assert ncu_case.main([case.id, dtype]) == 0 and seen == [case]
     name = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
-    assert ncu_case.case_of(case.id, f"cute_flash_fwd_sm90_d64_{name}_full_0") == case
+    assert ncu_case.dtype_of(f"cute_flash_fwd_sm90_d64_{name}_full_0") == dtype
     with pytest.raises(ValueError, match="notes: not the name"):
-        ncu_case.case_of("notes", "")
+        ncu_case.case_of("notes")
 
 
 def test_choose() -> None:
@@ -240,14 +240,9 @@ def test_beyond_l2(on_a_gpu, tmp_path) -> None:
     assert case["layout"] == "swizzled" and ncu_case.is_beyond_l2(case)
 
 
-def profiled(tool: ncu.Tool) -> Profile:
-    tool.collect(PLAIN)
-    return tool.read(PLAIN)
-
-
 def test_table_and_record(tmp_path) -> None:
     tool = ncu.Tool(tmp_path / "reports", run=FakeNcu())
-    finding = ncu_report.Finding(PLAIN, expected(PLAIN, arch.by_name("sm_90")), profiled(tool))
+    finding = ncu_report.Finding(PLAIN, expected(PLAIN, arch.by_name("sm_90")), tool.profile(PLAIN))
     (table,) = ncu_report.tables([finding])
     rows = {row[0]: row[1] for row in table.rows}
     assert rows["ldmatrix conflicts (by instruction)"] == "78,905,344 (78,905,344)"
@@ -271,7 +266,7 @@ def test_table_and_record(tmp_path) -> None:
 )
 def test_failures_are_explained(tmp_path, said: str, status: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        profiled(ncu.Tool(tmp_path, run=FakeNcu(said, status)))
+        ncu.Tool(tmp_path, run=FakeNcu(said, status)).profile(PLAIN)
 
 
 def test_no_ncu(tmp_path) -> None:

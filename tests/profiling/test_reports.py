@@ -32,7 +32,7 @@ def test_the_record_is_what_the_exports_say() -> None:
 def check(case_id: str, **changed: float | None) -> list[str]:
     record = CASES[case_id]
     measured = {**record["measured"], **changed}
-    return disagreements(case_of(case_id, record["symbol"]), "9.0", measured, record["predicted"])
+    return disagreements(case_of(case_id, record["dtype"]), "9.0", measured, record["predicted"])
 
 
 @pytest.mark.parametrize("case_id", CASES)
