@@ -12,7 +12,7 @@ import pytest
 from profiling import __main__ as command
 from profiling.documents import doc_tables, every_run, figures, kernel_changes, sources
 from profiling.documents.every_run import DONE, SKIPPED, Step, run_all
-from profiling.measure import machine
+from profiling.measure.machine import ROOT
 
 FACTS = {"date": "2026-01-31", "git_commit": "abc", "source_digest": "def"}
 STEPS = (Step("a", "bench --graph", 10), Step("b", "decode", 20), Step("c", "fp32", 30))
@@ -109,7 +109,7 @@ def test_links_of_the_documents_name_the_newest_run() -> None:
     names = "|".join(step.name for step in every_run.STEPS)
     pattern = re.compile(rf"results/h200/\d{{4}}-\d\d-\d\d-(?:{names})\.(?:json|txt)\b")
     newest = {Path(sources.newest(step.name)).stem for step in every_run.STEPS}
-    pages = [machine.ROOT / "README.md", *(machine.ROOT / "docs").rglob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     linked = {(page.name, Path(link).stem) for page in pages for link in pattern.findall(page.read_text("utf-8"))}
     assert len(linked) > 10
     assert {link for link in linked if link[1] not in newest} == set()
@@ -135,7 +135,7 @@ def test_the_runs_of_the_documents_have_the_kernels_of_one_commit(tmp_path: Path
 def test_the_documents_name_the_commit_of_host_times() -> None:
     """Equal kernels do not show that host code is equal."""
     facts = json.loads((sources.DATA / sources.newest("host")).read_text("utf-8"))["machine"]
-    text = (machine.ROOT / "docs" / "performance.md").read_text("utf-8")
+    text = (ROOT / "docs" / "performance.md").read_text("utf-8")
     before_the_table = text[: text.index("<!-- made: host -->")].rpartition("\n## ")[2]
     assert f"`{facts['git_commit']}`" in before_the_table
 
@@ -177,7 +177,7 @@ def test_commands_need_no_results() -> None:
     """Only `plots` reads the results of the repository, and draws."""
     readers = {"profiling.documents.sources", "matplotlib"}
     code = f"import sys, profiling.__main__; print(*sorted({readers} & {{*sys.modules}}))"
-    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True, cwd=machine.ROOT)
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == ""
 
 
