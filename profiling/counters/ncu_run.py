@@ -68,13 +68,12 @@ def from_folder(folder: Path) -> tuple[list[Finding], dict[str, Any]]:
     return findings, record(findings, **facts_of(folder))
 
 
-def earlier_findings(folder: Path, machine: dict[str, Any], running: Sequence[Finding]) -> list[Finding]:
-    """The findings of an earlier part of the same run in the folder, without the cases that run now."""
+def earlier_findings(folder: Path, machine: dict[str, Any]) -> list[Finding]:
+    """The findings of an earlier part of the same run in the folder; cases that run again replace theirs."""
     before = facts_of(folder)["machine"]
     if any(name not in before or before[name] != machine.get(name) for name in SAME_RUN):
         return []
-    ids = {finding.case.id for finding in running}
-    return [finding for finding in from_exports(folder) if finding.case.id not in ids]
+    return from_exports(folder)
 
 
 def profile_all(
@@ -82,7 +81,7 @@ def profile_all(
 ) -> list[Finding]:
     """Profile all cases. A case that fails is recorded, and the others continue; `NotPermittedError` ends the run."""
     # Read before this run adds its exports to the folder.
-    done = earlier_findings(tool.folder, facts["machine"], findings)
+    done = earlier_findings(tool.folder, facts["machine"])
     num_earlier = len(done)
 
     def read(finding: Finding) -> None:

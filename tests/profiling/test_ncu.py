@@ -142,8 +142,8 @@ def test_keys_are_all_that_is_launched() -> None:
         ("fwd-sm80", Shape(1, 1, 1, 256, 128, True), Work(2, 3 + 6)),
         # 16 heads of 22 tiles of 96 keys, each against 16 blocks of 128 queries.
         ("bwd-sm80", SHAPE, Work(16 * 22, 16 * 22 * 16)),
-        # The first 128 keys are seen by all 4 blocks of 64 queries, the others by 2; 4 query heads on 2 of keys.
-        ("bwd-sm80", Shape(1, 4, 2, 256, 128, True), Work(2 * 2, 4 * (4 + 2))),
+        # The first 128 keys are seen by all 5 blocks of 64 queries, the next by 3, the last 64 by 1; 4 heads on 2.
+        ("bwd-sm80", Shape(1, 4, 2, 320, 128, True), Work(2 * 3, 4 * (5 + 3 + 1))),
     ],
     ids=["forward", "causal forward", "backward", "causal backward with grouped heads"],
 )
