@@ -20,17 +20,9 @@ NUM_GROUPS = NUM_BANKS * BANK_BYTES // CHUNK_BYTES
 # Rows after which the groups of every variant repeat.
 _PERIOD = 8
 
-# One light colour for each group of banks: the ANSI 256-colour code and the same colour for SVG.
-_COLOURS = (
-    (224, "#ffd7d7"),
-    (222, "#ffd787"),
-    (229, "#ffffaf"),
-    (157, "#afffaf"),
-    (159, "#afffff"),
-    (153, "#afd7ff"),
-    (183, "#d7afff"),
-    (250, "#bcbcbc"),
-)
+# One light colour for each group of banks, and its code among the 256 of a terminal.
+GROUP_COLOURS = ("#ffd7d7", "#ffd787", "#ffffaf", "#afffaf", "#afffff", "#afd7ff", "#d7afff", "#bcbcbc")
+_ANSI_CODES = (224, 222, 229, 157, 159, 153, 183, 250)
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,7 @@ def text_picture(tile: SmemTile, phase: Phase | None = None, num_rows: int = 16,
         line = f"row {cells[0].row:4d}  "
         for cell in cells:
             text = f"[{cell.group}]" if cell.threads else f" {cell.group} "
-            line += f"\x1b[48;5;{_COLOURS[cell.group][0]};30m{text}\x1b[0m " if has_colour else f"{text} "
+            line += f"\x1b[48;5;{_ANSI_CODES[cell.group]};30m{text}\x1b[0m " if has_colour else f"{text} "
         lines.append(line.rstrip())
     if len(grid) < tile.rows:
         lines.append(f"rows {len(grid)} to {tile.rows - 1} repeat the numbers of rows 0 to {_PERIOD - 1}")
@@ -123,7 +115,7 @@ def svg_picture(tile: SmemTile, phase: Phase | None = None, num_rows: int = 16) 
         for index, cell in enumerate(cells):
             x = left + cell_width * index
             box = f'<rect x="{x}" y="{y}" width="{cell_width}" height="{cell_height}"'
-            lines.append(f'{box} fill="{_COLOURS[cell.group][1]}" stroke="#ffffff"/>')
+            lines.append(f'{box} fill="{GROUP_COLOURS[cell.group]}" stroke="#ffffff"/>')
             lines.append(f'<text x="{x + 5}" y="{y + 16}" font-weight="bold">{cell.group}</text>')
             if cell.threads:
                 # Drawn last, so that neighbouring cells do not cover the frame.
@@ -184,7 +176,7 @@ def svg_banks(title: str, phase: Phase) -> str:
         lines.append(f'<text x="16" y="{y + 16}" fill="#606060">wavefront {number}</text>')
         for group, threads in enumerate(row):
             x = left + cell_width * group
-            fill = _COLOURS[group][1] if threads else "#f4f4f4"
+            fill = GROUP_COLOURS[group] if threads else "#f4f4f4"
             box = f'<rect x="{x}" y="{y}" width="{cell_width}" height="{cell_height}"'
             lines.append(f'{box} fill="{fill}" stroke="#ffffff"/>')
             if threads:

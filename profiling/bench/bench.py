@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.launch import LaunchKey
 from profiling.bench import compare, fa4_cache, report
 from profiling.bench.compare import Change
 from profiling.bench.suites import SUITES
@@ -260,7 +260,7 @@ def _compile_fa4(settings: Settings, jobs: int) -> Record:
     return {}
 
 
-def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
+def kernels(settings: Settings, tools: Tools) -> list[LaunchKey]:
     peers, _ = settings.peers()
     dtype, directions = DTYPES[settings.dtype], (settings.direction,)
     return needed_kernels(calls_of(peers, settings.shapes(), directions, dtype, tools.device, settings.layout))

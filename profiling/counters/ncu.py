@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from profiling.counters.ncu_case import LAYOUTS, Case
 from profiling.counters.ncu_metrics import COLLECTED, SECTIONS, Profile, parse_raw, trim_raw
@@ -41,32 +42,25 @@ class NcuError(ValueError):
     """A launch could not be profiled; the message has the reason and, if known, a remedy."""
 
 
-class NotPermittedError(NcuError):
-    """The driver does not permit profiling."""
+class NotPermittedError(ValueError):
+    """The driver does not permit profiling, which no other launch would change."""
 
 
-def run_command(command: Sequence[str], limit: float = LIMIT_S) -> tuple[int, str]:
+def run_command(
+    command: Sequence[str], limit: float = LIMIT_S, stderr: int | None = subprocess.STDOUT
+) -> tuple[int, str]:
     """Run a command in the C locale for at most `limit` seconds; `python` is the interpreter of this process.
 
-    Returns the exit status, 124 after a timeout, and the output so far.
+    Returns the exit status, 124 after a timeout, and the output so far. `stderr=None`: it is not part of the output.
     """
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     environment = {**os.environ, "LC_ALL": "C", "PATH": path}
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": stderr, "cwd": ROOT, "env": environment}
     try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=limit,
-            cwd=ROOT,
-            env=environment,
-        )
+        done = subprocess.run(command, timeout=limit, **options)
     except subprocess.TimeoutExpired as error:
-        output = error.output or b""
-        text = output if isinstance(output, str) else output.decode(errors="replace")
-        return 124, f"{text}\nstopped after {limit:g} s"
-    return done.returncode, done.stdout
+        return 124, f"{(error.output or b'').decode(errors='replace')}\nstopped after {limit:g} s"
+    return done.returncode, done.stdout.decode(errors="replace")
 
 
 def choose(kernels: Iterable[str], variants: Sequence[str], shape: Shape, dtype: str) -> list[Case]:
@@ -107,10 +101,12 @@ class Tool:
         known = {line.split()[0] for line in output.splitlines() if "__" in line}
         return tuple(name for name in COLLECTED if name.partition(".")[0] in known) or COLLECTED
 
-    def command(self, case: Case) -> list[str]:
+    def command(self, case: Case, report: Path, sections: Sequence[str], metrics: Sequence[str] = ()) -> list[str]:
+        """The command that profiles a case. A report contains it, so it has no absolute paths of this machine."""
+        export = report.with_suffix("")
         options = [
             "--force-overwrite",
-            *("--export", _from_root(self.report(case).with_suffix(""))),
+            *("--export", str(export.relative_to(ROOT) if export.is_relative_to(ROOT) else export)),
             *("--profile-from-start", "off"),
             *("--kernel-name", f"regex:^{case.symbol}"),
             *("--launch-count", "1"),
@@ -118,12 +114,12 @@ class Tool:
             *("--clock-control", "none"),
             *("--cache-control", "all"),
         ]
-        for section in SECTIONS:
+        for section in sections:
             options += ["--section", section]
-        options += ["--metrics", ",".join(self.metrics)]
-        # A report contains its command line, so the command has no absolute paths of this machine.
+        if metrics:
+            options += ["--metrics", ",".join(metrics)]
         python = Path(sys.executable).name
-        return [self.program, *options, python, "-m", "profiling.counters.ncu_case", *case.arguments]
+        return [self.program, *options, python, "-m", "profiling.counters.ncu_case", case.id, case.dtype]
 
     def report(self, case: Case) -> Path:
         return (self.folder / f"{case.id}.ncu-rep").absolute()
@@ -138,7 +134,7 @@ class Tool:
         report = self.report(case)
         for suffix in (".ncu-rep", ".txt", ".csv"):
             report.with_suffix(suffix).unlink(missing_ok=True)
-        output = self.must_run(self.command(case), case)
+        output = self.must_run(self.command(case, report, SECTIONS, self.metrics), case)
         if not report.exists():
             raise NcuError(f"{case.id}: ncu wrote no report:\n{_tail(output)}")
 
@@ -162,11 +158,6 @@ class Tool:
         if status:
             raise NcuError(f"{case.id}: {self.program} ended with status {status}:\n{_tail(output)}")
         return output
-
-
-def _from_root(path: Path) -> str:
-    """Relative to the folder in which commands run, if the path is in it."""
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
 def _tail(output: str, lines: int = 15) -> str:

@@ -10,12 +10,13 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from cute_flash.planning.plan import CompileKey, Plan, plan_backward, plan_forward
+from cute_flash.planning.launch import LaunchKey
+from cute_flash.planning.plan import Plan, plan_backward, plan_forward
 from cute_flash.reference import plain_args
 from cute_flash.runtime import launcher
 from cute_flash.smem.tile import HOPPER_VARIANTS, VARIANTS
@@ -60,17 +61,10 @@ class Case:
         tile = plan_forward(problem, spec, self.family).tile
         return plan_forward(problem, spec, self.family, tile=replace(tile, layout=self.layout))
 
-    def keys(self, spec: ArchSpec) -> list[CompileKey]:
+    def keys(self, spec: ArchSpec) -> list[LaunchKey]:
         """The kernels that the case's process launches, including those of the default forward."""
         default = replace(self, kernel=f"fwd-{self.family}", layout=LAYOUTS[self.kernel][0])
         return [*default.plan(spec).host_calls, *self.plan(spec).host_calls]
-
-    @property
-    def arguments(self) -> list[str]:
-        """The command-line arguments of this module for the case."""
-        values = {**asdict(self.shape), "kernel": self.kernel, "layout": self.layout, "dtype": self.dtype}
-        values["mask"] = MASKS[values.pop("causal")]
-        return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
 
 
 _ID = re.compile(
@@ -79,16 +73,20 @@ _ID = re.compile(
 )
 
 
-def case_of(case_id: str, symbol: str) -> Case:
-    """The case of an id; the dtype is read from the kernel's symbol."""
+def case_of(case_id: str, dtype: str = "bf16") -> Case:
+    """The case of an id, which does not name the dtype."""
     match = _ID.fullmatch(case_id)
     if match is None:
         raise ValueError(f"{case_id}: not the name of a profiled case")
     batch, heads, seqlen, head_dim = (int(match[name]) for name in ("batch", "heads", "seqlen", "head_dim"))
     heads_kv = int(match["heads_kv"] or heads)
     shape = Shape(batch, heads, heads_kv, seqlen, head_dim, match["mask"] == MASKS[1])
-    dtype = "bf16" if "_bfloat16_" in symbol else "fp16"
     return Case(match["kernel"], match["layout"], shape, dtype)
+
+
+def dtype_of(symbol: str) -> str:
+    """The dtype of a kernel, by its symbol."""
+    return "bf16" if "_bfloat16_" in symbol else "fp16"
 
 
 def measured_cases(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -102,17 +100,6 @@ def measured_cases(record: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted((case for case in record["cases"].values() if case["measured"]), key=order)
 
 
-def add_shape(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--batch", type=int, default=2, metavar="B", help="default: %(default)s")
-    add("--heads", type=int, default=8, metavar="H", help="query heads (default: %(default)s)")
-    add("--heads-kv", type=int, metavar="N", help="K/V heads (default: H)")
-    add("--seqlen", type=int, default=2048, metavar="S", help="queries and keys (default: %(default)s)")
-    add("--head-dim", type=int, default=128, metavar="D", help="default: %(default)s")
-    add("--mask", choices=MASKS, default=MASKS[0], help="default: %(default)s")
-    add("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
-
-
 # A tensor has 134 MB at D = 128, more than twice the L2 of an H200: outputs reach DRAM before the kernel ends.
 BEYOND_L2 = {"batch": 8, "heads": 16, "seqlen": 4096}
 
@@ -120,12 +107,6 @@ BEYOND_L2 = {"batch": 8, "heads": 16, "seqlen": 4096}
 def is_beyond_l2(case: dict[str, Any]) -> bool:
     """Whether a case of an `ncu.json` has the shape of `--beyond-l2`."""
     return all(case["shape"][name] == value for name, value in BEYOND_L2.items())
-
-
-def shape_of(args: argparse.Namespace) -> Shape:
-    heads_kv = args.heads if args.heads_kv is None else args.heads_kv
-    causal = args.mask == MASKS[1]
-    return Shape(args.batch, args.heads, heads_kv, args.seqlen, args.head_dim, causal)
 
 
 def _inputs(case: Case) -> tuple[torch.Tensor, ...]:
@@ -177,11 +158,10 @@ def run(case: Case) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m profiling.counters.ncu_case", description=__doc__)
-    parser.add_argument("--kernel", choices=LAYOUTS, required=True)
-    parser.add_argument("--layout", required=True)
-    add_shape(parser)
+    parser.add_argument("case", help="the id of a case, such as fwd-sm80-plain-d128-full-s2048-b2h8")
+    parser.add_argument("dtype", choices=DTYPES)
     args = parser.parse_args(argv)
-    run(Case(args.kernel, args.layout, shape_of(args), args.dtype))
+    run(case_of(args.case, args.dtype))
     return 0
 
 

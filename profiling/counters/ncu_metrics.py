@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 # Each section costs passes and adds to the size of the report. InstructionStats and MemoryWorkloadAnalysis_Tables,
@@ -57,8 +58,7 @@ COLLECTED = tuple(name for key, name in METRICS.items() if key not in _OF_SECTIO
 
 # Columns of the raw page that identify a launch.
 _IDENTITY = ("ID", "Kernel Name", "Block Size", "Grid Size", "CC")
-_STALL_NAME = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-_STALL = re.compile(_STALL_NAME.replace(".", r"\.").format(r"(\w+)"))
+_STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 # ncu lists "selected" warps, which issue an instruction, among the stall reasons; they are not stalled.
 _NO_STALL = "selected"
 
@@ -87,50 +87,34 @@ class Profile:
         return dict(sorted(stalls.items(), key=lambda item: -item[1]))
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:
-        return None
-
-
-def _table(text: str) -> list[list[str]]:
-    """Names, units, and a row for each launch."""
+def _table(text: str) -> list[dict[str, str]]:
+    """The units, and a row for each launch."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
         raise ValueError("no table in the output of ncu --page raw --csv")
-    return list(csv.reader(lines[start:]))
-
-
-def _as_csv(rows: Iterable[Sequence[str]]) -> str:
-    out = io.StringIO()
-    csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n").writerows(rows)
-    return out.getvalue()
+    return list(csv.DictReader(lines[start:], restval=""))
 
 
 def trim_raw(text: str) -> str:
     """The table with only the columns that `parse_raw` reads, of more than a thousand."""
-    rows, wanted = _table(text), {*_IDENTITY, *METRICS.values()}
-    columns = [i for i, name in enumerate(rows[0]) if name in wanted or _STALL.fullmatch(name)]
-    return _as_csv([[row[i] for i in columns] for row in rows])
-
-
-def raw_of(kernel: str, capability: str, measured: Mapping[str, float | None], stalls: Mapping[str, float]) -> str:
-    """The table of one launch, from its record."""
-    values = {METRICS[key]: value for key, value in measured.items() if value is not None}
-    values |= {_STALL_NAME.format(reason): value for reason, value in stalls.items()}
-    cells = {"ID": "0", "Kernel Name": kernel, "CC": capability}
-    cells |= {name: f"{value:.15g}" for name, value in sorted(values.items())}
-    return _as_csv([list(cells), [""] * len(cells), list(cells.values())])
+    rows, wanted, out = _table(text), {*_IDENTITY, *METRICS.values()}, io.StringIO()
+    names = [name for name in rows[0] if name in wanted or _STALL.fullmatch(name)]
+    writer = csv.DictWriter(out, names, extrasaction="ignore", quoting=csv.QUOTE_ALL, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
 
 
 def parse_raw(text: str) -> list[Profile]:
     """The launches in the output of `ncu --import FILE --page raw --csv --print-units base`, or trimmed."""
-    names, _units, *rows = _table(text)
-    profiles = []
-    for row in rows:
-        cells = dict(zip(names, row, strict=False))
-        numbers = {name: number for name, cell in cells.items() if (number := _number(cell)) is not None}
-        profiles.append(Profile(cells.get("Kernel Name", ""), numbers, cells.get("CC", "")))
-    return profiles
+    _units, *rows = _table(text)
+    return [Profile(row.get("Kernel Name", ""), _numbers(row), row.get("CC", "")) for row in rows]
+
+
+def _numbers(row: Mapping[str, str]) -> dict[str, float]:
+    found = {}
+    for name, cell in row.items():
+        with suppress(ValueError):
+            found[name] = float(cell.replace(",", ""))
+    return found

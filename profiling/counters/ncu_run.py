@@ -15,13 +15,14 @@ from cute_flash.tools.precompile import precompile_keys
 from cute_flash.tools.progress import steps
 from profiling.counters import ncu_source
 from profiling.counters.expect import expected
-from profiling.counters.ncu import NcuError, NotPermittedError, Tool, choose
-from profiling.counters.ncu_case import BEYOND_L2, LAYOUTS, Case, add_shape, case_of, shape_of
-from profiling.counters.ncu_metrics import parse_raw, raw_of
+from profiling.counters.ncu import NcuError, Tool, choose
+from profiling.counters.ncu_case import BEYOND_L2, LAYOUTS, Case, case_of, dtype_of
+from profiling.counters.ncu_metrics import parse_raw
 from profiling.counters.ncu_report import LEGEND, Finding, record, tables
 from profiling.measure import machine
 from profiling.measure.options import add_jobs, name_list
 from profiling.measure.record import write_json
+from profiling.measure.shapes import DTYPES, MASKS, Shape
 from profiling.measure.study import FAILED, OK, Command, target_arch
 from profiling.measure.tables import print_lines, show
 
@@ -41,24 +42,11 @@ def from_exports(folder: Path) -> list[Finding]:
         profiles = parse_raw(path.read_text(encoding="utf-8"))
         if len(profiles) != 1:
             raise ValueError(f"{path}: {len(profiles)} launches, expected one")
-        case = case_of(path.stem, profiles[0].kernel)
+        case = case_of(path.stem, dtype_of(profiles[0].kernel))
         spec = arch.by_name(f"sm_{profiles[0].capability.replace('.', '')}")
         spec = replace(spec, l2_bytes=l2_bytes or spec.l2_bytes)
         findings.append(Finding(case, expected(case, spec), profiles[0]))
     return sorted(findings, key=lambda finding: _order(finding.case))
-
-
-def export_record(folder: Path) -> None:
-    """Write the missing .csv of every case in the record; older versions wrote none."""
-    path = folder / RECORD
-    data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": {}}
-    for case_id, case in data["cases"].items():
-        target = folder / f"{case_id}.csv"
-        if case["measured"] and not target.exists():
-            digits = data["machine"]["capability"].removeprefix("sm_")
-            capability = f"{digits[:-1]}.{digits[-1]}"
-            text = raw_of(case["symbol"], capability, case["measured"], case["stalls"])
-            target.write_text(text, encoding="utf-8")
 
 
 def _order(case: Case) -> tuple[int, str, int]:
@@ -80,13 +68,12 @@ def from_folder(folder: Path) -> tuple[list[Finding], dict[str, Any]]:
     return findings, record(findings, **facts_of(folder))
 
 
-def earlier_findings(folder: Path, machine: dict[str, Any], running: Sequence[Finding]) -> list[Finding]:
-    """The findings of an earlier part of the same run in the folder, without the cases that run now."""
+def earlier_findings(folder: Path, machine: dict[str, Any]) -> list[Finding]:
+    """The findings of an earlier part of the same run in the folder; cases that run again replace theirs."""
     before = facts_of(folder)["machine"]
     if any(name not in before or before[name] != machine.get(name) for name in SAME_RUN):
         return []
-    ids = {finding.case.id for finding in running}
-    return [finding for finding in from_exports(folder) if finding.case.id not in ids]
+    return from_exports(folder)
 
 
 def profile_all(
@@ -94,19 +81,18 @@ def profile_all(
 ) -> list[Finding]:
     """Profile all cases. A case that fails is recorded, and the others continue; `NotPermittedError` ends the run."""
     # Read before this run adds its exports to the folder.
-    done = earlier_findings(tool.folder, facts["machine"], findings)
+    done = earlier_findings(tool.folder, facts["machine"])
     num_earlier = len(done)
 
-    def record_finding(finding: Finding) -> None:
+    def read(finding: Finding) -> None:
+        if finding.error is None:
+            try:
+                finding = replace(finding, profile=tool.read(finding.case))
+            except NcuError as error:
+                finding = replace(finding, error=str(error))
         done.append(finding)
         write_json(record(done, **facts), tool.folder / RECORD)
         step(f"{finding.case.id}: {finding.error or f'{finding.time_cell} us'}")
-
-    def read(finding: Finding) -> None:
-        try:
-            record_finding(replace(finding, profile=tool.read(finding.case)))
-        except NcuError as error:
-            record_finding(replace(finding, error=str(error)))
 
     # One thread reads reports and writes the record, while the next case runs.
     with ThreadPoolExecutor(1) as reader:
@@ -114,12 +100,9 @@ def profile_all(
         for finding in findings:
             try:
                 tool.collect(finding.case)
-            except NotPermittedError:
-                raise
             except NcuError as error:
-                reading.append(reader.submit(record_finding, replace(finding, error=str(error))))
-            else:
-                reading.append(reader.submit(read, finding))
+                finding = replace(finding, error=str(error))
+            reading.append(reader.submit(read, finding))
     for future in reading:
         future.result()
     return done[num_earlier:]
@@ -130,7 +113,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kernels = tuple(LAYOUTS)
     add("--kernels", type=name_list, default=kernels, metavar="LIST", help=f"default: {','.join(kernels)}")
     add("--variants", type=name_list, default=(), metavar="LIST", help="layouts, such as swizzled,plain (default: all)")
-    add_shape(parser)
+    add("--batch", type=int, default=2, metavar="B", help="default: %(default)s")
+    add("--heads", type=int, default=8, metavar="H", help="query heads (default: %(default)s)")
+    add("--heads-kv", type=int, metavar="N", help="K/V heads (default: H)")
+    add("--seqlen", type=int, default=2048, metavar="S", help="queries and keys (default: %(default)s)")
+    add("--head-dim", type=int, default=128, metavar="D", help="default: %(default)s")
+    add("--mask", choices=MASKS, default=MASKS[0], help="default: %(default)s")
+    add("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
     sizes = ", ".join(f"{name} {value}" for name, value in BEYOND_L2.items())
     add("--beyond-l2", action="store_true", help=f"a shape whose tensors exceed L2: {sizes}, default layouts")
     add("--by-instruction", action="store_true", help="count shared-memory wavefronts by SASS instruction instead")
@@ -144,7 +133,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.from_exports:
-        export_record(args.out)
         findings, data = from_folder(args.out)
         write_json(data, args.out / RECORD)
         return _show_findings(findings)
@@ -153,7 +141,9 @@ def run(args: argparse.Namespace) -> int:
         vars(args).update(BEYOND_L2)
     if args.beyond_l2 or args.by_instruction:
         variants = variants or (DEFAULT_LAYOUT,)
-    cases = choose(args.kernels, variants, shape_of(args), args.dtype)
+    heads_kv = args.heads if args.heads_kv is None else args.heads_kv
+    shape = Shape(args.batch, args.heads, heads_kv, args.seqlen, args.head_dim, args.mask == MASKS[1])
+    cases = choose(args.kernels, variants, shape, args.dtype)
     findings = [Finding(case, expected(case, target)) for case in cases]
     if not args.predict_only:
         tool = Tool(args.out, args.ncu)
@@ -174,8 +164,6 @@ def _count_instructions(tool: Tool, cases: Sequence[Case]) -> int:
     for case in cases:
         try:
             show([ncu_source.table(case.id, ncu_source.collect(tool, case))])
-        except NotPermittedError:
-            raise
         except NcuError as error:
             failures.append(str(error))
     print_lines("Failures", failures)

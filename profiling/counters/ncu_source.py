@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from profiling.counters.ncu import NcuError, Tool
@@ -38,12 +37,7 @@ def collect(tool: Tool, case: Case) -> dict[str, Counted]:
     """Profile a case and count by opcode. The whole source page is kept beside the reports as .tsv."""
     tool.folder.mkdir(parents=True, exist_ok=True)
     report = tool.folder.absolute() / f"{case.id}.source.ncu-rep"
-    command = tool.command(case)
-    at = command.index("--section")
-    end = command.index("--metrics") + 2
-    command[at:end] = ["--section", SECTION]
-    command[command.index("--export") + 1] = str(report.with_suffix(""))
-    tool.must_run(command, case)
+    tool.must_run(tool.command(case, report, [SECTION]), case)
     page = ("--page", "source", "--csv", "--print-source", "sass")
     text = tool.must_run((tool.program, "--import", str(report), *page), case)
     (tool.folder / f"{case.id}.source.tsv").write_text(text, encoding="utf-8")
@@ -53,29 +47,26 @@ def collect(tool: Tool, case: Case) -> dict[str, Counted]:
 
 def parse(text: str, name: str) -> dict[str, Counted]:
     """Opcode with its suffixes -> counts, from the CSV of the source page."""
-    rows = list(csv.reader(text.splitlines()))
-    start = next((i for i, row in enumerate(rows) if _find(row, _SOURCE) is not None and len(row) > 3), None)
-    if start is None:
+    rows = csv.reader(text.splitlines())
+    header = next((names for row in rows if _SOURCE in (names := list(map(_column, row))) and len(row) > 3), None)
+    if header is None:
         raise NcuError(f"{name}: the source page has no table")
-    header = rows[start]
-    columns = [_find(header, column) for column in (_SOURCE, _EXECUTED, _WAVEFRONTS, _IDEAL)]
-    if None in columns:
+    if not {_EXECUTED, _WAVEFRONTS, _IDEAL} <= set(header):
         raise NcuError(
             f"{name}: the source page has the columns {', '.join(header)}, without wavefronts of shared memory"
         )
-    source, *counts = (column for column in columns if column is not None)
     found: dict[str, Counted] = {}
-    for row in rows[start + 1 :]:
-        match = _OPCODE.match(row[source].strip()) if len(row) > max(source, *counts) else None
+    for cells in rows:
+        row = dict(zip(header, cells))
+        match = _OPCODE.match(row[_SOURCE].strip()) if len(cells) == len(header) else None
         if match and match[1].partition(".")[0] in OPCODES:
-            values = (int(float(row[column].replace(",", "") or 0)) for column in counts)
-            found[match[1]] = found.get(match[1], Counted()) + Counted(*values)
+            counts = (int(float(row[column].replace(",", "") or 0)) for column in (_EXECUTED, _WAVEFRONTS, _IDEAL))
+            found[match[1]] = found.get(match[1], Counted()) + Counted(*counts)
     return found
 
 
-def _find(header: Iterable[str], name: str) -> int | None:
-    names = [re.sub(r"\s*[\[(].*", "", column).strip().lower() for column in header]
-    return names.index(name) if name in names else None
+def _column(name: str) -> str:
+    return re.sub(r"\s*[\[(].*", "", name).strip().lower()
 
 
 def table(title: str, counted: dict[str, Counted]) -> Table:

@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cute_flash.spec import arch
 from cute_flash.tools.precompile import precompile_keys
 from profiling.counters.ncu import run_command
 from profiling.counters.sanitize_case import BEGIN, END, SKIPPED, Launch, launches, names, needed_kernels
 from profiling.measure import machine
 from profiling.measure.options import add_jobs, at_least_one
-from profiling.measure.study import FAILED, OK, Command
+from profiling.measure.study import FAILED, OK, Command, need_gpu
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 PROGRAM = "compute-sanitizer"
@@ -60,14 +59,16 @@ class Outcome:
     def is_clean(self) -> bool:
         return not (self.reports or self.failed or self.not_run)
 
-
-def check() -> None:
-    if shutil.which(PROGRAM) is None:
-        raise ValueError(NOT_FOUND)
-
-
-def expected_seconds(tools: Sequence[str], num: int) -> float:
-    return COMPILE_SECONDS + sum(SECONDS_PER_LAUNCH[tool] * num for tool in tools)
+    def __add__(self, other: Outcome) -> Outcome:
+        return Outcome(
+            self.tool,
+            self.clean + other.clean,
+            self.forward_only + other.forward_only,
+            self.reports | other.reports,
+            self.failed | other.failed,
+            self.not_run + other.not_run,
+            self.summaries + other.summaries,
+        )
 
 
 def run_tool(
@@ -79,20 +80,17 @@ def run_tool(
         python = Path(sys.executable).name
         command = [PROGRAM, "--tool", tool, python, "-m", "profiling.counters.sanitize_case", *left]
         status, output = run(command, deadline - clock())
-        done = _read(outcome, output)
-        started = [name for name in names(output.splitlines(), BEGIN) if name in left]
+        _read(outcome, output, status)
+        lines = output.splitlines()
+        started, done = names(lines, BEGIN), names(lines, END)
         left = [name for name in left if name not in done]
-        if not left:
-            for name in outcome.reports:
-                if name.startswith("after "):
-                    outcome.reports[name].append(f"status {status}: {_tail(output)}")
-            break
         if status == 124:
             break
-        # The process ended in the middle: the launch that was running failed.
-        broken = next((name for name in reversed(started) if name in left), left[0])
-        outcome.failed[broken] = f"status {status}: {_tail(output)}"
-        left.remove(broken)
+        if left:
+            # The process ended in the middle: the launch that was running failed.
+            broken = next((name for name in reversed(started) if name in left), left[0])
+            outcome.failed[broken] = f"status {status}: {_tail(output)}"
+            left.remove(broken)
     outcome.not_run, outcome.seconds = left, clock() - begin
     return outcome
 
@@ -101,20 +99,13 @@ def run_processes(tool: str, chosen: Sequence[Launch], deadline: float, run: Run
     """One tool in `num` processes at once, each with every num-th launch."""
     begin, shares = time.monotonic(), [chosen[i::num] for i in range(min(num, len(chosen)))]
     with ThreadPoolExecutor(len(shares)) as pool:
-        outcomes = list(pool.map(lambda share: run_tool(tool, share, deadline, run), shares))
-    whole = Outcome(tool, seconds=time.monotonic() - begin)
-    for one in outcomes:
-        whole.clean += one.clean
-        whole.forward_only += one.forward_only
-        whole.reports |= one.reports
-        whole.failed |= one.failed
-        whole.not_run += one.not_run
-        whole.summaries += one.summaries
+        whole = sum(pool.map(lambda share: run_tool(tool, share, deadline, run), shares), Outcome(tool))
+    whole.seconds = time.monotonic() - begin
     return whole
 
 
-def _read(outcome: Outcome, output: str) -> set[str]:
-    """Add the launches of a process, and return the names of the launches that ended."""
+def _read(outcome: Outcome, output: str, status: int) -> None:
+    """Add the launches of a process that ended."""
     lines = output.splitlines()
     current, reports = "before the first launch", dict[str, list[str]]()
     for line in lines:
@@ -126,11 +117,12 @@ def _read(outcome: Outcome, output: str) -> set[str]:
             reports.setdefault(current, []).append(match[1])
         elif match := _SUMMARY.match(line):
             outcome.summaries.append(match[1])
-    done = set(names(lines, END))
+    for name, found in reports.items():
+        if name.startswith("after "):
+            found.append(f"status {status}: {_tail(output)}")
     outcome.clean += [name for name in names(lines, END) if name not in reports]
-    outcome.forward_only += list(names(lines, SKIPPED))
+    outcome.forward_only += names(lines, SKIPPED)
     outcome.reports |= reports
-    return done
 
 
 def _tail(output: str, num: int = 5) -> str:
@@ -140,14 +132,13 @@ def _tail(output: str, num: int = 5) -> str:
 
 def log(outcomes: Sequence[Outcome], facts: dict[str, Any], version: str | None) -> str:
     """The text of the log: one paragraph per tool, then every report."""
-    head = [
+    lines = [
         f"compute-sanitizer over small launches, {facts.get('gpu')}, driver {facts.get('driver')}, "
         f"commit {facts.get('git_commit')}, source {facts.get('source_digest')}, DSL {facts.get('cutlass_dsl')}, "
         f"{datetime.date.today()}",
         version or "",
         "A launch is a call and its gradients: family, head dim, dense, varlen or decode (no gradients), feature.",
     ]
-    lines = list(head)
     for one in outcomes:
         lines += [
             "",
@@ -183,14 +174,14 @@ def run(args: argparse.Namespace) -> int:
     chosen = launches(only=args.only)
     if not chosen:
         raise ValueError(f"--only {args.only}: no launch has such a name; --list prints all names")
-    seconds = expected_seconds(tools, len(chosen))
     if args.list:
+        seconds = COMPILE_SECONDS + sum(SECONDS_PER_LAUNCH[tool] * len(chosen) for tool in tools)
         print("\n".join(launch.name for launch in chosen))
         print(f"{len(chosen)} launches, {', '.join(tools)}: about {seconds:.0f} s on an H200 (an estimate)")
         return OK
-    if not arch.has_gpu():
-        raise ValueError("no CUDA device: nothing can be checked")
-    check()
+    need_gpu("; --list prints the launches")
+    if shutil.which(PROGRAM) is None:
+        raise ValueError(NOT_FOUND)
     deadline = time.monotonic() + 60 * args.minutes
     facts = machine.facts()
     out = args.out or machine.default_path("sanitize", facts).with_suffix(".txt")

@@ -9,129 +9,29 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import cute_flash
 from cute_flash.distributed.accumulate import Output, PartialOutput
 from cute_flash.errors import UnsupportedError
-from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.launch import LaunchKey
 from cute_flash.score_mod.block_mask import BlockMask
 from profiling.measure.launches import needed_kernels as kernels_of_calls
 
 FAMILIES = ("sm80", "sm90")
 HEAD_DIMS = (64, 128, 256)
-# Feature -> keywords of a call; `_options` adds those whose values are tensors.
-FEATURES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"window": (40, 10)},
-    "softcap": {"softcap": 5.0},
-    "alibi": {"causal": True},
-    "sinks": {},
-    "dropout": {"dropout": 0.2},
-    "max_logit": {"return_max_logit": True},
-    "all": {"causal": True, "softcap": 5.0, "dropout": 0.2},
-    "score_mod": {"score_mod": lambda s, b, h, i, j: s * 0.5 + (i - j) * 0.01},
-    "mask_mod": {"mask_mod": lambda b, h, i, j: (i + j) % 3 != 0},
-    "deterministic": {"deterministic": True, "causal": True},
-    "bias": {},
-    "bias_constant": {},
-    # One bias for eight heads, which add to its gradient by atomic additions.
-    "bias_shared": {},
-    # One bias for two heads, whose terms of its gradient are stored and then summed.
-    "bias_terms": {"causal": True},
-    "block_mask": {},
-    # mma.sync alone has kernels for fp32, up to D = 128.
-    "fp32": {"causal": True},
-    # More tiles than an H200 has SMs: persistent CTAs take a second one.
-    "many_tiles": {"causal": True},
-    # Partial outputs of context parallelism.
-    "merge": {},
-    # The row max of most blocks exceeds that of the blocks before, so a speculative row max fails.
-    "large_scores": {"scale": 2.0},
-    # Tiles for many keys.
-    "long": {},
-    "long_causal": {"causal": True},
-    "long_softcap": {"softcap": 5.0},
-}
-# At these head dims, only these features, dense.
-OTHER_HEAD_DIMS = (96, 192)
-OTHER_FEATURES = ("full", "causal", "softcap", "alibi", "dropout", "deterministic", "bias", "score_mod", "large_scores")
-LONG_FEATURES = ("long", "long_causal", "long_softcap")
-LONG_HEAD_DIMS = (96, 192, 256)  # of the Hopper forward
-DENSE_ONLY = ("bias", "bias_constant", "bias_shared", "bias_terms", "block_mask", "many_tiles", "merge", "large_scores")
-# Varlen kernels differ from dense ones only in lengths and tile lists. So all features run at the smallest head dim,
-# and only these at the others.
-VARLEN_WIDE = ("causal", "dropout")
-LENGTHS = (150, 1, 0, 77)
-# `attn_decode`: rows of each sequence in the cache, and tokens.
-DECODE_LENGTHS, TOKENS = (300, 1, 0, 77), 8
-LONG = (3000, 40)  # more keys than one CTA takes
-# Feature -> the fields of `_decode_call` that it changes.
-DECODE: dict[str, dict[str, Any]] = {
-    "contiguous": {},
-    "append": {"appends": True},
-    "fp8": {"is_fp8": True, "appends": True, "page_size": 16},
-    "pages16": {"page_size": 16},
-    "pages1": {"page_size": 1},
-    "ragged": {"tokens": (3, 1, 0, 20), "appends": True, "page_size": 24},
-    "tokens8": {"tokens": (TOKENS,) * 4},
-    "splits3": {"lengths": LONG, "num_splits": 3},
-    "long": {"lengths": LONG, "page_size": 16, "appends": True},
-    # Calls of attn and attn_varlen that split keys. Keys are split only if the caller does not choose a family.
-    "attn": {},
-    "attn_varlen": {},
-}
-SPLIT_CALLS = ("attn", "attn_varlen")
-# These features run at all head dims, the others at DECODE_DIM only.
-DECODE_WIDE, DECODE_DIM = ("contiguous", "append", "fp8"), 128
+DENSE, VARLEN, DECODE = "dense", "varlen", "decode"
 BEGIN, END, SKIPPED = "LAUNCH", "DONE", "FORWARD ONLY"
-
-
-@dataclass(frozen=True)
-class Launch:
-    family: str
-    head_dim: int
-    feature: str
-    is_varlen: bool = False
-    is_decode: bool = False
-
-    @property
-    def name(self) -> str:
-        kind = "decode" if self.is_decode else "varlen" if self.is_varlen else "dense"
-        return f"{self.family}-d{self.head_dim}-{kind}-{self.feature}"
-
-
-def launches(families: Iterable[str] = FAMILIES, only: str = "*") -> list[Launch]:
-    """Every kind of kernel: both families, all features, three head dims, dense, varlen and decode.
-
-    At other head dims, which have tiles of their own, there are fewer features.
-    """
-    families = tuple(families)
-    found = [Launch(*place) for place in product(families, OTHER_HEAD_DIMS, OTHER_FEATURES)]
-    found += [Launch(*place) for place in product(families, LONG_HEAD_DIMS, LONG_FEATURES) if place[0] == "sm90"]
-    for family, head_dim, feature in product(families, HEAD_DIMS, (x for x in FEATURES if x not in LONG_FEATURES)):
-        if feature == "fp32" and (family, head_dim) not in (("sm80", 64), ("sm80", 128)):
-            continue
-        found.append(Launch(family, head_dim, feature, is_varlen=False))
-        has_varlen = feature not in DENSE_ONLY and (head_dim == HEAD_DIMS[0] or feature in VARLEN_WIDE)
-        if has_varlen:
-            found.append(Launch(family, head_dim, feature, is_varlen=True))
-    for family, head_dim, feature in product(families, HEAD_DIMS, DECODE):
-        is_wide = head_dim == DECODE_DIM or feature in DECODE_WIDE
-        if is_wide and (feature not in SPLIT_CALLS or family == FAMILIES[-1]):
-            found.append(Launch(family, head_dim, feature, is_decode=True))
-    pattern = only if "*" in only else f"*{only}*"
-    return [launch for launch in found if fnmatch(launch.name, pattern)]
 
 
 def _normal(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -139,144 +39,256 @@ def _normal(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Te
     return torch.randn(shape, generator=generator).to(dtype).to(device).requires_grad_()
 
 
-def _options(launch: Launch, heads: int, lengths: tuple[int, int], device: str) -> dict[str, Any]:
-    options = dict(FEATURES[launch.feature])
-    if launch.feature in ("alibi", "all"):
-        options["alibi"] = _normal(heads, device=device, dtype=torch.float32)
-    if launch.feature in ("sinks", "all"):
-        options["sinks"] = _normal(heads, device=device, dtype=torch.float32)
-    if launch.feature.startswith("bias"):
-        shape = (1, 1 if launch.feature in ("bias_shared", "bias_terms") else heads, *lengths)
-        options["bias"] = _normal(*shape, device=device).requires_grad_(launch.feature != "bias_constant")
-    if launch.feature == "block_mask":
-        options["block_mask"] = BlockMask.of(lambda b, h, i, j: (i - j).abs() < 60, (1, heads, *lengths), device=device)
-    return options
+# ---- calls of `attn` and `attn_varlen`
 
 
-def _caches(
-    lengths: Sequence[int], width: int, page_size: int | None, device: str
-) -> tuple[list[Tensor], Tensor | None]:
-    """K and V of two heads, (B, S, 2, D) or pages, with NaN beyond the lengths; and the page table."""
-    longest = max(lengths)
-    rows = [torch.full((len(lengths), longest, 2, width), torch.nan) for _ in range(2)]
-    for i, x in enumerate(rows):
-        for b, length in enumerate(lengths):
-            x[b, :length] = torch.randn(length, 2, width, generator=torch.Generator().manual_seed(10 * i + b))
-    if page_size is None:
-        return [x.to(device) for x in rows], None
-    num_pages = -(-longest // page_size)
-    table = torch.randperm(len(lengths) * num_pages, generator=torch.Generator().manual_seed(0))
-    table = table.view(len(lengths), num_pages)
-    pages = []
-    for x in rows:
-        padded = torch.full((len(lengths), num_pages * page_size, 2, width), torch.nan)
-        padded[:, :longest] = x
-        pages.append(torch.empty(table.numel(), page_size, 2, width))
-        pages[-1][table] = padded.unflatten(1, (num_pages, page_size))
-    return [x.to(device) for x in pages], table.to(device, torch.int32)
+class Sizes(NamedTuple):
+    """More keys than the stages of a pipeline hold, so that stages are written again after they were read."""
+
+    heads: int = 2
+    heads_kv: int = 1
+    rows: int = 150
+    keys: int = 600
 
 
-def _decode_call(
-    width: int,
-    device: str,
-    lengths: Sequence[int] = DECODE_LENGTHS,
-    tokens: Sequence[int] = (),  # of each sequence; different numbers: ragged
-    page_size: int | None = None,
-    appends: bool = False,
-    is_fp8: bool = False,
-    num_splits: int | None = None,
-) -> Tensor:
-    """`attn_decode` with 8 query heads on 2 K/V heads; appended rows are rotated."""
-    tokens = tokens or (1,) * len(lengths)
-    new = tokens if appends else (0,) * len(lengths)
-    (k, v), table = _caches([a + b for a, b in zip(lengths, new)], width, page_size, "cpu")
-    dtype = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
-    k, v = (x.to(dtype).to(device) for x in (k, v))
-    is_ragged = len(set(tokens)) > 1
-    leading = (sum(tokens),) if is_ragged else (len(lengths), tokens[0])
-    options: dict[str, Any] = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32).to(device)}
-    options |= {"page_table": None if table is None else table.to(device), "num_splits": num_splits}
-    if is_ragged:
-        options["cu_seqlens_q"] = torch.tensor([0, *tokens]).cumsum(0).to(device, torch.int32)
-    if appends:
-        options |= {name: _normal(*leading, 2, width, device=device).detach() for name in ("k_new", "v_new")}
-        angles = torch.outer(torch.arange(max(lengths) + max(tokens)), torch.linspace(1, 0, width // 2))
-        options |= {"rotary_cos": angles.cos().to(device), "rotary_sin": angles.sin().to(device)}
-    q = _normal(*leading, 8, width, device=device).detach()
-    return cute_flash.attn_decode(q, k, v, **options)
+SIZES = Sizes()
 
 
-def _split_call(launch: Launch, device: str) -> Tensor:
-    """A call of `attn` or `attn_varlen` with few queries and many keys."""
-    rows, keys = 2, max(LONG)
-    if launch.feature == "attn":
-        q, *kv = (_normal(1, n, s, launch.head_dim, device=device) for n, s in ((8, rows), (2, keys), (2, keys)))
-        return cute_flash.attn(q.detach(), *(x.detach() for x in kv), causal=True)
-    q, *kv = (_normal(s, n, launch.head_dim, device=device) for n, s in ((8, 2 * rows), (2, 2 * keys), (2, 2 * keys)))
-    offsets = [torch.tensor([0, n, 2 * n], dtype=torch.int32).to(device) for n in (rows, keys)]
-    return cute_flash.attn_varlen(q.detach(), *(x.detach() for x in kv), *offsets, causal=True)
+@dataclass(frozen=True)
+class Feature:
+    """The keywords of a call, those whose values are tensors, and its sizes. `has_varlen`: `attn_varlen` takes it."""
+
+    keywords: dict[str, Any] = field(default_factory=dict)
+    tensors: Callable[[Sizes, str], dict[str, Any]] = lambda sizes, device: {}
+    sizes: Sizes = SIZES
+    has_varlen: bool = True
+    dtype: torch.dtype = torch.bfloat16
 
 
-def _call_decode(launch: Launch, device: str) -> None:
-    is_split = launch.feature in SPLIT_CALLS
-    with cute_flash.use_kernels("" if is_split else launch.family):
-        out = (
-            _split_call(launch, device) if is_split else _decode_call(launch.head_dim, device, **DECODE[launch.feature])
-        )
-    _check_finite(launch, [out])
+def _per_head(*names: str) -> Callable[[Sizes, str], dict[str, Any]]:
+    return lambda sizes, device: {name: _normal(sizes.heads, device=device, dtype=torch.float32) for name in names}
 
 
-def _check_finite(launch: Launch, results: Iterable[Tensor]) -> None:
-    for x in results:
-        if not bool(torch.isfinite(x.detach().cpu()).all()):
-            raise SystemExit(f"{launch.name}: a result is not finite")
+def _bias(sizes: Sizes, device: str, is_shared: bool = False, is_constant: bool = False) -> dict[str, Any]:
+    bias = _normal(1, 1 if is_shared else sizes.heads, sizes.rows, sizes.keys, device=device)
+    return {"bias": bias.requires_grad_(not is_constant)}
 
 
-def _call_merge(launch: Launch, device: str) -> None:
+def _block_mask(sizes: Sizes, device: str) -> dict[str, Any]:
+    shape = (1, sizes.heads, sizes.rows, sizes.keys)
+    return {"block_mask": BlockMask.of(lambda b, h, i, j: (i - j).abs() < 60, shape, device=device)}
+
+
+# Tiles for many keys.
+LONG_SIZES = Sizes(rows=250, keys=2400)
+FEATURES = {
+    "full": Feature(),
+    "causal": Feature({"causal": True}),
+    "window": Feature({"window": (40, 10)}),
+    "softcap": Feature({"softcap": 5.0}),
+    "alibi": Feature({"causal": True}, _per_head("alibi")),
+    "sinks": Feature({}, _per_head("sinks")),
+    "dropout": Feature({"dropout": 0.2}),
+    "max_logit": Feature({"return_max_logit": True}),
+    "all": Feature({"causal": True, "softcap": 5.0, "dropout": 0.2}, _per_head("alibi", "sinks")),
+    "score_mod": Feature({"score_mod": lambda s, b, h, i, j: s * 0.5 + (i - j) * 0.01}),
+    "mask_mod": Feature({"mask_mod": lambda b, h, i, j: (i + j) % 3 != 0}),
+    "deterministic": Feature({"deterministic": True, "causal": True}),
+    "bias": Feature({}, _bias, has_varlen=False),
+    "bias_constant": Feature({}, partial(_bias, is_constant=True), has_varlen=False),
+    # One bias for eight heads, which add to its gradient by atomic additions.
+    "bias_shared": Feature({}, partial(_bias, is_shared=True), Sizes(heads=8), has_varlen=False),
+    # One bias for two heads, whose terms of its gradient are stored and then summed.
+    "bias_terms": Feature({"causal": True}, partial(_bias, is_shared=True), has_varlen=False),
+    "block_mask": Feature({}, _block_mask, has_varlen=False),
+    # mma.sync alone has kernels for fp32, up to D = 128.
+    "fp32": Feature({"causal": True}, dtype=torch.float32),
+    # More tiles than an H200 has SMs: persistent CTAs take a second one.
+    "many_tiles": Feature({"causal": True}, sizes=Sizes(140, 2, 40, 70), has_varlen=False),
+    # Partial outputs of context parallelism (`_merge`).
+    "merge": Feature(has_varlen=False),
+    # The row max of most blocks exceeds that of the blocks before, so a speculative row max fails.
+    "large_scores": Feature({"scale": 2.0}, has_varlen=False),
+    "long": Feature(sizes=LONG_SIZES),
+    "long_causal": Feature({"causal": True}, sizes=LONG_SIZES),
+    "long_softcap": Feature({"softcap": 5.0}, sizes=LONG_SIZES),
+}
+# At these head dims, only these features, dense.
+OTHER_HEAD_DIMS = (96, 192)
+OTHER_FEATURES = ("full", "causal", "softcap", "alibi", "dropout", "deterministic", "bias", "score_mod", "large_scores")
+LONG_FEATURES = ("long", "long_causal", "long_softcap")
+LONG_HEAD_DIMS = (96, 192, 256)  # of the Hopper forward
+# Varlen kernels differ from dense ones only in lengths and tile lists. So all features run at the smallest head dim,
+# and only these at the others.
+VARLEN_WIDE = ("causal", "dropout")
+LENGTHS = (150, 1, 0, 77)
+
+
+def _attend(launch: Launch, device: str) -> Sequence[Tensor]:
+    """The results of the forward pass, and the gradients of q, k and v; prints if a family has no gradients."""
+    feature = FEATURES[launch.feature]
+    heads, heads_kv, rows, keys = feature.sizes
+    attend: Any = cute_flash.attn
+    shapes: list[tuple[int, ...]]
+    if launch.kind == VARLEN:
+        starts = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
+        attend = partial(cute_flash.attn_varlen, cu_seqlens_q=starts, cu_seqlens_k=starts)
+        shapes = [(sum(LENGTHS), n, launch.head_dim) for n in (heads, heads_kv, heads_kv)]
+    else:
+        shapes = [(1, n, s, launch.head_dim) for n, s in ((heads, rows), (heads_kv, keys), (heads_kv, keys))]
+    inputs = [_normal(*shape, device=device, dtype=feature.dtype) for shape in shapes]
+    with cute_flash.use_kernels(launch.family):
+        outputs = attend(*inputs, **feature.keywords, **feature.tensors(feature.sizes, device))
+        out: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
+        dout = torch.ones(out.shape, dtype=out.dtype).to(device)
+        try:
+            return out, *torch.autograd.grad(out, inputs, dout)
+        except UnsupportedError:
+            print(f"{SKIPPED} {launch.name}", flush=True)
+            return (out,)
+
+
+def _merge(launch: Launch, device: str) -> Sequence[Tensor]:
     """Merge partial outputs, the second with some of the rows."""
     q = _normal(1, 2, 150, launch.head_dim, device=device).detach()
     output = Output(q, q, num_parts=2)
     for begin in (0, 40):
         out = _normal(1, 2, 150 - begin, launch.head_dim, device=device, dtype=torch.float32).detach()
         output.parts.append(PartialOutput((begin, 150), out, out[..., 0].contiguous()))
-    _check_finite(launch, output.result(None, 150))
+    return output.result(None, 150)
+
+
+# ---- calls of `attn_decode`, and calls of `attn` and `attn_varlen` that split keys
+
+LONG = (3000, 40)  # more keys than one CTA takes
+
+
+@dataclass(frozen=True)
+class DecodeCall:
+    """`attn_decode` with 8 query heads on 2 K/V heads; appended rows are rotated."""
+
+    lengths: tuple[int, ...] = (300, 1, 0, 77)  # rows of each sequence in the cache
+    tokens: tuple[int, ...] = (1, 1, 1, 1)  # of each sequence; different numbers: ragged
+    page_size: int | None = None
+    appends: bool = False
+    is_fp8: bool = False
+    num_splits: int | None = None
+
+    def cache(self, width: int, seed: int) -> Tensor:
+        """Keys or values (B, S, 2, D), with NaN beyond the lengths."""
+        lengths = torch.tensor(self.lengths) + (torch.tensor(self.tokens) if self.appends else 0)
+        longest = int(lengths.max())
+        x = torch.randn(len(lengths), longest, 2, width, generator=torch.Generator().manual_seed(seed))
+        beyond = torch.arange(longest) >= lengths[:, None]
+        return x.masked_fill(beyond[..., None, None], torch.nan)
+
+    def run(self, width: int, device: str) -> Tensor:
+        caches, options = [self.cache(width, seed) for seed in (0, 1)], dict[str, Any]()
+        if self.page_size is not None:
+            caches = [F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % self.page_size), value=torch.nan) for x in caches]
+            pages = [x.unflatten(1, (-1, self.page_size)) for x in caches]
+            order = torch.randperm(pages[0][..., 0, 0, 0].numel(), generator=torch.Generator().manual_seed(0))
+            caches = [x.flatten(0, 1)[order] for x in pages]
+            options["page_table"] = order.argsort().view(pages[0].shape[:2]).to(device, torch.int32)
+        leading: tuple[int, ...] = (len(self.tokens), self.tokens[0])
+        if len(set(self.tokens)) > 1:
+            leading = (sum(self.tokens),)
+            options["cu_seqlens_q"] = torch.tensor([0, *self.tokens]).cumsum(0).to(device, torch.int32)
+        if self.appends:
+            options |= {name: _normal(*leading, 2, width, device=device).detach() for name in ("k_new", "v_new")}
+            positions = torch.arange(max(self.lengths) + max(self.tokens))
+            angles = torch.outer(positions, torch.linspace(1, 0, width // 2))
+            options |= {"rotary_cos": angles.cos().to(device), "rotary_sin": angles.sin().to(device)}
+        q = _normal(*leading, 8, width, device=device).detach()
+        k, v = (x.to(torch.float8_e4m3fn if self.is_fp8 else torch.bfloat16).to(device) for x in caches)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32).to(device)
+        return cute_flash.attn_decode(q, k, v, cache_seqlens=lengths, num_splits=self.num_splits, **options)
+
+
+def _attn(width: int, device: str) -> Tensor:
+    """Few queries and many keys."""
+    q, k, v = (_normal(1, n, s, width, device=device).detach() for n, s in ((8, 2), (2, 3000), (2, 3000)))
+    return cute_flash.attn(q, k, v, causal=True)
+
+
+def _attn_varlen(width: int, device: str) -> Tensor:
+    q, k, v = (_normal(2 * s, n, width, device=device).detach() for n, s in ((8, 2), (2, 3000), (2, 3000)))
+    starts = [torch.tensor([0, n, 2 * n], dtype=torch.int32).to(device) for n in (2, 3000)]
+    return cute_flash.attn_varlen(q, k, v, *starts, causal=True)
+
+
+# Keys of `attn` are split only if the caller does not choose a family.
+SPLIT_CALLS = {"attn": _attn, "attn_varlen": _attn_varlen}
+DECODE_CALLS = {
+    "contiguous": DecodeCall(),
+    "append": DecodeCall(appends=True),
+    "fp8": DecodeCall(is_fp8=True, appends=True, page_size=16),
+    "pages16": DecodeCall(page_size=16),
+    "pages1": DecodeCall(page_size=1),
+    "ragged": DecodeCall(tokens=(3, 1, 0, 20), appends=True, page_size=24),
+    "tokens8": DecodeCall(tokens=(8, 8, 8, 8)),
+    "splits3": DecodeCall(LONG, (1, 1), num_splits=3),
+    "long": DecodeCall(LONG, (1, 1), page_size=16, appends=True),
+}
+# These features run at all head dims, the others at DECODE_DIM only.
+DECODE_WIDE, DECODE_DIM = ("contiguous", "append", "fp8"), 128
+
+
+def _decode(launch: Launch, device: str) -> Sequence[Tensor]:
+    if launch.feature in SPLIT_CALLS:
+        with cute_flash.use_kernels(""):
+            return [SPLIT_CALLS[launch.feature](launch.head_dim, device)]
+    with cute_flash.use_kernels(launch.family):
+        return [DECODE_CALLS[launch.feature].run(launch.head_dim, device)]
+
+
+# ---- launches
+
+
+class Launch(NamedTuple):
+    family: str
+    head_dim: int
+    kind: str  # DENSE, VARLEN or DECODE
+    feature: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-d{self.head_dim}-{self.kind}-{self.feature}"
+
+
+def _all_launches(families: Iterable[str]) -> Iterator[Launch]:
+    families = tuple(families)
+    for family, head_dim, feature in product(families, OTHER_HEAD_DIMS, OTHER_FEATURES):
+        yield Launch(family, head_dim, DENSE, feature)
+    for family, head_dim, feature in product(families, LONG_HEAD_DIMS, LONG_FEATURES):
+        if family == "sm90":
+            yield Launch(family, head_dim, DENSE, feature)
+    for family, head_dim, feature in product(families, HEAD_DIMS, (x for x in FEATURES if x not in LONG_FEATURES)):
+        if feature == "fp32" and (family, head_dim) not in (("sm80", 64), ("sm80", 128)):
+            continue
+        yield Launch(family, head_dim, DENSE, feature)
+        if FEATURES[feature].has_varlen and (head_dim == HEAD_DIMS[0] or feature in VARLEN_WIDE):
+            yield Launch(family, head_dim, VARLEN, feature)
+    for family, head_dim, feature in product(families, HEAD_DIMS, (*DECODE_CALLS, *SPLIT_CALLS)):
+        is_wide = head_dim == DECODE_DIM or feature in DECODE_WIDE
+        if is_wide and (feature not in SPLIT_CALLS or family == FAMILIES[-1]):
+            yield Launch(family, head_dim, DECODE, feature)
+
+
+def launches(families: Iterable[str] = FAMILIES, only: str = "*") -> list[Launch]:
+    """Every kind of kernel: both families, all features, three head dims, dense, varlen and decode.
+
+    At other head dims, which have tiles of their own, there are fewer features.
+    """
+    pattern = only if "*" in only else f"*{only}*"
+    return [launch for launch in _all_launches(families) if fnmatch(launch.name, pattern)]
 
 
 def call(launch: Launch, device: str) -> None:
-    """The forward pass and the gradients of q, k and v; prints if a family has no gradients.
-
-    There are more keys than the stages of a pipeline hold, so that stages are written again after they were read.
-    """
-    if launch.is_decode:
-        return _call_decode(launch, device)
-    if launch.feature == "merge":
-        return _call_merge(launch, device)
-    sizes = {"many_tiles": (140, 2, 40, 70), "bias_shared": (8, 1, 150, 600)}
-    sizes |= dict.fromkeys(LONG_FEATURES, (2, 1, 250, 2400))
-    heads, heads_kv, rows, keys = sizes.get(launch.feature, (2, 1, 150, 600))
-    attend: Any = cute_flash.attn_varlen if launch.is_varlen else cute_flash.attn
-    shapes: list[tuple[int, ...]]
-    lengths: tuple[Tensor, ...] = ()
-    if launch.is_varlen:
-        keys = rows = sum(LENGTHS)
-        starts = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
-        shapes, lengths = [(rows, n, launch.head_dim) for n in (heads, heads_kv, heads_kv)], (starts, starts)
-    else:
-        counts = ((heads, rows), (heads_kv, keys), (heads_kv, keys))
-        shapes = [(1, n, s, launch.head_dim) for n, s in counts]
-    dtype = torch.float32 if launch.feature == "fp32" else torch.bfloat16
-    inputs = [_normal(*shape, device=device, dtype=dtype) for shape in shapes]
-    options = _options(launch, heads, (rows, keys), device)
-    with cute_flash.use_kernels(launch.family):
-        outputs = attend(*inputs, *lengths, **options)
-        out = outputs[0] if isinstance(outputs, tuple) else outputs
-        dout = torch.ones(out.shape, dtype=out.dtype).to(device)
-        try:
-            gradients: Sequence[Tensor] = torch.autograd.grad(out, inputs, dout)
-        except UnsupportedError:
-            print(f"{SKIPPED} {launch.name}", flush=True)
-            gradients = ()
-    _check_finite(launch, (out, *gradients))
+    run = _decode if launch.kind == DECODE else _merge if launch.feature == "merge" else _attend
+    for x in run(launch, device):
+        if not bool(torch.isfinite(x.detach().cpu()).all()):
+            raise SystemExit(f"{launch.name}: a result is not finite")
 
 
 def run(chosen: Iterable[Launch], device: str = "cuda") -> None:
@@ -288,7 +300,7 @@ def run(chosen: Iterable[Launch], device: str = "cuda") -> None:
         print(f"{END} {launch.name}", flush=True)
 
 
-def needed_kernels(chosen: Iterable[Launch], device: str = "cuda") -> list[CompileKey]:
+def needed_kernels(chosen: Iterable[Launch], device: str = "cuda") -> list[LaunchKey]:
     """The kernels of the launches, which are not run."""
 
     def call_once(launch: Launch) -> None:
@@ -299,9 +311,9 @@ def needed_kernels(chosen: Iterable[Launch], device: str = "cuda") -> list[Compi
     return kernels_of_calls(partial(call_once, launch) for launch in chosen)
 
 
-def names(lines: Iterable[str], word: str) -> Iterator[str]:
+def names(lines: Iterable[str], word: str) -> list[str]:
     """The names of launches in the output of `run`."""
-    return (line.removeprefix(word).strip() for line in lines if line.startswith(f"{word} "))
+    return [line.removeprefix(word).strip() for line in lines if line.startswith(f"{word} ")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,14 +16,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # These modules need the checked-in results, which measuring does not.
+    # These modules need the checked-in results and matplotlib, which measuring does not.
     from profiling.documents import doc_tables, figures
 
     missing = figures.write(args.out)
     if args.out == machine.PLOTS:
         doc_tables.write()
     print(f"wrote {len(figures.FIGURES) - len(missing)} figures to {args.out}")
-    print_lines("Not drawn", [f"{name}: no {', '.join(files)}" for name, files in missing.items()])
+    print_lines("Not drawn", [f"{name}: no {file}" for name, file in missing.items()])
     return NOT_MEASURED if missing else OK
 
 

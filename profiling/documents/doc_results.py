@@ -1,32 +1,27 @@
-"""Tables of the documents from single runs, such as accuracy, fp32, decoding, training, mods and host time."""
+"""Tables and sentences from records of single studies: fp32, decoding, training, features, mods, host time, ..."""
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from profiling.bench.report import NORMS
-from profiling.documents.figures import BACKWARD, BACKWARD_SM80, FORWARD, FORWARD_SM80, newest
-from profiling.measure.record import Run, load
-from profiling.measure.shapes import MASKS
-from profiling.measure.tables import Table, geometric_mean
-from profiling.studies import context_parallel, decode, decode_cases, fp32, training
+from profiling.documents import sources
+from profiling.measure.tables import Table, geometric_mean, number
+from profiling.studies import decode, decode_cases, fp32, training
 
-GQA = newest("fwd-sm90-gqa"), newest("fwd-sm90-gqa8")
-MODS, HOST, FP32, DECODE = newest("mods"), newest("host"), newest("fp32"), newest("decode")
-TRAINING, CONTEXT_PARALLEL = newest("training"), newest("context-parallel")
-# Kernel -> the result file, the distribution of the inputs, the peer, and the peer's name in the text.
-ACCURACY = {
-    "forward sm90": (FORWARD, "normal", "fa3", "FlashAttention-3"),
-    "forward sm90, inputs with outliers": (FORWARD, "outliers", "fa3", "FlashAttention-3"),
-    "forward sm80": (FORWARD_SM80, "normal", "sdpa-flash", "FlashAttention-2"),
-    "backward sm90": (BACKWARD, "normal", "fa3", "FlashAttention-3"),
-    "backward sm80": (BACKWARD_SM80, "normal", "sdpa-flash", "FlashAttention-2"),
+Record = dict[str, Any]
+Cell = dict[str, Any]
+_NAMES = {"dropout": "dropout 0.1", "softcap": "softcap 30", "alibi": "ALiBi", "sinks": "sinks"}
+_BY_HEAD_DIM = {
+    **_NAMES,
+    "score_mod": "score_mod",
+    "bias": "bias (1, H, S, S)",
+    "bias_gradient": "the same bias and its gradient",
+    "varlen": "varlen, 4 x 4096",
+    "deterministic": "deterministic",
 }
-# Table row -> kind of the cells, and the names of our side and of the other side in the result file.
+# Table row -> kind of the cells, and the names of the timed call and of its base in the result file.
 MOD_ROWS = {
     "six mods, over FlexAttention": ("function", "cute_flash", "flex"),
     "six mods, over FlashAttention-4": ("function", "cute_flash", "fa4"),
@@ -52,100 +47,74 @@ HOST_ROWS = {
     "score_mod-fwd": "forward, score_mod",
     "varlen-fwd": "forward, varlen",
 }
+# Rows of the support record -> their labels in the table, in the order of the table.
+SUPPORT_ROWS = {
+    "plain": "plain attention",
+    "no mask": "no mask",
+    "causal or one bound": "causal, or a bound on one side",
+    "window": "window",
+    "grouped heads": "grouped heads",
+    "odd numbers of heads": "odd numbers of heads",
+    "head dim above 128": "head dim 192, 256",
+    "values of another width": "Dv ≠ D (192/128, 128/64)",
+    "softcap": "softcap",
+    "alibi": "ALiBi, with its gradient",
+    "sinks": "sinks, with their gradient",
+    "dropout": "dropout",
+    "all four together": "softcap, ALiBi, sinks and dropout together",
+    "deterministic": "`deterministic`, same bits",
+    "packed": "varlen (`attn_varlen`)",
+    "packed, seqused_k": "varlen, `seqused_k`",
+    "packed, all four": "varlen, softcap, ALiBi, sinks and dropout together",
+}
 
 
-def _worst(run: Run, distribution: str, peer: str, norm: str = "relative") -> dict[str, float]:
-    """Result (out, dq, dk or dv) -> the largest ratio of our error to the peer's, both against fp64."""
-    worst = {}
-    for label in sorted({label for cell in run.cells for label in cell.yardstick}):
-        inputs, _, gradient = label.partition(" ")
-        if inputs == distribution:
-            ratios = [cell.error_ratio(run.ours[0], peer, label, norm) for cell in run.cells]
-            worst[gradient or "out"] = max(ratio for ratio in ratios if ratio is not None)
-    return worst
+def _commit(record: Record) -> str:
+    return f"Commit `{sources.commit_of(record['machine'])}`"
 
 
-def accuracy(data: Path) -> Table:
-    rows = []
-    for kernel, (path, distribution, peer, name) in ACCURACY.items():
-        run = load(data / path)
-        found = [_worst(run, distribution, peer, norm) for norm in NORMS]
-        texts = [", ".join(f"{result} {ratio:.2f}" for result, ratio in worst.items()) for worst in found]
-        rows.append((f"[{kernel}]({path})", name, *texts))
-    norms = ("largest ratio, relative Frobenius norm", "largest ratio, largest element")
-    return Table("", ("kernel", "error over that of", *norms), tuple(rows))
+# ---- fp32
 
 
-def accuracy_line(data: Path) -> str:
-    """The accuracy of the forward and the backward in three sentences."""
-
-    def worst_of(kernel: str, norm: str = "relative") -> float:
-        path, distribution, peer, _ = ACCURACY[kernel]
-        return max(_worst(load(data / path), distribution, peer, norm).values())
-
-    worst = {kernel: worst_of(kernel) for kernel in ACCURACY}
-    forward = max(worst["forward sm90"], worst["forward sm90, inputs with outliers"])
-    ampere = max(worst["forward sm80"], worst["backward sm80"])
-    element = max(worst_of(kernel, "max_abs") for kernel in ACCURACY)
-    return (
-        f"On the same inputs, errors against fp64 (relative Frobenius norm) are at most {forward:.2f} × those of "
-        f"FlashAttention-3 for the output and {worst['backward sm90']:.2f} × for dq, dk and dv. Errors of the sm80 "
-        f"kernels are at most {ampere:.2f} × those of FlashAttention-2. The largest error of a single element is at "
-        f"most {element:.2f} × the peer's."
-    )
-
-
-def _read_fp32(data: Path) -> dict[str, Any]:
-    return json.loads((data / FP32).read_text(encoding="utf-8"))
-
-
-def fp32_speed(data: Path) -> Table:
+def fp32_speed(record: Record) -> Table:
     """fp32: the speed over torch's EFFICIENT_ATTENTION, cell by cell."""
-    cells = _read_fp32(data)["cells"]
+    cells, rows = record["cells"], []
     lengths = sorted({cell["shape"]["seqlen"] for cell in cells})
-    rows = []
     for direction, label in (("fwd", "forward"), ("bwd", "backward")):
         for head_dim in sorted({cell["shape"]["head_dim"] for cell in cells}):
             of_row = partial(fp32.ratios, cells, fp32.EFFICIENT, direction=direction, head_dim=head_dim)
             pairs = [[of_row(seqlen=length, causal=causal) for causal in (False, True)] for length in lengths]
             texts = [" / ".join(f"{x[0]:.2f}" if x else "-" for x in pair) for pair in pairs]
-            rows.append((f"[{label}]({FP32}), D = {head_dim}", *texts, f"**{geometric_mean(of_row()):.2f}**"))
+            rows.append((f"[{label}]({sources.FP32}), D = {head_dim}", *texts, f"**{geometric_mean(of_row()):.2f}**"))
     return Table("", ("full / causal", *(f"S = {length}" for length in lengths), "mean"), tuple(rows))
 
 
-def fp32_line(data: Path) -> str:
+def fp32_line(record: Record) -> str:
     """fp32: geometric means in two sentences."""
-    record = _read_fp32(data)
-    means = {
-        (direction, other): fp32.ratios(record["cells"], other, direction=direction)
-        for direction in fp32.DIRECTIONS
-        for other in (fp32.EFFICIENT, fp32.MATH)
-    }
-    texts = {key: f"{geometric_mean(values):.2f} × ({min(values):.2f} or more)" for key, values in means.items()}
+    texts = {}
+    for direction, other in product(fp32.DIRECTIONS, (fp32.EFFICIENT, fp32.MATH)):
+        ratios = fp32.ratios(record["cells"], other, direction=direction)
+        texts[direction, other] = f"{geometric_mean(ratios):.2f} × ({min(ratios):.2f} or more)"
     return (
         f"Geometric means: {texts['fwd', fp32.EFFICIENT]} the speed of EFFICIENT_ATTENTION forward and "
         f"{texts['bwd', fp32.EFFICIENT]} backward; {texts['fwd', fp32.MATH]} and {texts['bwd', fp32.MATH]} that of "
-        f"MATH, up to S = {fp32.MATH_LENGTH}. Commit `{record['machine']['git_commit'][:7]}`."
+        f"MATH, up to S = {fp32.MATH_LENGTH}. {_commit(record)}."
     )
 
 
-def fp32_accuracy(data: Path) -> Table:
+def fp32_accuracy(record: Record) -> Table:
     """fp32: the worst errors against fp64, by distribution of the inputs and result."""
-    record = _read_fp32(data)
     rows = []
-    for distribution in fp32.DISTRIBUTIONS:
-        for output in fp32.OUTPUTS:
-            worst = {norm: fp32.worst_errors(record, distribution, output, norm) for norm in ("max", "relative")}
-            sides = (fp32.OURS, fp32.EFFICIENT, fp32.MATH)
-            texts = [" / ".join(f"{worst[norm][side]:.1e}" for side in sides) for norm in worst]
-            rows.append((f"{distribution}, {output}", *texts))
+    for distribution, output in product(fp32.DISTRIBUTIONS, fp32.OUTPUTS):
+        worst = [fp32.worst_errors(record, distribution, output, norm) for norm in ("max", "relative")]
+        texts = [" / ".join(f"{x[peer]:.1e}" for peer in (fp32.OURS, fp32.EFFICIENT, fp32.MATH)) for x in worst]
+        rows.append((f"{distribution}, {output}", *texts))
     columns = ("inputs, result", "largest element: cute_flash / EFFICIENT / MATH", "norm, relative: the same")
     return Table("", columns, tuple(rows))
 
 
-def fp32_error_line(data: Path) -> str:
+def fp32_error_line(record: Record) -> str:
     """fp32: the largest ratios of our worst error to MATH's, over distributions and results."""
-    record = _read_fp32(data)
     texts = []
     for norm, label in (("max", "largest element"), ("relative", "norm")):
         ratios = {}
@@ -157,17 +126,16 @@ def fp32_error_line(data: Path) -> str:
     return f"The worst error of cute_flash, divided by that of MATH in the same row, is at most {' and '.join(texts)}."
 
 
-def _read_decode(data: Path) -> dict[str, Any]:
-    return json.loads((data / DECODE).read_text(encoding="utf-8"))
+# ---- decoding
 
 
-def decode_cells(data: Path) -> Table:
+def decode_cells(record: Record) -> Table:
     """Decoding: time and bandwidth of cute_flash, times of the peers, and the speed over the best of them."""
     rows = []
-    for cell in _read_decode(data)["cells"]:
-        sides, ratio = cell["sides"], decode.over_best(cell)
-        ours = sides[decode.OURS]
-        peers = [f"{sides[name]['us']:.1f}" if name in sides else "-" for name in decode.PEERS]
+    for cell in record["cells"]:
+        calls, ratio = cell["sides"], decode.over_best(cell)
+        ours = calls[decode.OURS]
+        peers = [f"{calls[name]['us']:.1f}" if name in calls else "-" for name in decode.PEERS]
         over = "-" if ratio is None else f"**{ratio:.2f}**"
         lengths = f"{cell['batch']}", f"{cell['length']:,}"
         rows.append((*lengths, f"{ours['us']:.1f}", f"{ours['tbps']:.2f}", *peers, over))
@@ -175,101 +143,116 @@ def decode_cells(data: Path) -> Table:
     return Table("", ("B", "keys", *columns, "over the best peer"), tuple(rows))
 
 
-def decode_variants(data: Path) -> Table:
-    """Decoding: the speed of each variant over the plain call."""
-    return decode.variant_table(_read_decode(data))
-
-
-def decode_line(data: Path) -> str:
+def decode_line(record: Record) -> str:
     """Decoding: geometric means in one sentence."""
-    record = _read_decode(data)
     few, every = decode.ratios(record, decode.SMALL_BATCH), decode.ratios(record)
     return (
         f"Geometric means of the speed over the best peer: {geometric_mean(few):.2f} × for B ≤ {decode.SMALL_BATCH}, "
         f"{geometric_mean(every):.2f} × for all cells ({min(every):.2f} or more). "
-        f"Commit `{record['machine']['git_commit'][:7]}` ([data]({DECODE}))."
+        f"{_commit(record)} ([data]({sources.DECODE}))."
     )
 
 
-def decode_layers(data: Path) -> str:
+def decode_layers(record: Record) -> str:
     """Decoding: gaps in a CUDA graph of all layers, and host time, in two sentences."""
-    record = _read_decode(data)
     gaps = [
         f"{cell['idle_us']:.1f} of {cell['span_us']:,.0f} µs at B = {cell['batch']}, {cell['length']:,} keys"
         for cell in record["layers"]
     ]
-    host = record["host"]["us"]
-    others = f"SDPA with cuDNN {host[decode_cases.CUDNN]:.0f} µs, FlashAttention-3 {host[decode_cases.FA3]:.0f} µs"
+    host_us = record["host"]["us"]
+    others = (
+        f"SDPA with cuDNN {host_us[decode_cases.CUDNN]:.0f} µs, FlashAttention-3 {host_us[decode_cases.FA3]:.0f} µs"
+    )
     return (
         f"In a CUDA graph of {record['layers'][0]['layers']} layers, each with its own cache, the GPU is idle for "
-        f"{' and '.join(gaps)}. Host time of a warm call: {host[decode.OURS]:.0f} µs; {others}."
+        f"{' and '.join(gaps)}. Host time of a warm call: {host_us[decode.OURS]:.0f} µs; {others}."
     )
 
 
-def training_steps(data: Path) -> Table:
-    """Training steps: tokens per second through each integration and through other libraries."""
-    return training.table(json.loads((data / TRAINING).read_text(encoding="utf-8")))
+# ---- training, mods, host time, random calls
 
 
-def training_line(data: Path) -> str:
+def training_line(record: Record) -> str:
     """Training steps: the integrations over the fastest other library, in two sentences."""
-    record = json.loads((data / TRAINING).read_text(encoding="utf-8"))
-    return f"{training.summary(record)} Commit `{record['machine']['git_commit'][:7]}` ([data]({TRAINING}))."
+    return f"{training.summary(record)} {_commit(record)} ([data]({sources.TRAINING}))."
 
 
-def context_parallel_times(data: Path) -> Table:
-    """Context parallelism on one card: the sum over ranks beside the unsharded call, measured and predicted."""
-    return context_parallel.table(json.loads((data / CONTEXT_PARALLEL).read_text(encoding="utf-8")))
-
-
-def gqa(data: Path) -> Table:
-    """Grouped heads: the speed over FlashAttention-3 and over cuDNN."""
-    rows = []
-    lengths: list[int] = []
-    for path in GQA:
-        run = load(data / path)
-        lengths = sorted({cell.shape.seqlen for cell in run.cells})
-        heads = f"[{run.cells[0].shape.heads} on {run.cells[0].shape.heads_kv} heads]({path})"
-        for mask in MASKS:
-            cells = {cell.shape.seqlen: cell for cell in run.cells if cell.shape.mask == mask}
-            pairs = [[cells[length].ratio("cute_flash", peer) for peer in ("fa3", "sdpa-cudnn")] for length in lengths]
-            texts = [" / ".join("-" if ratio is None else f"{ratio:.2f}" for ratio in pair) for pair in pairs]
-            rows.append((f"{heads}, {mask}", *texts))
-    return Table("", ("over FlashAttention-3 / cuDNN", *(f"S = {length}" for length in lengths)), tuple(rows))
-
-
-def _speed(cells: list[dict[str, Any]], side: str, base: str, direction: str) -> str:
-    """Geometric mean of the speed of a side over a base, and the lowest."""
-    sides = [cell["sides"][direction] for cell in cells]
-    ratios = [x[base]["ms"] / x[side]["ms"] for x in sides if side in x and base in x]
-    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})"
-
-
-def mods(data: Path) -> Table:
+def mods(record: Record) -> Table:
     """User mods and block masks beside other libraries, and biases beside plain attention."""
-    cells = json.loads((data / MODS).read_text(encoding="utf-8"))["cells"]
     rows = []
-    for label, (kind, side, base) in MOD_ROWS.items():
-        chosen = [cell for cell in cells if cell["kind"] == kind]
-        rows.append((label, *(_speed(chosen, side, base, direction) for direction in ("fwd", "bwd"))))
+    for label, (kind, call, base) in MOD_ROWS.items():
+        cells = [cell["sides"] for cell in record["cells"] if cell["kind"] == kind]
+        texts = []
+        for direction in ("fwd", "bwd"):
+            calls = [cell[direction] for cell in cells]
+            ratios = [x[base]["ms"] / x[call]["ms"] for x in calls if call in x and base in x]
+            texts.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})")
+        rows.append((label, *texts))
     return Table("", ("geometric mean (lowest)", "forward", "backward"), tuple(rows))
 
 
-def host(data: Path) -> Table:
-    cases = json.loads((data / HOST).read_text(encoding="utf-8"))["cases"]
+def host(record: Record) -> Table:
     rows = []
     for name, label in HOST_ROWS.items():
-        sides, ratio = cases[name]["sides"], cases[name]["ratio"]
-        floor = f"{sides['floor']['median_us']:.0f}"
-        rows.append((label, f"{sides['cute_flash']['median_us']:.0f}", floor, "-" if ratio is None else f"{ratio:.2f}"))
+        case = record["cases"][name]
+        times = [f"{case['sides'][call]['median_us']:.0f}" for call in ("cute_flash", "floor")]
+        rows.append((label, *times, number(case["ratio"])))
     return Table("", ("host time of a warm call", "us", "launches alone, us", "over the fastest SDPA"), tuple(rows))
 
 
-def start(data: Path) -> str:
+def start(record: Record) -> str:
     """The time of the first result of a process, in one sentence."""
-    times = json.loads((data / HOST).read_text(encoding="utf-8"))["start"]
-    cold, warm = (times[cache]["first_call_ms"] for cache in ("cold", "warm"))
+    cold, warm = (record["start"][cache]["first_call_ms"] for cache in ("cold", "warm"))
     return (
         f"The first call of a process takes {cold / 1e3:.1f} s with an empty kernel cache and {warm / 1e3:.2f} s "
-        f"with a filled one ([data]({HOST}))."
+        f"with a filled one ([data]({sources.HOST}))."
     )
+
+
+def support(record: Record) -> Table:
+    """The number of random calls that matched the reference, bf16 + fp16; "-": unsupported, or none was made."""
+    kernels = [f"{family} {direction}" for family in ("sm90", "sm80") for direction in ("forward", "backward")]
+
+    def cell(row: str, kernel: str) -> str:
+        counts = [record["right"].get(row, {}).get(f"{kernel} {dtype}", 0) for dtype in ("bf16", "fp16")]
+        return " + ".join(map(str, counts)) if any(counts) else "-"
+
+    rows = [(label, *(cell(row, kernel) for kernel in kernels)) for row, label in SUPPORT_ROWS.items()]
+    return Table("", ("calls that match fp64, bf16 + fp16", *kernels), tuple(rows))
+
+
+# ---- features
+
+
+def _ratio(cell: Cell, call: str) -> str:
+    """Time of the base over time of the call, forward / backward."""
+    calls = [cell["sides"][direction] for direction in ("fwd", "bwd")]
+    return " / ".join(f"{x[cell['base']]['ms'] / x[call]['ms']:.2f}" for x in calls)
+
+
+def features(record: Record) -> Table:
+    settings = [(head_dim, mask) for head_dim in (64, 128) for mask in ("full", "causal")]
+
+    def cell(kind: str, head_dim: int, mask: str) -> Cell:
+        of_kind = [x for x in record["cells"] if x["kind"] == kind and x["name"].startswith(f"D={head_dim} ")]
+        return next(x for x in of_kind if x["name"].endswith(mask) or kind == "window")
+
+    def row(label: str, kind: str, call: str) -> tuple[str, ...]:
+        return label, *(_ratio(cell(kind, *setting), call) for setting in settings)
+
+    window = ["-" if mask == "full" else _ratio(cell("window", d, mask), "window 1024") for d, mask in settings]
+    rows = (
+        *(row(f"{label}, over plain", "feature", name) for name, label in _NAMES.items()),
+        ("window of 1024 at S = 16384, over causal", *window),
+        row("varlen, 4 x 4096, over dense", "equal", "varlen"),
+        row("varlen, 16 lengths of 100 to 8192, over FlashAttention-3", "ragged", "varlen"),
+    )
+    return Table("", ("forward / backward", *(f"D = {head_dim} {mask}" for head_dim, mask in settings)), rows)
+
+
+def features_by_head_dim(record: Record) -> Table:
+    """The cost of features by head dim, over plain causal attention."""
+    cells = [cell for cell in record["cells"] if cell["kind"] == "head-dim"]
+    rows = [(label, *(_ratio(cell, name) for cell in cells)) for name, label in _BY_HEAD_DIM.items()]
+    columns = (cell["name"].partition(" S=")[0].replace("=", " = ").replace(" Dv", ", Dv") for cell in cells)
+    return Table("", ("forward / backward", *columns), tuple(rows))

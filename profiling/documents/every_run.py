@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from profiling.counters.ncu import run_command
 from profiling.documents import kernel_changes
 from profiling.measure import machine
 from profiling.measure.options import name_list
 from profiling.measure.record import write_json
 from profiling.measure.study import FAILED, OK, Command, need_gpu
-from profiling.measure.tables import Table, show
+from profiling.measure.tables import Table, number, show
 
 PAPER = "bench --suite paper --graph --layout bshd"
 UNFINISHED = "unfinished"
@@ -87,13 +87,10 @@ Runner = Callable[[Sequence[str], float], tuple[int, str]]
 
 
 def run_process(arguments: Sequence[str], limit_s: float) -> tuple[int, str]:
-    command = [sys.executable, "-m", "profiling", *arguments]
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired as error:
-        return 124, (error.stdout or b"").decode(errors="replace")
-    print(done.stdout, flush=True)
-    return done.returncode, done.stdout
+    # Progress goes to the terminal.
+    status, output = run_command([sys.executable, "-m", "profiling", *arguments], limit_s, stderr=None)
+    print(output, flush=True)
+    return status, output
 
 
 DONE, SKIPPED = "done", "not repeated"
@@ -121,10 +118,10 @@ def finish(unfinished: Path, path: Path) -> None:
 
 def chosen_steps(names: Sequence[str]) -> list[Step]:
     """The steps with these names, all without names."""
-    known = [step.name for step in STEPS]
+    known = {step.name: step for step in STEPS}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--only {','.join(unknown)}: choose from {', '.join(known)}")
-    return [step for step in STEPS if not names or step.name in names]
+    return [known[name] for name in known if not names or name in names]
 
 
 def run_all(
@@ -166,8 +163,7 @@ def run_all(
             finish(unfinished, path)
         outcome = DONE if status == 0 else f"exit status {status}" + ", measured" * (status in (OK, FAILED))
         outcomes.append(Outcome(step, outcome, clock() - before))
-    has_run = any(one.seconds is not None for one in outcomes)
-    commit = facts["git_commit"]
+    has_run, commit = any(one.seconds is not None for one in outcomes), facts["git_commit"]
     if has_run and commit and kernel_changes.LOCK.exists():  # an image may lack the commit and the tests
         snapshot = kernel_changes.snapshot(commit, facts["source_digest"])
         write_json(snapshot, folder / kernel_changes.file_name(commit))
@@ -175,24 +171,17 @@ def run_all(
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    rows = tuple(
-        (one.step.name, one.text, "-" if one.seconds is None else f"{one.seconds:.0f}", str(one.step.seconds))
-        for one in outcomes
-    )
-    return Table("Runs", ("name", "outcome", "seconds", "expected"), rows)
+    rows = ((one.step.name, one.text, number(one.seconds, ".0f"), str(one.step.seconds)) for one in outcomes)
+    return Table("Runs", ("name", "outcome", "seconds", "expected"), tuple(rows))
 
 
 def list_table(steps: Sequence[Step]) -> Table:
-    rows = tuple(
-        (
-            step.name,
-            "; ".join(f"python -m profiling {text}" for text in (step.command, step.then) if text),
-            str(step.seconds),
-        )
-        for step in steps
-    )
+    rows = []
+    for step in steps:
+        commands = "; ".join(f"python -m profiling {text}" for text in (step.command, step.then) if text)
+        rows.append((step.name, commands, str(step.seconds)))
     total = sum(step.seconds for step in steps)
-    return Table(f"Runs, about {total // 60} minutes on an H200", ("name", "command", "seconds"), rows)
+    return Table(f"Runs, about {total // 60} minutes on an H200", ("name", "command", "seconds"), tuple(rows))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
     example = machine.default_path("", facts)
     date = example.name[: len("2026-01-31")]
     known = {"date": date, **{name: facts[name] for name in ("git_commit", "source_digest")}}
-    folder = args.out or example.parent
+    folder = (args.out or example.parent).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = run_all(chosen, folder, known, args.budget_s)
     show([table(outcomes)])

@@ -10,22 +10,22 @@ recompute         memory and matrix products of a backward that stores P, and of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator
 
 from cute_flash.planning.plan import plan_backward
-from cute_flash.smem.tile import CHUNK_BYTES, WAVEFRONT_BYTES, SmemTile
+from cute_flash.smem.tile import CHUNK_BYTES, SmemTile
 from cute_flash.spec import arch
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import roofline
 from layouts import layout_of, warp_access
+from layouts.draw import GROUP_COLOURS, NUM_GROUPS
 from profiling.documents.plot_style import (
     BLUE,
     DIM,
@@ -37,7 +37,10 @@ from profiling.documents.plot_style import (
     RED,
     TEAL,
     add_legend,
+    entry,
+    length,
     new_figure,
+    set_ticks,
 )
 from profiling.documents.timeline import COPY, TENSOR, Timeline, schedules
 
@@ -53,10 +56,6 @@ def _figure(height: float, caption: str) -> Figure:
     figure = new_figure(height, caption)
     figure.set_figwidth(WIDTH)
     return figure
-
-
-def _length(value: float, _: object = None) -> str:
-    return f"{value / 1024:g}k" if value >= 1024 else f"{value:g}"
 
 
 def _bare(axes: Axes) -> None:
@@ -90,11 +89,10 @@ def _loops(axes: Axes, is_q_outer: bool) -> None:
         alpha = dark if not is_q_outer and j == HIGHLIGHTED else pale
         for y, name, colour in ((-2.1, "K", ORANGE), (-1.1, "V", PURPLE)):
             _box(axes, j, y, 1, 0.9, colour, alpha, f"{name}{j + 1}")
-    for i in range(TILES):
-        for j in range(BLOCKS):
-            outer, inner = (i, j) if is_q_outer else (j, i)
-            is_visited = outer == HIGHLIGHTED
-            _box(axes, j, i, 1, 1, GREY, 0.4 if is_visited else 0.12, str(inner + 1) if is_visited else "")
+    for i, j in product(range(TILES), range(BLOCKS)):
+        outer, inner = (i, j) if is_q_outer else (j, i)
+        is_visited = outer == HIGHLIGHTED
+        _box(axes, j, i, 1, 1, GREY, 0.4 if is_visited else 0.12, str(inner + 1) if is_visited else "")
     middle = HIGHLIGHTED + 0.5
     ends = ((0.15, middle + 0.32), (BLOCKS - 0.15, middle + 0.32))
     if not is_q_outer:
@@ -119,7 +117,7 @@ def tiling() -> Figure:
         _loops(axes, is_q_outer)
         axes.set_title(title)
         axes.set_xlabel(cost)
-    arrow = Line2D([], [], color=RED, marker=">", lw=1.6, label="inner loop")
+    arrow = entry("inner loop", color=RED, marker=">", lw=1.6)
     add_legend(figure, "Tiles of Q, K, V and O, and the order of the loops", [arrow])
     return figure
 
@@ -158,8 +156,8 @@ def online_softmax() -> Figure:
     edges = np.arange(0, KEYS + 1, BLOCK)
     upper.stairs([m for m, _, _ in statistics], edges, color=BLUE, lw=2, baseline=None)
     lower.bar(edges[:-1], [l for _, l, _ in statistics], BLOCK * 0.86, align="edge", color=BLUE, alpha=0.35)
-    kept = [0.0, *(l for _, l, _ in statistics[:-1])]
-    kept = [alpha * l for l, (_, _, alpha) in zip(kept, statistics, strict=True)]
+    before = [0.0, *(l for _, l, _ in statistics[:-1])]
+    kept = [alpha * l for l, (_, _, alpha) in zip(before, statistics, strict=True)]
     lower.bar(edges[:-1], kept, BLOCK * 0.86, align="edge", color=BLUE, alpha=0.75)
     for first, (m, _, alpha) in zip(edges[1:-1], statistics[1:], strict=True):
         if alpha < 1:
@@ -171,9 +169,9 @@ def online_softmax() -> Figure:
     lower.set(ylabel="l", xlabel="key", xlim=(0, KEYS))
     lower.xaxis.set_major_locator(FixedLocator(range(0, KEYS + 1, 2 * BLOCK)))
     entries = [
-        Line2D([], [], color=GREY, marker=".", ls="", label="scores"),
-        Line2D([], [], color=BLUE, lw=2, label="running maximum m"),
-        Line2D([], [], color=RED, lw=1, ls=(0, (4, 2)), label="rescale"),
+        entry("scores", color=GREY, marker=".", ls=""),
+        entry("running maximum m", color=BLUE, lw=2),
+        entry("rescale", color=RED, lw=1, ls=(0, (4, 2))),
         Patch(color=BLUE, alpha=0.75, label="α l of the blocks before"),
         Patch(color=BLUE, alpha=0.35, label="terms of the block"),
     ]
@@ -207,22 +205,18 @@ def ridge(head_dim: int = 128) -> Figure:
         axes.plot(unfused, roof(unfused), "s", color=colour, ms=6)
         axes.plot(fused, [roof(x) for x in fused], "o", color=colour, ms=5, markerfacecolor="white", zorder=3)
     for n, x in zip(LENGTHS, fused, strict=True):
-        axes.annotate(f"N = {_length(n)}", (x, 1130), ha="center", va="bottom", size="x-small", color=DIM, rotation=30)
+        axes.annotate(f"N = {length(n)}", (x, 1130), ha="center", va="bottom", size="x-small", color=DIM, rotation=30)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator([4.0**i for i in range(8)]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axes.yaxis.set_major_locator(FixedLocator((2, 8, 32, 128, 512)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    set_ticks(axes.xaxis, [4.0**i for i in range(8)])
+    set_ticks(axes.yaxis, (2, 8, 32, 128, 512))
     axes.set(xlim=(low, high), ylim=(1.5, 2200), xlabel="FLOP per byte of HBM", ylabel="attainable TFLOP/s")
     entries = [
-        *(Line2D([], [], color=colour, lw=1.8, label=name) for name, colour in GPUS.items()),
-        Line2D([], [], color=INK, marker="v", ls="", label="softmax alone"),
-        Line2D([], [], color=INK, marker="s", ls="", label="unfused attention"),
-        Line2D([], [], color=INK, marker="D", ls="", label="ridge"),
-        Line2D([], [], color=INK, marker="o", ls="", markerfacecolor="white", label="fused"),
+        *(entry(name, color=colour, lw=1.8) for name, colour in GPUS.items()),
+        entry("softmax alone", color=INK, marker="v", ls=""),
+        entry("unfused attention", color=INK, marker="s", ls=""),
+        entry("ridge", color=INK, marker="D", ls=""),
+        entry("fused", color=INK, marker="o", ls="", markerfacecolor="white"),
     ]
     add_legend(figure, "Attention under the rooflines of three GPUs", entries)
     return figure
@@ -277,23 +271,16 @@ def overlap() -> Figure:
         axes.set_title(f"{line.title}: tensor cores busy {busy(long_line):.0%} of the time")
         axes.label_outer()
     panels[-1].set_xlabel("clocks")
-    entries = [
-        Patch(color=KIND_COLOURS["K"], label="load K"),
-        Patch(color=KIND_COLOURS["V"], label="load V"),
-        Patch(color=KIND_COLOURS["QK"], label="S = QKᵀ"),
-        Patch(color=KIND_COLOURS["softmax"], label="softmax"),
-        Patch(color=KIND_COLOURS["PV"], label="O += PV"),
-        Patch(facecolor=GREY, alpha=0.45, label="pale: second CTA or warpgroup"),
-    ]
-    add_legend(figure, "Overlap of copies, tensor cores and softmax", entries)
+    kinds = {"K": "load K", "V": "load V", "QK": "S = QKᵀ", "softmax": "softmax", "PV": "O += PV"}
+    entries = [Patch(color=KIND_COLOURS[kind], label=label) for kind, label in kinds.items()]
+    pale = Patch(facecolor=GREY, alpha=0.45, label="pale: second CTA or warpgroup")
+    add_legend(figure, "Overlap of copies, tensor cores and softmax", [*entries, pale])
     return figure
 
 
 # ---- banks
 
-GROUP_COLOURS = ("#ffd7d7", "#ffd787", "#ffffaf", "#afffaf", "#afffff", "#afd7ff", "#d7afff", "#bcbcbc")
 VARIANTS = {"plain": "plain rows", "padded": "padded by 16 bytes", "swizzled": "swizzled"}
-NUM_GROUPS = WAVEFRONT_BYTES // CHUNK_BYTES
 
 
 def column_read(tile: SmemTile) -> tuple[list[list[int]], list[int]]:
@@ -308,6 +295,12 @@ def column_read(tile: SmemTile) -> tuple[list[list[int]], list[int]]:
     return groups, [turn_of[row] for row in range(8)]
 
 
+def _cell(axes: Axes, x: int, y: int, colour: str, text: str = "") -> None:
+    axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white"))
+    if text:
+        axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", size="small")
+
+
 def banks() -> Figure:
     figure = _figure(4.9, "64 columns of 16 bits; a cell is 16 bytes, its number and colour are its group of 4 banks")
     panels = figure.subplots(2, len(VARIANTS), height_ratios=(1, 0.92))
@@ -316,16 +309,13 @@ def banks() -> Figure:
         groups, wavefronts = column_read(tile)
         for row, cells in enumerate(groups):
             for col, group in enumerate(cells):
-                upper.add_patch(Rectangle((col, row), 1, 1, facecolor=GROUP_COLOURS[group], edgecolor="white"))
-                upper.text(col + 0.5, row + 0.5, str(group), ha="center", va="center", size="small")
+                _cell(upper, col, row, GROUP_COLOURS[group], str(group))
             upper.add_patch(Rectangle((0, row), 1, 1, fill=False, edgecolor=INK, lw=1.8, zorder=3))
-        for number in range(8):
-            for group in range(NUM_GROUPS):
-                lower.add_patch(Rectangle((group, number), 1, 1, facecolor="#f4f4f4", edgecolor="white"))
+        for number, group in product(range(8), range(NUM_GROUPS)):
+            _cell(lower, group, number, "#f4f4f4")
         for row, number in enumerate(wavefronts):
             group = groups[row][0]
-            lower.add_patch(Rectangle((group, number), 1, 1, facecolor=GROUP_COLOURS[group], edgecolor="white"))
-            lower.text(group + 0.5, number + 0.5, f"t{row}", ha="center", va="center", size="small")
+            _cell(lower, group, number, GROUP_COLOURS[group], f"t{row}")
         count = max(wavefronts) + 1
         upper.set_title(title)
         lower.set_title(f"{count} wavefront{'s' if count > 1 else ''}")
@@ -349,20 +339,14 @@ MIB = 1 << 20
 PRODUCTS = {"QKᵀ": BLUE, "PV": GREEN, "dP = dO Vᵀ": ORANGE, "dV": PURPLE, "dQ": TEAL, "dK": RED}
 
 
-def saved_bytes(length: int, head_dim: int) -> dict[str, int]:
+def saved_bytes(n: int, head_dim: int) -> dict[str, int]:
     """Bytes of one head that a training step keeps from the forward to the backward, and the backward's workspace."""
-    problem = Problem(1, 1, 1, length, length, head_dim, "bfloat16")
+    problem = Problem(1, 1, 1, n, n, head_dim, "bfloat16")
     tensors = roofline.hbm_bytes(problem)  # Q, K, V, O and the LSE
     plan = plan_backward(problem, arch.SM_90)
     workspace = sum(4 * int(np.prod(buffer.shape)) for buffer in plan.workspace)
-    matrix = 2 * length * length
+    matrix = 2 * n * n
     return {"stored": tensors + matrix, "recomputed": tensors, "workspace": tensors + workspace}
-
-
-def _stack(axes: Axes, y: float, names: Sequence[str]) -> None:
-    for start, name in enumerate(names):
-        axes.barh(y, 1, 0.6, start, color=PRODUCTS[name], alpha=0.8, edgecolor="white")
-        axes.text(start + 0.5, y, name, ha="center", va="center", size="x-small", color="white")
 
 
 def recompute(head_dim: int = 128) -> Figure:
@@ -371,7 +355,7 @@ def recompute(head_dim: int = 128) -> Figure:
         f"one head, d = {head_dim}, 16 bits; with Q, K, V, O and LSE; workspace: fp32 sums of dQ, Δ and LSE of rows",
     )
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
-    sizes = [saved_bytes(length, head_dim) for length in LENGTHS]
+    sizes = [saved_bytes(n, head_dim) for n in LENGTHS]
     looks = {
         "stored": ("P stored", RED, "s"),
         "workspace": ("P recomputed, with the workspace", BLUE, "^"),
@@ -382,12 +366,8 @@ def recompute(head_dim: int = 128) -> Figure:
         left.plot(LENGTHS, [size[key] / MIB for size in sizes], color=colour, marker=marker, ls=line, label=label)
     left.set_xscale("log", base=2)
     left.set_yscale("log", base=2)
-    left.xaxis.set_major_locator(FixedLocator(LENGTHS))
-    left.xaxis.set_minor_locator(NullLocator())
-    left.xaxis.set_major_formatter(FuncFormatter(_length))
-    left.yaxis.set_major_locator(FixedLocator((1, 4, 16, 64, 256)))
-    left.yaxis.set_minor_locator(NullLocator())
-    left.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    set_ticks(left.xaxis, LENGTHS, length)
+    set_ticks(left.yaxis, (1, 4, 16, 64, 256))
     left.set(title="Memory between forward and backward, MiB", xlabel="sequence length N")
     rows = {
         "forward": ("QKᵀ", "PV"),
@@ -395,20 +375,12 @@ def recompute(head_dim: int = 128) -> Figure:
         "backward, P recomputed": ("QKᵀ", "dP = dO Vᵀ", "dV", "dQ", "dK"),
     }
     for y, names in enumerate(rows.values()):
-        _stack(right, y, names)
+        for start, name in enumerate(names):
+            right.barh(y, 1, 0.6, start, color=PRODUCTS[name], alpha=0.8, edgecolor="white")
+            right.text(start + 0.5, y, name, ha="center", va="center", size="x-small", color="white")
     right.set_yticks(range(len(rows)), list(rows))
     right.set(xlim=(0, 5), ylim=(len(rows) - 0.5, -0.5), title="Matrix products of 2 N² d FLOP", xlabel="products")
     right.grid(visible=False, axis="y")
     right.tick_params(length=0)
     add_legend(figure, "Recomputation: less memory for one more product", left.get_lines())
     return figure
-
-
-DRAWINGS: dict[str, Callable[[], Figure]] = {
-    "tiling.svg": tiling,
-    "online-softmax.svg": online_softmax,
-    "ridge.svg": ridge,
-    "overlap.svg": overlap,
-    "banks.svg": banks,
-    "recompute.svg": recompute,
-}

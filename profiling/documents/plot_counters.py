@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 
 from profiling.counters.ncu_case import is_beyond_l2, measured_cases
 from profiling.documents.plot_style import BLUE, DIM, RED, add_legend, new_figure
+from profiling.documents.sources import commit_of
 
 Case = dict[str, Any]
 
@@ -40,15 +41,6 @@ class Bar(NamedTuple):
     predicted_conflicts: float = 0.0
 
 
-def _groups(record: dict[str, Any]) -> dict[str, list[Case]]:
-    """Kernel and shape -> cases with different layouts, the default first."""
-    groups: dict[str, list[Case]] = {}
-    for case in measured_cases(record):
-        if case["kernel"] in COUNTED:
-            groups.setdefault(f"{case['kernel']}, {_shape(case)}", []).append(case)
-    return {title: cases for title, cases in groups.items() if len(cases) > 1}
-
-
 def _shape(case: Case) -> str:
     shape = case["shape"]
     mask = "causal" if shape["causal"] else "full"
@@ -57,9 +49,8 @@ def _shape(case: Case) -> str:
 
 def _setting(record: dict[str, Any]) -> str:
     machine = record["machine"]
-    commit = (machine.get("git_commit") or "unknown")[:7]
     version = (record["ncu"] or "").removeprefix("Version ").partition(" ")[0]
-    return f"{machine.get('gpu')}, commit {commit}, ncu {version}; numbers: measured (predicted)"
+    return f"{machine.get('gpu')}, commit {commit_of(machine)}, ncu {version}; numbers: measured (predicted)"
 
 
 def _count(value: float | None) -> str:
@@ -71,18 +62,9 @@ def _count(value: float | None) -> str:
 def _count_bar(case: Case, wavefronts: str, conflicts: str | None) -> Bar:
     measured, predicted = case["measured"], case["predicted"]
     shown = conflicts or wavefronts
-    return Bar(
-        f"{_count(measured[shown])} ({_count(predicted.get(shown))})",
-        measured[wavefronts],
-        predicted.get(wavefronts),
-        (measured[conflicts] or 0.0) if conflicts else 0.0,
-        (predicted.get(conflicts) or 0.0) if conflicts else 0.0,
-    )
-
-
-def _time_bar(case: Case) -> Bar:
-    microseconds = case["measured"]["duration_ns"] / 1e3
-    return Bar(f"{microseconds:.1f}", microseconds)
+    text = f"{_count(measured[shown])} ({_count(predicted.get(shown))})"
+    found = [(values.get(conflicts) or 0.0) if conflicts else 0.0 for values in (measured, predicted)]
+    return Bar(text, measured[wavefronts], predicted.get(wavefronts), *found)
 
 
 def _bytes_bar(case: Case, name: str) -> Bar:
@@ -113,23 +95,28 @@ def _draw(axes: Axes, title: str, labels: Sequence[str], bars: Sequence[Bar]) ->
     axes.spines["bottom"].set_visible(False)
 
 
-def conflicts(record: dict[str, Any], title: str) -> Figure:
+def conflicts(
+    record: dict[str, Any], title: str = "Shared memory by layout: wavefronts, bank conflicts, time"
+) -> Figure:
     """A block for each kernel and shape, a row for each layout: wavefronts by instruction, and time."""
-    groups = _groups(record)
-    num_rows = [len(cases) + 1.2 for cases in groups.values()]
+    blocks: dict[tuple[str, str], list[Case]] = {}
+    for case in measured_cases(record):
+        if case["kernel"] in COUNTED:
+            blocks.setdefault((case["kernel"], _shape(case)), []).append(case)
+    blocks = {name: cases for name, cases in blocks.items() if len(cases) > 1}
+    num_rows = [len(cases) + 1.2 for cases in blocks.values()]
     figure = new_figure(1.2 + 0.3 * sum(num_rows), _setting(record))
-    num_columns = 1 + max((len(COUNTED[cases[0]["kernel"]]) for cases in groups.values()), default=0)
-    blocks = figure.subfigures(len(groups), 1, squeeze=False, height_ratios=num_rows)[:, 0]
-    for (name, cases), block in zip(groups.items(), blocks, strict=True):
-        block.suptitle(name, x=0.01, ha="left", weight="bold", size="medium", color=DIM)
-        panels = list(block.subplots(1, num_columns, squeeze=False)[0])
-        layouts = [case["layout"] for case in cases]
-        columns = [
-            *((label, [_count_bar(case, *names) for case in cases]) for label, *names in COUNTED[cases[0]["kernel"]]),
-            ("time, us", [_time_bar(case) for case in cases]),
-        ]
-        for index, (axes, (label, bars)) in enumerate(zip(panels, columns)):
-            _draw(axes, label, layouts if index == 0 else [""] * len(layouts), bars)
+    num_columns = 1 + max((len(COUNTED[kernel]) for kernel, _ in blocks), default=0)
+    areas = figure.subfigures(len(blocks), 1, squeeze=False, height_ratios=num_rows)[:, 0]
+    for ((kernel, shape), cases), area in zip(blocks.items(), areas, strict=True):
+        area.suptitle(f"{kernel}, {shape}", x=0.01, ha="left", weight="bold", size="medium", color=DIM)
+        panels = area.subplots(1, num_columns, squeeze=False)[0]
+        columns = {label: [_count_bar(case, *names) for case in cases] for label, *names in COUNTED[kernel]}
+        times = [case["measured"]["duration_ns"] / 1e3 for case in cases]
+        columns["time, us"] = [Bar(f"{time:.1f}", time) for time in times]
+        labels = [case["layout"] for case in cases]
+        for axes, (label, bars) in zip(panels, columns.items()):
+            _draw(axes, label, labels if axes is panels[0] else [""] * len(labels), bars)
         for axes in panels[len(columns) :]:
             axes.set_axis_off()
     entries = [
@@ -141,14 +128,15 @@ def conflicts(record: dict[str, Any], title: str) -> Figure:
     return figure
 
 
-def hbm_bytes(record: dict[str, Any], title: str) -> Figure:
+def hbm_bytes(record: dict[str, Any], title: str = "HBM traffic of one launch") -> Figure:
     """Bytes read and written in all cases but those beyond L2, whose scale is larger; predicted above measured."""
     cases = [case for case in measured_cases(record) if not is_beyond_l2(case)]
     figure = new_figure(1.2 + 0.3 * len(cases), f"{_setting(record)}; {_shape(cases[0])}, or D as written")
     labels = [f"{case['kernel']}, D {case['shape']['head_dim']}, {case['layout']}" for case in cases]
-    panels = figure.subplots(1, len(DIRECTIONS), squeeze=False)[0]
-    for index, (axes, (label, name)) in enumerate(zip(panels, DIRECTIONS, strict=True)):
-        _draw(axes, label, [""] * len(labels) if index else labels, [_bytes_bar(case, name) for case in cases])
+    panels = figure.subplots(1, len(DIRECTIONS))
+    for axes, (label, name) in zip(panels, DIRECTIONS, strict=True):
+        bars = [_bytes_bar(case, name) for case in cases]
+        _draw(axes, label, labels if axes is panels[0] else [""] * len(labels), bars)
     entries = [
         Patch(color=BLUE, label="measured, caches cold"),
         Patch(facecolor=BLUE, alpha=PALE, label="predicted: LRU model of L2"),

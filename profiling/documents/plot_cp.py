@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 from layouts.studies.cp_cost import LINKS, Cost, Model
+from profiling.documents.plot_style import BLUE, GREEN, ORANGE, PURPLE, add_legend, entry, new_figure, set_ticks
 from profiling.measure.tables import Table
 from profiling.studies.context_parallel import Settings
 
@@ -49,13 +52,8 @@ def ratios() -> str:
     )
 
 
-def efficiency():  # type: ignore[no-untyped-def]
+def efficiency() -> Figure:
     """Efficiency against the number of GPUs, a panel for each link."""
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
-
-    from profiling.documents.plot_style import BLUE, GREEN, ORANGE, PURPLE, add_legend, new_figure
-
     looks = dict(zip(METHODS, zip((BLUE, ORANGE, GREEN, PURPLE), "osD^")))
     figure = new_figure(3.6, f"A model, not a measurement. {CONDITIONS}. usp: 8-way Ulysses over NVLink")
     for axes, (link, label) in zip(figure.subplots(1, 2, sharey=True), LABELS.items()):
@@ -63,13 +61,8 @@ def efficiency():  # type: ignore[no-untyped-def]
             points = [(n, costs(link, n)[name].efficiency) for n in RANKS if name in costs(link, n)]
             axes.plot(*zip(*points), color=colour, marker=marker)
         axes.set(title=label, xlabel="GPUs", xscale="log", ylim=(0, 1))
-        axes.set_xticks(RANKS)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-        axes.xaxis.set_minor_locator(NullLocator())
+        set_ticks(axes.xaxis, RANKS)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    entries = [Line2D([], [], color=colour, marker=marker, label=name) for name, (colour, marker) in looks.items()]
+    entries = [entry(name, color=colour, marker=marker) for name, (colour, marker) in looks.items()]
     add_legend(figure, "Predicted efficiency of context parallelism: speed-up / GPUs", entries)
     return figure
-
-
-DRAWINGS: dict[str, Callable] = {"context-parallel.svg": efficiency}

@@ -7,29 +7,36 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullLocator
 
-from profiling.documents.plot_style import BLUE, GREEN, GREY, LOOKS, ORANGE, PURPLE, TEAL, Look, add_legend, new_figure
+from profiling.documents.plot_style import (
+    BLUE,
+    GREEN,
+    GREY,
+    LOOKS,
+    ORANGE,
+    PURPLE,
+    TEAL,
+    Look,
+    add_legend,
+    entry,
+    length,
+    new_figure,
+    set_ticks,
+)
+from profiling.documents.sources import commit_of
 from profiling.studies.numerics import CPU_DTYPES, DISTRIBUTIONS, UNFUSED, WAYS
 from profiling.studies.numerics_report import pick
 
 WAY_LOOKS = {
     name: Look(name, marker, colour)
-    for name, marker, colour in zip(
-        (*WAYS, UNFUSED), ("o", "s", "D", "^", "v"), (BLUE, ORANGE, PURPLE, GREEN, GREY), strict=True
-    )
+    for name, marker, colour in zip((*WAYS, UNFUSED), "osD^v", (BLUE, ORANGE, PURPLE, GREEN, GREY), strict=True)
 }
 DTYPE_LOOKS = {
     name: Look(name, marker, colour)
-    for name, marker, colour in zip(CPU_DTYPES, ("o", "s", "D"), (BLUE, ORANGE, GREEN), strict=True)
+    for name, marker, colour in zip(CPU_DTYPES, "osD", (BLUE, ORANGE, GREEN), strict=True)
 }
 DTYPE_LINES: dict[str, Any] = {"bf16": "-", "fp16": "--", "fp32": ":"}
 PEER_LOOKS = {**LOOKS, "sdpa-math": Look("SDPA math, unfused", "X", TEAL)}
-
-
-def _length(value: float, _: Any = None) -> str:
-    return f"{value / 1024:.0f}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
 def _axis(axes: Axes, title: str, label: str, values: Sequence[float]) -> None:
@@ -38,9 +45,7 @@ def _axis(axes: Axes, title: str, label: str, values: Sequence[float]) -> None:
         axes.set_xscale("log", base=2)
     else:
         axes.set_xscale("symlog", base=2, linthresh=1)
-    axes.set_xticks(values)
-    axes.xaxis.set_major_formatter(FuncFormatter(_length))
-    axes.xaxis.set_minor_locator(NullLocator())
+    set_ticks(axes.xaxis, values, length)
     axes.tick_params(axis="x", labelsize="small")
 
 
@@ -50,59 +55,59 @@ def _curve(axes: Axes, found: Sequence[dict[str, Any]], axis: str, look: Look, l
         axes.plot(*zip(*points), marker=look.marker, color=look.colour, linestyle=line, label=look.label)
 
 
-def _entries(looks: Sequence[Look], lines: Sequence[tuple[str, Any]] = ()) -> list[Line2D]:
-    entries = [Line2D([], [], marker=look.marker, color=look.colour, label=look.label) for look in looks]
-    return entries + [Line2D([], [], color=GREY, linestyle=style, label=label) for label, style in lines]
-
-
-def _setting(record: dict[str, Any]) -> str:
+def _caption(record: dict[str, Any], text: str) -> str:
     machine = record["machine"]
-    commit = (machine.get("git_commit") or "unknown")[:7]
-    return f"{machine.get('gpu') or 'CPU'}, commit {commit}; ‖out − exact‖ / ‖exact‖ against fp64"
+    return f"{machine.get('gpu') or 'CPU'}, commit {commit_of(machine)}; ‖out − exact‖ / ‖exact‖ against fp64; {text}"
 
 
-def accumulation(record: dict[str, Any], title: str) -> Figure:
+def _add_legend(figure: Figure, title: str, looks: Sequence[Look], lines: Sequence[tuple[str, Any]] = ()) -> None:
+    entries = [entry(look.label, marker=look.marker, color=look.colour) for look in looks]
+    add_legend(figure, title, [*entries, *(entry(label, color=GREY, linestyle=style) for label, style in lines)])
+
+
+def accumulation(record: dict[str, Any], title: str = "Error of the online softmax in fp32") -> Figure:
     """Error by length, by tile width and by number of rescales, a curve for each way to accumulate."""
-    records, sizes = record["records"], record["settings"]
-    caption = f"{_setting(record)}; normal inputs in fp32, {sizes['rows']} rows, {sizes['heads']} heads, "
-    figure = new_figure(3.6, f"{caption}D {sizes['head_dim']}")
+    sizes = record["settings"]
+    setting = f"normal inputs in fp32, {sizes['rows']} rows, {sizes['heads']} heads, D {sizes['head_dim']}"
+    figure = new_figure(3.6, _caption(record, setting))
     # Study, title, label, and the field along x.
     panels = (
         ("length", f"Length, K/V blocks of {sizes['block']} keys", "keys", "seqlen"),
-        ("tile", f"Tile width, {_length(sizes['seqlen'])} keys", "keys of a K/V block", "block"),
+        ("tile", f"Tile width, {length(sizes['seqlen'])} keys", "keys of a K/V block", "block"),
         ("rescales", f"Rescales, blocks of {sizes['rescale_block']} keys", "rescales of a row", "rescales"),
     )
     for axes, (study, name, label, axis) in zip(figure.subplots(1, 3, sharey=True), panels, strict=True):
-        found = pick(records, study=study, distribution="normal")
+        found = pick(record["records"], study=study, distribution="normal")
         for way, look in WAY_LOOKS.items():
             _curve(axes, pick(found, way=way), axis, look)
         values = sorted({one[axis] for one in found if one[axis] is not None})
         _axis(axes, name, label, values[::2] if len(values) > 6 else values)
     figure.axes[0].set_ylim(0)
     figure.axes[0].set_ylabel("relative error")
-    add_legend(figure, title, _entries(list(WAY_LOOKS.values())))
+    _add_legend(figure, title, list(WAY_LOOKS.values()))
     return figure
 
 
-def dtypes(record: dict[str, Any], title: str) -> Figure:
+def dtypes(record: dict[str, Any], title: str = "Error of the CPU path by dtype and distribution") -> Figure:
     """The CPU path by length, a panel for each distribution and a curve for each dtype."""
     sizes = record["settings"]
-    caption = f"{_setting(record)}; `attn` on the CPU, {sizes['rows']} rows, {sizes['heads']} heads, "
-    figure = new_figure(3.4, f"{caption}D {sizes['head_dim']}")
+    setting = f"`attn` on the CPU, {sizes['rows']} rows, {sizes['heads']} heads, D {sizes['head_dim']}"
+    figure = new_figure(3.4, _caption(record, setting))
     for axes, distribution in zip(figure.subplots(1, len(DISTRIBUTIONS), sharey=True), DISTRIBUTIONS, strict=True):
         found = pick(record["records"], study="dtype", distribution=distribution)
         for name, look in DTYPE_LOOKS.items():
             _curve(axes, pick(found, way=name), "seqlen", look)
         _axis(axes, distribution, "keys", sorted({one["seqlen"] for one in found})[::2])
     figure.axes[0].set(yscale="log", ylabel="relative error")
-    add_legend(figure, title, _entries(list(DTYPE_LOOKS.values())))
+    _add_legend(figure, title, list(DTYPE_LOOKS.values()))
     return figure
 
 
-def gpu(record: dict[str, Any], title: str) -> Figure:
+def gpu(record: dict[str, Any], title: str = "Error of GPU kernels by dtype and distribution") -> Figure:
     """The GPU kernels by length: a panel for each distribution, a colour for each peer, a line for each dtype."""
     settings = record["settings"]
-    figure = new_figure(3.8, f"{_setting(record)}; forward, full, H {settings['heads']}, D {settings['head_dim']}")
+    setting = f"forward, full, H {settings['heads']}, D {settings['head_dim']}"
+    figure = new_figure(3.8, _caption(record, setting))
     found = pick(record["records"], output="out")
     peers = [name for name in PEER_LOOKS if pick(found, provider=name)]
     for axes, distribution in zip(figure.subplots(1, len(DISTRIBUTIONS), sharey=True), DISTRIBUTIONS, strict=True):
@@ -112,6 +117,5 @@ def gpu(record: dict[str, Any], title: str) -> Figure:
                 _curve(axes, curve, "seqlen", PEER_LOOKS[peer], line)
         _axis(axes, distribution, "keys", sorted({one["seqlen"] for one in found}))
     figure.axes[0].set(yscale="log", ylabel="relative error")
-    looks = [PEER_LOOKS[name] for name in peers]
-    add_legend(figure, title, _entries(looks, list(DTYPE_LINES.items())))
+    _add_legend(figure, title, [PEER_LOOKS[name] for name in peers], list(DTYPE_LINES.items()))
     return figure

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
-from profiling.documents.plot_style import BLUE, GREY, ORANGE, add_legend, new_figure
+from profiling.documents.plot_style import BLUE, GREY, ORANGE, add_legend, entry, length, new_figure
+from profiling.documents.sources import commit_of
 from profiling.measure.shapes import MASKS
 from profiling.peers.directions import DIRECTIONS
 from profiling.studies.standard_report import LABELS, RATIOS, Record, head_dims, select
@@ -23,42 +24,30 @@ TITLES = {
 }
 
 
-def _times(value: float, _: Any = None) -> str:
-    return f"{value:g} x"
-
-
-def _length(value: float, _: Any = None) -> str:
-    return f"{value / 1024:.0f}k" if value >= 1024 else f"{value:.0f}"
-
-
-def standard(record: Record, title: str) -> Figure:
+def standard(record: Record, title: str = "Standard attention over cute_flash") -> Figure:
     machine = record["machine"]
-    commit = (machine.get("git_commit") or "unknown")[:7]
-    caption = f"{machine.get('gpu')}, bf16, commit {commit}; standard attention over cute_flash. Backward memory: a "
-    figure = new_figure(3.8, f"{caption}whole training step")
+    setting = f"{machine.get('gpu')}, bf16, commit {commit_of(machine)}; standard attention over cute_flash"
+    figure = new_figure(3.8, f"{setting}. Backward memory: a whole training step")
     dims = head_dims(record)
     lengths = sorted({cell["shape"]["seqlen"] for cell in record["cells"]})
     for axes, (name, ratio) in zip(figure.subplots(1, len(RATIOS)), RATIOS.items(), strict=True):
-        for direction in DIRECTIONS:
-            for mask in MASKS:
-                for head_dim, marker in zip(dims, MARKERS):
-                    cells = select(record, direction, mask, head_dim)
-                    points = [(cell["shape"]["seqlen"], value) for cell in cells if (value := ratio(record, cell))]
-                    if points:
-                        style = {"color": COLOURS[direction], "linestyle": LINES[mask], "marker": marker}
-                        axes.plot(*zip(*points), **style)
+        for direction, mask, (head_dim, marker) in product(DIRECTIONS, MASKS, zip(dims, MARKERS)):
+            cells = select(record, direction, mask, head_dim)
+            points = [(cell["shape"]["seqlen"], value) for cell in cells if (value := ratio(record, cell))]
+            if points:
+                axes.plot(*zip(*points), color=COLOURS[direction], linestyle=LINES[mask], marker=marker)
         axes.set(title=TITLES[name], xlabel="N", xscale="log", yscale="log")
-        axes.set_xticks(lengths[:: 2 if len(lengths) > 4 else 1])
-        axes.xaxis.set_major_formatter(FuncFormatter(_length))
-        axes.xaxis.set_minor_locator(NullLocator())
+        # The panels have the same lengths, although bytes were counted for some of them only.
+        ticks = lengths[:: 2 if len(lengths) > 4 else 1]
+        axes.set_xticks(ticks, [length(n) for n in ticks])
+        axes.set_xticks((), minor=True)
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(_times))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} x")
         axes.yaxis.set_minor_locator(NullLocator())
-    entries = [Line2D([], [], color=COLOURS[name], label=LABELS[name]) for name in DIRECTIONS]
-    entries += [Line2D([], [], color=GREY, linestyle=line, label=mask) for mask, line in LINES.items()]
-    entries += [
-        Line2D([], [], color=GREY, linestyle="", marker=marker, label=f"D = {dim}")
-        for dim, marker in zip(dims, MARKERS)
+    entries = [
+        *(entry(LABELS[name], color=COLOURS[name]) for name in DIRECTIONS),
+        *(entry(mask, color=GREY, linestyle=line) for mask, line in LINES.items()),
+        *(entry(f"D = {dim}", color=GREY, linestyle="", marker=marker) for dim, marker in zip(dims, MARKERS)),
     ]
     add_legend(figure, title, entries)
     return figure

@@ -6,14 +6,17 @@ Files are reproducible: no date, and ids from a fixed salt.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.artist import Artist
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 INK, DIM, GRID = "#1f2328", "#59636e", "#d8dee4"
 BLUE, ORANGE, PURPLE, GREEN, RED = "#0550ae", "#bc4c00", "#8250df", "#1a7f37", "#cf222e"
@@ -90,6 +93,23 @@ def add_legend(figure: Figure, title: str, handles: Sequence[Artist]) -> None:
         loc="outside upper left",
         ncols=len(handles),
     )
+
+
+def entry(label: str, **look: Any) -> Line2D:
+    """An entry of a legend; `look` are the keywords of a line."""
+    return Line2D([], [], label=label, **look)
+
+
+def length(value: float) -> str:
+    """A sequence length."""
+    return f"{value / 1024:g}k" if value >= 1024 and value % 512 == 0 else f"{value:g}"
+
+
+def set_ticks(axis: Axis, values: Sequence[float], form: Callable[[float], str] = "{:g}".format) -> None:
+    """Ticks at these values only."""
+    axis.set_major_locator(FixedLocator(values))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
 
 
 def style() -> AbstractContextManager[None]:

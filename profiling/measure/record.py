@@ -134,6 +134,11 @@ class Run:
         right = [n for n in self.peers if cell.tflops(n) and not cell.results[n].is_wrong]
         return max(right, key=lambda name: cell.tflops(name) or 0.0, default=None)
 
+    def over_best(self, cell: Cell) -> float | None:
+        """Our speed over that of the fastest peer whose output is correct."""
+        best = self.best_peer(cell)
+        return None if best is None else cell.ratio(self.ours[0], best)
+
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Run:
         if data.get("schema") != SCHEMA:

@@ -24,7 +24,7 @@ from typing import Any, Generic, NamedTuple
 
 import torch
 
-from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.launch import LaunchKey
 from cute_flash.spec import arch
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.tools.precompile import precompile_keys
@@ -151,7 +151,7 @@ class Study(Generic[S]):
     settings: type[S]
     steps: Callable[[S, Tools], Sequence[Step]]
     tables: Callable[[Record], list[Table]]
-    kernels: Callable[[S, Tools], Sequence[CompileKey]] | None = None
+    kernels: Callable[[S, Tools], Sequence[LaunchKey]] | None = None
     method: Mapping[str, Any] = field(default_factory=dict)
     # The parts of the record besides settings, machine and method.
     parts: Callable[[S, Tools], Record] = lambda settings, tools: {"cells": []}

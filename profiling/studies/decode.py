@@ -23,7 +23,7 @@ from itertools import product
 
 import torch
 
-from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.launch import LaunchKey
 from profiling.measure.accuracy import nan_in_new_memory
 from profiling.measure.host_time import host_times
 from profiling.measure.launches import needed_kernels
@@ -75,7 +75,7 @@ def inputs_of(cell: tuple[int, int], settings: Settings, tools: Tools) -> Inputs
     return Inputs.random(Shape(*cell), settings.sizes, tools.device, settings.seed)
 
 
-def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
+def kernels(settings: Settings, tools: Tools) -> list[LaunchKey]:
     calls: list[TimedCall] = []
     for cell in dict.fromkeys((settings.cells[0], *settings.variant_cells)):
         inputs = inputs_of(cell, settings, tools)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import cute_flash
-from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.launch import LaunchKey
 from profiling.measure.accuracy import relative_difference
 from profiling.measure.gpu_lock import GpuLock
 from profiling.measure.launches import needed_kernels
@@ -221,7 +221,7 @@ class Settings:
 # -------------------------------------------------------------------------------------------------------
 
 
-def kernels_of(groups: Mapping[str, Callable[[], Iterator[Cell]]]) -> list[CompileKey]:
+def kernels_of(groups: Mapping[str, Callable[[], Iterator[Cell]]]) -> list[LaunchKey]:
     """The kernels of all calls of cute_flash."""
     return needed_kernels(
         lambda call=call, direction=direction: call.prepare(direction).call()  # type: ignore[misc]

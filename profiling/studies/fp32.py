@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from cute_flash import reference
-from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.launch import LaunchKey
 from cute_flash.spec.band import Band
 from profiling.bench.suites import Suite
 from profiling.measure.accuracy import errors_of
@@ -81,7 +81,7 @@ def peers() -> list[Peer]:
     return [our_peer(OURS), sdpa_peer(EFFICIENT, SDPBackend.EFFICIENT_ATTENTION), sdpa_peer(MATH, SDPBackend.MATH)]
 
 
-def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
+def kernels(settings: Settings, tools: Tools) -> list[LaunchKey]:
     shapes = [*settings.error_shapes(), *settings.shapes()]
     return needed_kernels(calls_of(peers(), shapes, DIRECTIONS, torch.float32, tools.device))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.launch import LaunchKey
 from profiling.measure.launches import needed_kernels
 from profiling.measure.options import LIMIT_S
 from profiling.measure.shapes import Shape
@@ -97,7 +97,7 @@ def steps(settings: Settings, tools: Tools) -> list[Step]:
     ]
 
 
-def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
+def kernels(settings: Settings, tools: Tools) -> list[LaunchKey]:
     lengths = {"fwd": settings.lengths, "bwd": settings.grad_lengths}
     return needed_kernels(
         call

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.launch import LaunchKey
 from profiling.bench.suites import SUITES
 from profiling.measure.accuracy import relative_distance
 from profiling.measure.launches import needed_kernels
@@ -188,5 +188,5 @@ def steps(settings: Settings, tools: Tools) -> list[Step]:
     ]
 
 
-def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
+def kernels(settings: Settings, tools: Tools) -> list[LaunchKey]:
     return needed_kernels(calls_of(PEERS, settings.shapes(), tuple(DIRECTIONS), DTYPES[DTYPE], tools.device))

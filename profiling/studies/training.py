@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
-from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.launch import LaunchKey
 from profiling.measure.accuracy import relative_difference
 from profiling.measure.launches import needed_kernels
 from profiling.measure.options import MS, ROUNDS, option
@@ -146,7 +146,7 @@ class Stack:
 # -------------------------------------------------------------------------------------------------------
 
 
-def kernels(settings: Settings, tools: Tools) -> list[CompileKey]:
+def kernels(settings: Settings, tools: Tools) -> list[LaunchKey]:
     """The kernels of cute_flash, recorded in steps of a model with one layer."""
     one_layer = replace(settings, model=replace(settings.model, layers=1))
     stacks = [Stack(one_layer, seqlen, tools.device) for seqlen in settings.lengths]

@@ -25,7 +25,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cute_flash.planning.plan import CompileKey, Plan, plan_backward, plan_forward
+from cute_flash.planning.launch import LaunchKey
+from cute_flash.planning.plan import Plan, plan_backward, plan_forward
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import PIECES, BwdTileSm90, BwdTileSm90Wide
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
@@ -237,7 +238,7 @@ def sample_problem(head_dim: int, mask: str, dtype: str, length: int = SAMPLE_LE
 
 def forward_keys(
     family: str, head_dims: Iterable[int], masks: Sequence[str], dtype: str, arch: ArchSpec
-) -> list[CompileKey]:
+) -> list[LaunchKey]:
     """The kernels of the forward pass before a backward of this family; none for a forward family."""
     known = family_of(family)
     if known.direction == "fwd":

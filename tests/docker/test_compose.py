@@ -6,8 +6,8 @@ version.
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
+import json
 import re
 import shlex
 import subprocess
@@ -18,11 +18,11 @@ import pytest
 import yaml
 
 from cute_flash.jit import disk
-from cute_flash.tools import cli
 from cute_flash.version import __version__
 from profiling import __main__ as profiling_cli
-from profiling.documents import doc_tables
-from profiling.measure.record import load
+from profiling.documents.doc_speed import RUNS
+from profiling.documents.sources import read
+from tests.docs.test_commands import check
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
@@ -198,46 +198,19 @@ def test_the_image_has_the_source_and_no_build_outputs() -> None:
 # The commands
 
 
-def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return dict(action.choices)
-
-
-def options(parser: argparse.ArgumentParser) -> set[str]:
-    return {option for action in parser._actions for option in action.option_strings}
-
-
-def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-
-
-PARSERS = {"cute-flash": cli._parser, "python -m profiling": profiling_cli._parser}
-
-
 @pytest.mark.parametrize("name", SERVICES)
-def test_commands_exist(name: str) -> None:
-    words: list[str] = SERVICES[name]["command"]
-    if words[0] == "make":
-        assert words[1:] and set(words[1:]) <= make_targets()
-        return
-    (program,) = (program for program in PARSERS if words[: len(program.split())] == program.split())
-    command, *rest = words[len(program.split()) :]
-    known = subcommands(PARSERS[program]())
-    assert command in known, f"{program} has no {command}: {', '.join(known)}"
-    assert {word for word in rest if word.startswith("--")} <= options(known[command])
-    # Values must be accepted by argparse too.
-    known[command].parse_args(rest)
+def test_commands_are_accepted(name: str) -> None:
+    check(SERVICES[name]["command"])
 
 
-def test_the_default_command_exists() -> None:
-    assert only("CMD") == '["cute-flash", "doctor"]' and "doctor" in subcommands(cli._parser())
+def test_the_default_command_is_accepted() -> None:
+    check(json.loads(only("CMD")))
 
 
 def output_of(name: str) -> PurePosixPath:
     """The folder that the command of a service writes to: its --out, or the default."""
-    words: list[str] = SERVICES[name]["command"]
-    parser = subcommands(profiling_cli._parser())[words[3]]
-    return WORKDIR / str(parser.parse_args(words[4:]).out)
+    _python, _m, _profiling, *arguments = SERVICES[name]["command"]
+    return WORKDIR / str(profiling_cli._parser().parse_args(arguments).out)
 
 
 @pytest.mark.parametrize(("name", "folder"), [("bench", "profiling/results"), ("profile", "profiling/reports")])
@@ -253,12 +226,12 @@ def test_the_readme_names_the_versions_of_the_image_and_of_the_published_runs() 
     rows = dict(re.findall(r"^\| (torch|nvidia-cutlass-dsl|FlashAttention-\d) \| (.*) \|$", text, re.MULTILINE))
     for package in ("torch", "nvidia-cutlass-dsl"):
         assert rows[package].partition(" | ")[0] == pins[package], package
-    for path in doc_tables.RUNS.values():
-        machine = load(doc_tables.DATA / path).machine
+    for run in map(read, RUNS.values()):
+        machine = run.machine
         assert machine["torch"] in rows["torch"] and machine["cutlass_dsl"] in rows["nvidia-cutlass-dsl"]
         major, minor = divmod(machine["cudnn"], 10_000)
         assert f"cuDNN {major}.{minor // 100}.{minor % 100}" in rows["torch"]
-        if "fa4" in load(doc_tables.DATA / path).peers:
+        if "fa4" in run.peers:
             assert machine["flash_attn_4"] in rows["FlashAttention-4"]
     # Peers are not dependencies, so the image contains none.
     assert not any(name.startswith("flash") for name in pins)

@@ -20,8 +20,9 @@ import torch
 from cute_flash import BlockMask, masks
 from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, visible_pairs
 from cute_flash.score_mod.trace import bind
+from cute_flash.smem.tile import VARIANTS
 from layouts import ACCESSES, ComposedLayout, Layout, SmemTile, Swizzle, Vector, layout_of, tile_to_shape, warp_access
-from layouts.banks import NUM_BANKS, WARP, Access
+from layouts.banks import NUM_BANKS, WARP, Access, join
 
 pytestmark = pytest.mark.processes
 
@@ -152,7 +153,7 @@ def banks_in_python(settings: Settings) -> Settings:
         lanes = [list(lane) for lane in phase.lanes]
         phases.append({"lanes": lanes, "counts": words, "wavefronts": phase.wavefronts, "served": served})
     coords = [coord and list(coord) for coord in warps[settings["instruction"]]]
-    whole = Access(tuple(phase for access in accesses for phase in access.phases))
+    whole = join(accesses)
     return {
         "layout": str(layout),
         "bytes": layout.cosize * settings["bytes"],
@@ -184,15 +185,15 @@ def test_banks_are_those_of_layouts(tmp_path: Path) -> None:
     assert 5 <= num_errors <= len(found) - 50
 
 
-@pytest.mark.parametrize("variant", ["plain", "padded", "swizzled"])
-def test_presets_are_tiles_of_the_kernels(variant: str, tmp_path: Path) -> None:
+def test_presets_are_tiles_of_the_kernels(tmp_path: Path) -> None:
     """The presets of FA2's K tile are the layouts of `SmemTile`, read as the kernels read K."""
     presets = evaluate("playgroundPresets.banks.map(playgroundBanks.analyze)", tmp_path)
-    tile = SmemTile(64, 128, variant=variant)
-    (found,) = [preset for preset in presets if preset["layout"] == str(layout_of(tile))]
-    whole = ACCESSES["ldmatrix_b"](tile)
-    assert found["bytes"] == tile.bytes
-    assert found["tile"] == {"instructions": whole.instructions, **counts(whole)}
+    for variant in VARIANTS:
+        tile = SmemTile(64, 128, variant=variant)
+        (found,) = [preset for preset in presets if preset["layout"] == str(layout_of(tile))]
+        whole = ACCESSES["ldmatrix_b"](tile)
+        assert found["bytes"] == tile.bytes
+        assert found["tile"] == {"instructions": whole.instructions, **counts(whole)}
 
 
 def test_the_element_under_the_pointer_is_read_by_its_instruction(tmp_path: Path) -> None:

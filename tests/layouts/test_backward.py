@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Any
 
@@ -20,7 +19,7 @@ from layouts.backward import bwd_sm80_uses, bwd_sm90_uses, bwd_sm90_wide_uses
 from profiling.counters.expect import expected
 from profiling.counters.ncu_case import case_of
 from profiling.counters.ncu_source import read_tables
-from profiling.documents.figures import BY_INSTRUCTION, COUNTERS, DATA
+from profiling.documents.sources import BY_INSTRUCTION, COUNTERS, read
 from tests.jit.gates import kernel_resources
 
 ONE = Work(row_tiles=1, key_blocks=1)
@@ -44,7 +43,7 @@ def test_the_tables_have_no_conflicts(row: Any) -> None:
 
 @cache
 def cases() -> dict[str, Any]:
-    return json.loads((DATA / COUNTERS).read_text())["cases"]
+    return read(COUNTERS)["cases"]
 
 
 BACKWARD = [name for name, case in cases().items() if case["kernel"].startswith("bwd")]
@@ -61,11 +60,10 @@ def skipped_loads(heads: int) -> int:
 
 
 @pytest.mark.parametrize("name", BACKWARD)
-def test_instructions_are_those_of_the_reports(name: str) -> None:
+def test_loads_and_stores_are_those_of_the_reports(name: str) -> None:
+    """`tests/profiling/test_reports.py` compares the counters of ldmatrix and cp.async."""
     case = cases()[name]
     kernel, shape, measured, predicted = (case[key] for key in ("kernel", "shape", "measured", "predicted_shared"))
-    for counter, instruction in (("ldsm_instructions", "ldmatrix"), ("ldgsts_instructions", "cp.async")):
-        assert measured[counter] == predicted[instruction]["instructions"], counter
     # Each persistent CTA also publishes and reads an end marker: 3 instructions of the writer, 9 of the readers.
     is_persistent = kernel == "bwd-sm90" and shape["head_dim"] == 128
     assert 0 <= measured["st_instructions"] - predicted["st.shared"]["instructions"] <= 2 * 132 * is_persistent
@@ -76,18 +74,15 @@ def test_instructions_are_those_of_the_reports(name: str) -> None:
     ctas, blocks = heads * ceil_div(shape["seqlen"], 96), shape["seqlen"] // 128
     never_true = ctas * blocks * 3 * (8 + 1)
     assert loads == {"bwd-sm80": never_true - skipped_loads(heads)}.get(kernel, 9 * 132 * is_persistent)
-    if kernel == "bwd-sm80":
-        assert measured["sass_ldgsts_wavefronts"] == predicted["cp.async"]["wavefronts"]
-        assert measured["sass_ldsm_wavefronts"] == predicted["ldmatrix"]["wavefronts"]
 
 
 def test_no_instruction_of_the_backward_kernels_conflicts() -> None:
     """For each instruction, measured wavefronts equal the ideal and the predicted number."""
-    counted = read_tables((DATA / BY_INSTRUCTION).read_text(encoding="utf-8"))
+    counted = read_tables(read(BY_INSTRUCTION))
     assert len(counted) == 3
     for case_id, opcodes in counted.items():
         assert all(count.wavefronts == count.ideal for count in opcodes.values())
-        shared = expected(case_of(case_id, "_bfloat16_"), ARCHS["sm_90"]).shared
+        shared = expected(case_of(case_id), ARCHS["sm_90"]).shared
         predicted = {name: count.wavefronts for name, count in shared.items() if count.wavefronts}
         if "bwd-sm80" in case_id:
             predicted["ld.shared"] -= 4 * skipped_loads(heads=16)

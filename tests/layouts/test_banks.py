@@ -104,9 +104,12 @@ def brute_force(variant: str, rows: int, cols: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("rows", "cols"), [(64, 64), (32, 128), (32, 96), (32, 32), (16, 160), (48, 192)])
-def test_report_agrees_with_brute_force(rows: int, cols: int, variant: str) -> None:
-    report = tile_report(SmemTile(rows, cols, variant=variant))
-    assert {name: access.wavefronts for name, access in report.items()} == brute_force(variant, rows, cols)
+def test_addresses_and_report_agree_with_brute_force(rows: int, cols: int, variant: str) -> None:
+    tile = SmemTile(rows, cols, variant=variant)
+    for row in range(rows):
+        for chunk in range(cols // 8):
+            assert 2 * layout_of(tile)(row, 8 * chunk) == chunk_address(variant, rows, cols, row, chunk)
+    assert {name: access.wavefronts for name, access in tile_report(tile).items()} == brute_force(variant, rows, cols)
 
 
 # Head dim, keys of a block, variant -> cp.async wavefronts of the forward, counted by instruction: 16

@@ -11,14 +11,12 @@ import pytest
 import layouts
 from layouts import ACCESSES, VARIANTS, SmemTile, conflict_table, svg_picture, text_picture
 from layouts.__main__ import FIGURES, main
-from layouts.draw import text_banks
 
 README = Path(layouts.__file__).with_name("README.md")
-SVG = "{http://www.w3.org/2000/svg}"
 
 
-def first_phase(tile: SmemTile, access: str = "ldmatrix_a"):
-    return ACCESSES[access](tile).phases[0]
+def first_phase(tile: SmemTile):
+    return ACCESSES["ldmatrix_a"](tile).phases[0]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -43,27 +41,6 @@ def test_colours_change_nothing_else() -> None:
     assert coloured.count("\x1b[48;5;") == 16 * 8
     stripped = re.sub("\x1b\\[[0-9;]*m", "", coloured)
     assert [line.rstrip() for line in stripped.splitlines()] == text_picture(tile, first_phase(tile)).splitlines()
-
-
-@pytest.mark.parametrize(
-    ("variant", "access", "labels"),
-    [
-        ("swizzled", "ldmatrix_a", {f"t{i}" for i in range(8)}),
-        ("plain", "store_fragment", {f"t{i}-{i + 3}" for i in range(0, 32, 4)}),
-    ],
-)
-def test_svg_picture(variant: str, access: str, labels: set[str]) -> None:
-    tile = SmemTile(64, 64, variant=variant)
-    phase = first_phase(tile, access)
-    root = ElementTree.fromstring(svg_picture(tile, phase))
-    rects = root.findall(f"{SVG}rect")
-    framed = [rect for rect in rects if rect.get("fill") == "none"]
-    assert len(rects) == 1 + 16 * 8 + 8
-    # Eight cells of eight colours have no conflicts; eight cells of one colour are in the same four banks.
-    colour_at = {(r.get("x"), r.get("y")): r.get("fill") for r in rects if r.get("fill") != "none"}
-    assert len({colour_at[r.get("x"), r.get("y")] for r in framed}) == 8 // phase.wavefronts
-    assert {text.text for text in root.iter(f"{SVG}text") if (text.text or "").startswith("t")} == labels
-    assert all(float(r.get("x", 0)) + float(r.get("width", 0)) <= float(root.get("width", 0)) for r in rects)
 
 
 def test_main_prints_and_writes(capsys, tmp_path) -> None:
@@ -128,28 +105,6 @@ def test_figures_are_what_the_code_draws(tmp_path) -> None:
     for name in FIGURES:
         assert (tmp_path / name).read_bytes() == (checked_in / name).read_bytes(), name
         ElementTree.parse(tmp_path / name)
-
-
-def test_text_banks() -> None:
-    """Two rows of 192 + 16 bytes: the end of the second shares a group of banks with the start of the first."""
-    tile = SmemTile(64, 96, variant="padded")
-    assert (
-        text_banks(first_phase(tile, "load_rows"))
-        == """\
-banks            0-3     4-7    8-11   12-15   16-19   20-23   24-27   28-31
-wavefront 0       t0      t1      t2      t3       .      t4      t5      t6
-wavefront 1       t7       .       .       .       .       .       .       .
-"""
-    )
-
-
-def test_main_draws_a_kernel(capsys) -> None:
-    assert main(["--kernel", "fwd-sm80", "--variant", "plain", "--operand", "V", "--head-dim", "64"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("V of fwd-sm80, head dim 64, sm_90: 128x64x64, 4 warps")
-    assert "threads 0 to 7 together: 8 wavefronts" in out
-    (line,) = (line for line in out.splitlines() if line.startswith("V ldmatrix"))
-    assert line.split() == ["V", "ldmatrix", "key", "block", "64", "256", "(0)", "256", "(0)", "2048", "(1792)"]
 
 
 def test_main_says_what_no_counter_sees(capsys) -> None:

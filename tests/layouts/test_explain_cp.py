@@ -13,8 +13,7 @@ from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import cli
 from layouts.studies.cp_cost import LINKS, RATES, Cost, Model
-from profiling.documents.figures import BACKWARD, DATA, FORWARD
-from profiling.measure.record import load
+from profiling.documents.sources import BACKWARD, FORWARD, read
 
 CAUSAL = Band(None, 0)
 PROBLEM = Problem(1, 32, 8, 1 << 17, 1 << 17, 128, band=CAUSAL)
@@ -26,7 +25,7 @@ def costs(ranks: int = 8, link: str = "nvlink", problem: Problem = PROBLEM) -> d
 
 def test_rates_are_those_of_the_measured_runs() -> None:
     for i, source in enumerate((FORWARD, BACKWARD)):
-        run = load(DATA / source)
+        run = read(source)
         for head_dim, rates in RATES.items():
             (cell,) = [
                 cell for cell in run.cells

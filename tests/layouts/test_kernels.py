@@ -1,4 +1,4 @@
-"""Predictions for the tiles that the forward kernels run with."""
+"""Predictions for the tiles that the forward kernels run with; `test_draw` has the table of one tile."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ import pytest
 from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
 from cute_flash.spec.arch import ARCHS
-from layouts import HOPPER_VARIANTS, VARIANTS, Count, Use, Work, predict, sm80_uses, sm90_uses
+from layouts import HOPPER_VARIANTS, VARIANTS, Work, predict, sm80_uses, sm90_uses
 
 ONE = Work(row_tiles=1, key_blocks=1)
 TILE = FwdTileSm80(128, 128, 48, 4, 2)
-
-
-def by_name(uses: tuple[Use, ...]) -> dict[str, Count]:
-    return {use.name: use.once for use in uses}
 
 
 # Architectures share most of their tiles. The part of Q in registers changes the number of reads, not their pattern.
@@ -37,31 +33,6 @@ def test_no_form_of_wgmma_conflicts_in_the_epilogue(variant: str) -> None:
         # 16 x 16 elements per warp instruction; with one stage of Q the output is stored directly to global memory.
         expected = row.tile_m * row.width_v // 256 if row.q_stages > 1 else 0
         assert found["stmatrix"].instructions == expected
-
-
-def test_instructions_of_a_tile() -> None:
-    """128 x 48 x 128: each warp reads 32 rows of Q, all of K and all of V, 16 x 16 at a time."""
-    found = by_name(sm80_uses(TILE))
-    assert found == {
-        "Q cp.async": Count(64, 256),
-        "K cp.async": Count(24, 96),
-        "V cp.async": Count(24, 96),
-        "Q ldmatrix": Count(64, 256),
-        "K ldmatrix": Count(4 * 24, 4 * 96),
-        "V ldmatrix": Count(4 * 24, 4 * 96),
-        "O st.shared": Count(256, 256),
-        "O ld.shared": Count(64, 256),
-    }
-
-
-def test_plain_rows_of_256_bytes_meet_in_the_same_banks() -> None:
-    """The eight rows of a matrix take eight wavefronts instead of one. Copies go along rows and have no conflicts."""
-    plain, swizzled = by_name(sm80_uses(replace(TILE, layout="plain"))), by_name(sm80_uses(TILE))
-    for name, count in plain.items():
-        ideal = swizzled[name].wavefronts
-        is_by_rows = "cp.async" in name or name == "O ld.shared"
-        assert count.conflicts == (0 if is_by_rows else 7 * ideal)
-        assert count.instructions == swizzled[name].instructions
 
 
 def test_padding_fails_where_rows_end_within_the_banks() -> None:

@@ -88,28 +88,6 @@ def test_kernels_get_the_layout_before_its_swizzle(tile: SmemTile, stages: int) 
     assert tile.cosize == layout_of(tile).cosize
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(64, 64), (32, 128), (16, 192)])
-def test_swizzle_of_128_byte_rows(rows: int, cols: int) -> None:
-    """By definition: blocks of 64 columns one after the other; in a block, chunk c of row r is at chunk c XOR r."""
-    tile = SmemTile(rows, cols)
-    for row in range(rows):
-        for col in range(cols):
-            block, within = divmod(col, 64)
-            chunk, element = divmod(within, 8)
-            assert layout_of(tile)(row, col) == block * rows * 64 + row * 64 + (chunk ^ row % 8) * 8 + element
-
-
-@pytest.mark.parametrize(("rows", "cols"), [(64, 32), (64, 96), (24, 160)])
-def test_swizzle_of_64_byte_rows(rows: int, cols: int) -> None:
-    """Two rows share the 128 bytes of the banks, so the chunk is XORed with the number of the pair."""
-    tile = SmemTile(rows, cols)
-    for row in range(rows):
-        for col in range(cols):
-            block, within = divmod(col, 32)
-            chunk, element = divmod(within, 8)
-            assert layout_of(tile)(row, col) == block * rows * 32 + row * 32 + (chunk ^ row // 2 % 4) * 8 + element
-
-
 @pytest.mark.parametrize(
     ("tile", "swizzle", "atom_shape"),
     [

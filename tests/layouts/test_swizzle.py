@@ -30,13 +30,6 @@ def test_changes_only_its_own_field(swizzle: Swizzle, index: int) -> None:
     assert changed < swizzle.period
 
 
-@deterministic
-@given(swizzles(), st.integers(0, 50))
-def test_permutes_every_aligned_block(swizzle: Swizzle, block: int) -> None:
-    indices = range(block * swizzle.period, (block + 1) * swizzle.period)
-    assert sorted(map(swizzle, indices)) == list(indices)
-
-
 @pytest.mark.parametrize(
     ("swizzle", "index", "expected"),
     [

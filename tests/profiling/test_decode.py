@@ -166,16 +166,13 @@ def test_cells_and_sizes():
     assert Shape(64, 16384).kv_bytes(sizes) == 4 << 30
 
 
-def test_tables_of_the_documents(run, tmp_path):
+def test_tables_of_the_documents(run):
     record = run()
-    path = tmp_path / doc_results.DECODE
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(record))
-    cells = doc_results.decode_cells(tmp_path)
+    cells = doc_results.decode_cells(record)
     assert cells.rows[1] == ("5", "128", "1000.0", "0.00", "3000.0", "2000.0", "4000.0", "**2.00**")
-    line = doc_results.decode_line(tmp_path)
+    line = doc_results.decode_line(record)
     assert "2.00 × for B ≤ 4" in line and "Commit `c`" in line
-    assert dict(doc_results.decode_variants(tmp_path).rows)["pages of one row"] == "1250.0 (0.80)"
+    assert dict(decode.variant_table(record).rows)["pages of one row"] == "1250.0 (0.80)"
 
 
 def test_gaps_between_kernels() -> None:

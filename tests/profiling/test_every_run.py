@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from profiling import __main__ as command
-from profiling.documents import doc_tables, every_run, figures, kernel_changes
+from profiling.documents import doc_tables, every_run, figures, kernel_changes, sources
 from profiling.documents.every_run import DONE, SKIPPED, Step, run_all
+from profiling.measure.machine import ROOT
 
 FACTS = {"date": "2026-01-31", "git_commit": "abc", "source_digest": "def"}
 STEPS = (Step("a", "bench --graph", 10), Step("b", "decode", 20), Step("c", "fp32", 30))
@@ -98,20 +99,17 @@ def test_every_command_is_valid() -> None:
 
 
 def test_the_documents_show_only_these_runs() -> None:
-    """Files that no run of the list writes: counters of Nsight Compute, the support tables and digests of kernels."""
-    sources = {path for paths in figures.FIGURES.values() for path in paths}
-    sources |= {path for _, paths in doc_tables.BLOCKS.values() for path in paths}
-    sources = {path for path in sources if path.startswith("results/h200/") and "/kernels-" not in path}
-    names = {Path(path).stem[len("2026-01-31-") :] for path in sources}
-    others = {"bwd-by-instruction", "support"}
-    assert names - others <= {step.name for step in every_run.STEPS}
+    """Besides files that no run of the list writes: wavefronts by instruction, and the record of random calls."""
+    files = {path for one in (*figures.FIGURES.values(), *doc_tables.BLOCKS.values()) for path in one.files}
+    names = {Path(path).stem[len("2026-01-31-") :] for path in files if path.startswith(sources.RESULTS)}
+    assert names - {"bwd-by-instruction", "support"} <= {step.name for step in every_run.STEPS}
 
 
 def test_links_of_the_documents_name_the_newest_run() -> None:
     names = "|".join(step.name for step in every_run.STEPS)
     pattern = re.compile(rf"results/h200/\d{{4}}-\d\d-\d\d-(?:{names})\.(?:json|txt)\b")
-    newest = {Path(figures.newest(step.name)).stem for step in every_run.STEPS}
-    pages = [figures.ROOT / "README.md", *(figures.ROOT / "docs").rglob("*.md")]
+    newest = {Path(sources.newest(step.name)).stem for step in every_run.STEPS}
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     linked = {(page.name, Path(link).stem) for page in pages for link in pattern.findall(page.read_text("utf-8"))}
     assert len(linked) > 10
     assert {link for link in linked if link[1] not in newest} == set()
@@ -120,13 +118,11 @@ def test_links_of_the_documents_name_the_newest_run() -> None:
 def test_the_runs_of_the_documents_have_the_kernels_of_one_commit(tmp_path: Path) -> None:
     """Runs of different commits are comparable only if their kernels have the same machine code."""
     by_commit = doc_tables.steps_by_commit()
-    kernels = {
-        commit: json.loads((figures.DATA / doc_tables.kernels_at(commit)).read_text("utf-8")) for commit in by_commit
-    }
+    kernels = {commit: sources.read(doc_tables.kernels_at(commit)) for commit in by_commit}
     (main, _newest), *others = by_commit.items()
     for commit, steps in by_commit.items():
         for step in steps:
-            facts = json.loads((figures.DATA / figures.newest(step.name)).read_text("utf-8"))["machine"]
+            facts = json.loads((sources.DATA / sources.newest(step.name)).read_text("utf-8"))["machine"]
             assert facts["source_digest"] == kernels[commit]["source_digest"], step.name
     lock = tmp_path / "digests.json"
     lock.write_text(json.dumps(kernels[main]["digests"]))
@@ -138,8 +134,8 @@ def test_the_runs_of_the_documents_have_the_kernels_of_one_commit(tmp_path: Path
 
 def test_the_documents_name_the_commit_of_host_times() -> None:
     """Equal kernels do not show that host code is equal."""
-    facts = json.loads((figures.DATA / figures.newest("host")).read_text("utf-8"))["machine"]
-    text = (figures.ROOT / "docs" / "performance.md").read_text("utf-8")
+    facts = json.loads((sources.DATA / sources.newest("host")).read_text("utf-8"))["machine"]
+    text = (ROOT / "docs" / "performance.md").read_text("utf-8")
     before_the_table = text[: text.index("<!-- made: host -->")].rpartition("\n## ")[2]
     assert f"`{facts['git_commit']}`" in before_the_table
 
@@ -167,23 +163,23 @@ def test_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_newest_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(figures, "DATA", tmp_path)
+    monkeypatch.setattr(sources, "DATA", tmp_path)
     (tmp_path / "results" / "x").mkdir(parents=True)
     for name in ("2026-01-31-run", "2026-02-01-run", "2026-03-01-run-graph", "2026-03-01-other-run"):
         (tmp_path / "results" / "x" / f"{name}.json").touch()
-    assert figures.newest("run", "results/x") == "results/x/2026-02-01-run.json"
+    assert sources.newest("run", "results/x") == "results/x/2026-02-01-run.json"
     with pytest.raises(FileNotFoundError, match="no run nothing"):
-        figures.newest("nothing", "results/x")
+        sources.newest("nothing", "results/x")
 
 
 @pytest.mark.slow
 def test_commands_need_no_results() -> None:
-    """Only `plots` reads the results of the repository."""
-    readers = {"profiling.documents.figures", "profiling.documents.doc_tables"}
+    """Only `plots` reads the results of the repository, and draws."""
+    readers = {"profiling.documents.sources", "matplotlib"}
     code = f"import sys, profiling.__main__; print(*sorted({readers} & {{*sys.modules}}))"
-    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True, cwd=figures.ROOT)
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == ""
 
 
 def test_a_run_that_exceeds_its_limit_is_stopped() -> None:
-    assert every_run.run_process(["all", "--list"], 0.01) == (124, "")
+    assert every_run.run_process(["all", "--list"], 0.01) == (124, "\nstopped after 0.01 s")

@@ -141,17 +141,14 @@ def test_kernels_of_a_run_are_all_compiled_before_it(monkeypatch):
     assert {key.kernel for key in keys} >= {"split_fp32_fwd", "fwd_sm80_fp32", "split_fp32_bwd", "bwd_sm80_fp32"}
 
 
-def test_tables_of_the_documents(run, tmp_path):
+def test_tables_of_the_documents(run):
     record = run()
-    path = tmp_path / doc_results.FP32
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(record))
-    speed = doc_results.fp32_speed(tmp_path)
+    speed = doc_results.fp32_speed(record)
     assert speed.columns == ("full / causal", "S = 16", "S = 32", "mean")
     assert [row[0].split(",")[1] for row in speed.rows] == [" D = 8"] * 2
     assert all(row[1:] == ("3.00 / 3.00", "3.00 / 3.00", "**3.00**") for row in speed.rows)
-    line = doc_results.fp32_line(tmp_path)
+    line = doc_results.fp32_line(record)
     assert "3.00 × (3.00 or more) the speed of EFFICIENT_ATTENTION forward" in line and "Commit `c`." in line
-    accuracy = doc_results.fp32_accuracy(tmp_path)
+    accuracy = doc_results.fp32_accuracy(record)
     assert len(accuracy.rows) == len(fp32.DISTRIBUTIONS) * len(fp32.OUTPUTS)
     assert accuracy.rows[0][0] == "normal, out" and accuracy.rows[0][1].count(" / ") == 2

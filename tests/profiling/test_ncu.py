@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,9 @@ class FakeNcu:
         return 0, "==PROF== Report\n"
 
 
-def test_raw_csv() -> None:
-    (profile,) = parse_raw(RAW.read_text())
+@pytest.mark.parametrize("text", [RAW.read_text(), trim_raw(RAW.read_text())], ids=["whole", "trimmed"])
+def test_raw_csv(text: str) -> None:
+    (profile,) = parse_raw(text)
     assert profile.kernel.startswith(PLAIN.symbol)
     assert profile["sass_ldsm_conflicts"] == 78905344
     assert profile["duration_ns"] == 414048 and profile.capability == "9.0"
@@ -62,14 +64,7 @@ def test_raw_csv() -> None:
     assert profile["ldgsts_wavefronts"] is None
     assert list(profile.stalls.items())[:2] == [("short_scoreboard", 19.73), ("mio_throttle", 3.04)]
     assert set(profile.metrics) == set(METRICS)
-
-
-def test_trimmed_raw_csv_has_the_same_named_counters() -> None:
-    (whole,), (trimmed,) = parse_raw(RAW.read_text()), parse_raw(trim_raw(RAW.read_text()))
-    assert "device__attribute_clock_rate" in whole.values
-    assert "device__attribute_clock_rate" not in trimmed.values
-    assert trimmed.kernel == whole.kernel and trimmed.capability == whole.capability
-    assert trimmed.metrics == whole.metrics and trimmed.stalls == whole.stalls
+    assert ("device__attribute_clock_rate" in profile.values) == (text == RAW.read_text())
 
 
 def test_raw_csv_of_values_with_separators_and_without_a_value() -> None:
@@ -83,23 +78,18 @@ def test_raw_csv_without_a_table() -> None:
         parse_raw("==ERROR== something\n")
 
 
-def test_command() -> None:
-    command = ncu.Tool(Path("reports"), run=FakeNcu()).command(PLAIN)
+def test_the_command_has_no_path_of_this_machine() -> None:
+    tool = ncu.Tool(machine.ROOT / "build" / "ncu", run=FakeNcu())
+    command = tool.command(PLAIN, tool.report(PLAIN), SECTIONS, COLLECTED)
     options, worker = command[: command.index("-m")], command[command.index("-m") :]
-    assert worker[:2] == ["-m", "profiling.counters.ncu_case"]
-    assert options[options.index("--kernel-name") + 1] == "regex:^cute_flash_fwd_sm80_"
-    assert options[options.index("--clock-control") + 1] == "none"
-    assert options.count("--section") == len(SECTIONS)
-    assert options[options.index("--metrics") + 1].split(",") == list(COLLECTED)
-
-
-def test_a_report_contains_no_path_of_this_machine() -> None:
-    command = ncu.Tool(machine.ROOT / "build" / "ncu", run=FakeNcu()).command(PLAIN)
-    assert command[command.index("--export") + 1] == f"build/ncu/{PLAIN.id}"
+    assert worker == ["-m", "profiling.counters.ncu_case", PLAIN.id, "bf16"]
+    found = {name: value for name, value in pairwise(options) if name != "--section"}
+    assert found["--kernel-name"] == "regex:^cute_flash_fwd_sm80_" and found["--clock-control"] == "none"
+    assert found["--metrics"].split(",") == list(COLLECTED) and options.count("--section") == len(SECTIONS)
+    assert found["--export"] == f"build/ncu/{PLAIN.id}"
     assert not any(str(machine.ROOT) in part or part.startswith("/") for part in command)
     # The command names the interpreter without its path.
-    python = command[command.index("-m") - 1]
-    status, output = ncu.run_command((python, "-c", "import sys; print(sys.prefix)"))
+    status, output = ncu.run_command((options[-1], "-c", "import sys; print(sys.prefix)"))
     assert (status, output.strip()) == (0, sys.prefix)
 
 
@@ -111,11 +101,15 @@ def test_only_metrics_that_ncu_knows() -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPE, Shape(1, 32, 8, 512, 64, True)])
-def test_the_worker_reads_what_the_command_says(monkeypatch, shape: Shape) -> None:
-    case, seen = Case("fwd-sm90", "interleaved", shape, "fp16"), []
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_case_is_known_by_its_name(monkeypatch, shape: Shape, dtype: str) -> None:
+    case, seen = Case("fwd-sm90", "interleaved", shape, dtype), []
     monkeypatch.setattr(ncu_case, "run", seen.append)
-    assert ncu_case.main(case.arguments) == 0
-    assert seen == [case]
+    assert ncu_case.main([case.id, dtype]) == 0 and seen == [case]
+    name = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
+    assert ncu_case.dtype_of(f"cute_flash_fwd_sm90_d64_{name}_full_0") == dtype
+    with pytest.raises(ValueError, match="notes: not the name"):
+        ncu_case.case_of("notes")
 
 
 def test_choose() -> None:
@@ -139,39 +133,37 @@ def test_keys_are_all_that_is_launched() -> None:
     assert [key.kernel for key in backward] == names
 
 
+@pytest.mark.parametrize(
+    ("kernel", "shape", "work"),
+    [
+        # 16 heads of 16 tiles of 128 rows, each against 43 blocks of 48 keys.
+        ("fwd-sm80", SHAPE, Work(16 * 16, 16 * 16 * 43)),
+        # 128 rows see the first 3 blocks of 48 keys, the other 128 rows all 6.
+        ("fwd-sm80", Shape(1, 1, 1, 256, 128, True), Work(2, 3 + 6)),
+        # 16 heads of 22 tiles of 96 keys, each against 16 blocks of 128 queries.
+        ("bwd-sm80", SHAPE, Work(16 * 22, 16 * 22 * 16)),
+        # The first 128 keys are seen by all 5 blocks of 64 queries, the next by 3, the last 64 by 1; 4 heads on 2.
+        ("bwd-sm80", Shape(1, 4, 2, 320, 128, True), Work(2 * 3, 4 * (5 + 3 + 1))),
+    ],
+    ids=["forward", "causal forward", "backward", "causal backward with grouped heads"],
+)
+def test_expected_work(kernel: str, shape: Shape, work: Work) -> None:
+    assert work_of(Case(kernel, "swizzled", shape).plan(arch.by_name("sm_90"))) == work
+
+
 def test_expected_counts() -> None:
     found = expected(PLAIN, arch.by_name("sm_90"))
-    # 16 heads of 16 tiles of 128 rows, each against 43 blocks of 48 keys.
-    assert work_of(PLAIN.plan(arch.by_name("sm_90"))).key_blocks == 16 * 16 * 43
     assert found.metrics["ld_conflicts"] == 16 * 16 * 43 * (1792 + 2688 + 2688)
     assert found.metrics["ldgsts_conflicts"] == 0
     assert found.dram_read_bytes == 3 * 16 * 2048 * 128 * 2
     assert set(found.metrics) <= set(METRICS)
-
-
-def test_expected_work_under_a_causal_mask() -> None:
-    case = Case("fwd-sm80", "swizzled", Shape(1, 1, 1, 256, 128, True))
-    # 128 rows see the first 3 blocks of 48 keys, the other 128 rows all 6.
-    assert work_of(case.plan(arch.by_name("sm_90"))).key_blocks == 3 + 6
-
-
-def test_expected_counts_of_a_backward() -> None:
-    case, spec = Case("bwd-sm80", "swizzled", SHAPE), arch.by_name("sm_90")
-    found = expected(case, spec)
-    # 16 heads of 22 tiles of 96 keys, each against 16 blocks of 128 queries.
-    assert work_of(case.plan(spec)) == Work(16 * 22, 16 * 22 * 16)
-    assert found.metrics["ldsm_instructions"] == 16 * 22 * 16 * 1440
-    assert found.metrics["ld_conflicts"] == found.metrics["st_conflicts"] == 0
+    backward = expected(Case("bwd-sm80", "swizzled", SHAPE), arch.by_name("sm_90"))
+    assert backward.metrics["ldsm_instructions"] == 16 * 22 * 16 * 1440
+    assert backward.metrics["ld_conflicts"] == backward.metrics["st_conflicts"] == 0
     # The sums of dQ are read and written once each: 4 bytes for each element of q.
     tensor = 16 * 2048 * 128 * 2
-    assert found.least_read_bytes == 4 * tensor + 2 * 16 * 2048 * 4 + 2 * tensor
-    assert found.output_bytes == 2 * tensor + 2 * tensor
-
-
-def test_expected_work_of_a_causal_backward_with_grouped_heads() -> None:
-    case = Case("bwd-sm80", "swizzled", Shape(1, 4, 2, 256, 128, True))
-    # The first 128 keys are seen by all 4 blocks of 64 queries, the others by 2; 4 query heads on 2 of keys.
-    assert work_of(case.plan(arch.by_name("sm_90"))) == Work(2 * 2, 4 * (4 + 2))
+    assert backward.least_read_bytes == 4 * tensor + 2 * 16 * 2048 * 4 + 2 * tensor
+    assert backward.output_bytes == 2 * tensor + 2 * tensor
 
 
 def bytes_of(kernel: str, shape: Shape, l2_bytes: int) -> tuple[int, int]:
@@ -265,20 +257,16 @@ def test_table_and_record(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "error", "message"),
+    ("said", "status", "message"),
     [
-        ("==ERROR== ERR_NVGPUCTRPERM - The user", ncu.NotPermittedError, "--cap-add=SYS_ADMIN"),
-        ("Traceback\nValueError: bad shape", ncu.NcuError, "status 1:\nTraceback\nValueError: bad shape"),
+        ("==ERROR== ERR_NVGPUCTRPERM - The user", 1, "--cap-add=SYS_ADMIN"),
+        ("Traceback\nValueError: bad shape", 1, "status 1:\nTraceback\nValueError: bad shape"),
+        ("==WARNING== No kernels were profiled.", 0, "wrote no report"),
     ],
 )
-def test_failures_are_explained(tmp_path, said: str, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        ncu.Tool(tmp_path, run=FakeNcu(said)).profile(PLAIN)
-
-
-def test_no_kernel_was_profiled(tmp_path) -> None:
-    with pytest.raises(ncu.NcuError, match="wrote no report"):
-        ncu.Tool(tmp_path, run=FakeNcu("==WARNING== No kernels were profiled.", 0)).profile(PLAIN)
+def test_failures_are_explained(tmp_path, said: str, status: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ncu.Tool(tmp_path, run=FakeNcu(said, status)).profile(PLAIN)
 
 
 def test_no_ncu(tmp_path) -> None:
@@ -305,46 +293,18 @@ def on_a_gpu(monkeypatch, tmp_path):
     return run
 
 
-def test_main(on_a_gpu, tmp_path, capsys) -> None:
-    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80", "--variants", "plain") == OK
-    printed = capsys.readouterr()
-    assert "| load conflicts " in printed.out and "[1/1] fwd-sm80-plain" in printed.err
-    assert list(json.loads((tmp_path / "ncu.json").read_text())["cases"]) == [PLAIN.id]
-
-
-@pytest.mark.parametrize("shape", [SHAPE, Shape(1, 32, 8, 512, 64, True)])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_case_is_known_by_its_names(shape: Shape, dtype: str) -> None:
-    case = Case("bwd-sm90", "swizzled", shape, dtype)
-    name = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
-    assert ncu_case.case_of(case.id, f"cute_flash_bwd_sm90_d64_{name}_full_0") == case
-    with pytest.raises(ValueError, match="notes: not the name"):
-        ncu_case.case_of("notes", "")
-
-
 def test_the_record_is_made_from_the_exports(on_a_gpu, tmp_path, capsys) -> None:
     assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80") == OK
+    printed = capsys.readouterr()
+    assert "| load conflicts " in printed.out and "[1/3] fwd-sm80-swizzled" in printed.err
     path = tmp_path / ncu_run.RECORD
     record = json.loads(path.read_text())
     assert len(record["cases"]) == len(VARIANTS) and record["machine"] == {"gpu": "fake"}
     for report in tmp_path.glob("*.ncu-rep"):
         report.unlink()
-    capsys.readouterr()
     assert cli.main(("ncu", "--from-exports", "--out", str(tmp_path))) == OK
     assert json.loads(path.read_text()) == record
     assert "| ldmatrix conflicts (by instruction) " in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_record_without_exports_is_enough(on_a_gpu, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake", "capability": "sm_90"})
-    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80,bwd-sm80") == OK
-    record = json.loads((tmp_path / ncu_run.RECORD).read_text())
-    for export in tmp_path.glob("*.csv"):
-        export.unlink()
-    assert cli.main(("ncu", "--from-exports", "--out", str(tmp_path))) == OK
-    assert json.loads((tmp_path / ncu_run.RECORD).read_text()) == record
-    assert len(list(tmp_path.glob("*.csv"))) == len(record["cases"]) == 4
 
 
 def test_no_exports(tmp_path, capsys) -> None:

@@ -13,8 +13,8 @@ from cute_flash.spec.band import Band
 from layouts.studies.loops import tiled_q_outer
 from profiling import __main__ as cli
 from profiling.documents import plot_numerics
-from profiling.documents.figures import DATA, NUMERICS_CPU
 from profiling.documents.plot_style import style, svg
+from profiling.documents.sources import DATA, NUMERICS_CPU
 from profiling.measure.accuracy import draw
 from profiling.measure.study import OK
 from profiling.studies import numerics, numerics_gpu, numerics_report

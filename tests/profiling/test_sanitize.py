@@ -30,12 +30,9 @@ RACE = (
 
 def test_every_kind_of_kernel_is_launched() -> None:
     found = launches()
-    assert {(one.family, one.head_dim, one.is_varlen) for one in found} == {
-        (family, head_dim, is_varlen)
-        for family in ("sm80", "sm90")
-        for head_dim in (64, 96, 128, 192, 256)
-        for is_varlen in (False, True)
-        if not is_varlen or head_dim not in (96, 192)
+    head_dims = {"dense": (64, 96, 128, 192, 256), "varlen": (64, 128, 256), "decode": (64, 128, 256)}
+    assert {one[:3] for one in found} == {
+        (family, d, kind) for family in ("sm80", "sm90") for kind, dims in head_dims.items() for d in dims
     }
     keywords = {"return_max_logit": "max_logit"}
     for feature in FEATURES:
@@ -69,14 +66,14 @@ def test_the_launches_need_every_kernel() -> None:
 def test_decode_launches_have_several_splits() -> None:
     """More keys than one CTA takes, by a fixed number of splits and by the lengths."""
     for feature in ("splits3", "long"):
-        options = sanitize_case.DECODE[feature]
-        shape = DecodeShape(1, 8, 2, 1, max(options["lengths"]), 128, num_splits=options.get("num_splits"))
+        call = sanitize_case.DECODE_CALLS[feature]
+        shape = DecodeShape(1, 8, 2, 1, max(call.lengths), 128, num_splits=call.num_splits)
         assert DecodeExplanation.of(shape, ARCHS["sm_90"]).splits[0] >= 3
     found = launches(only="*-decode-*")
-    assert {one.feature for one in found} == set(sanitize_case.DECODE)
+    assert {one.feature for one in found} == {*sanitize_case.DECODE_CALLS, *sanitize_case.SPLIT_CALLS}
     for family in ("sm80", "sm90"):
         features = {one.feature for one in found if one.family == family}
-        assert features >= set(sanitize_case.DECODE) - set(sanitize_case.SPLIT_CALLS)
+        assert features >= set(sanitize_case.DECODE_CALLS)
 
 
 @pytest.mark.slow
@@ -138,7 +135,7 @@ def test_processes_share_the_launches() -> None:
 
 def test_command(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(arch, "has_gpu", lambda: True)
-    monkeypatch.setattr(sanitize, "check", lambda: None)
+    monkeypatch.setattr(sanitize.shutil, "which", lambda program: program)
     monkeypatch.setattr(machine, "facts", lambda: {"gpu": "NVIDIA H200", "git_commit": "abc"})
     monkeypatch.setattr(machine, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(sanitize, "precompile_keys", lambda keys, jobs: None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -52,7 +51,7 @@ def run(monkeypatch):
     return measure
 
 
-def test_tokens_per_second(run, tmp_path, monkeypatch):
+def test_tokens_per_second(run):
     record = run()
     assert [cell["seqlen"] for cell in record["cells"]] == [16, 32]
     for cell in record["cells"]:
@@ -65,10 +64,8 @@ def test_tokens_per_second(run, tmp_path, monkeypatch):
         "Tokens per second of cute_flash over those of the fastest other library: "
         "2.000 to 2.000 × at S = 16 (the other is SDPA); 2.000 to 2.000 × at S = 32 (the other is SDPA)."
     )
-    monkeypatch.setattr(doc_results, "TRAINING", "training.json")
-    (tmp_path / "training.json").write_text(json.dumps(record))
-    assert doc_results.training_steps(tmp_path).rows[1] == (PEER, "16,000", "4.0", "16,000", "4.0")
-    assert doc_results.training_line(tmp_path).endswith("Commit `c` ([data](training.json)).")
+    assert training.table(record).rows[1] == (PEER, "16,000", "4.0", "16,000", "4.0")
+    assert "Commit `c` ([data](results/h200/" in doc_results.training_line(record)
 
 
 @pytest.mark.parametrize("spoil", [lambda out: 1.5 * out, lambda out: out * torch.nan], ids=["wrong", "NaN"])

@@ -1,0 +1,213 @@
+"""Tables of speed and accuracy beside other libraries, from runs of `python -m profiling bench`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+from statistics import median
+
+from profiling.bench.report import NOISY_SPREAD, NORMS
+from profiling.documents import sources
+from profiling.measure.record import Cell, Run
+from profiling.measure.shapes import MASKS, Shape
+from profiling.measure.tables import Table, geometric_mean, number
+
+# The functions of this file with the argument `runs` take these, in this order.
+RUNS = {
+    "forward sm90": sources.FORWARD,
+    "forward sm80": sources.FORWARD_SM80,
+    "backward sm90": sources.BACKWARD,
+    "backward sm80": sources.BACKWARD_SM80,
+}
+# The shortest and the longest sequence of the papers, and one between.
+LENGTHS = (512, 2048, 16384)
+SHORT = 1024
+PEERS = {"sdpa-flash": "FA2", "sdpa-cudnn": "cuDNN", "sdpa-efficient": "memory-efficient", "fa3": "FA3", "fa4": "FA4"}
+# Row -> its run, the distribution of the inputs, the peer, and the peer's name in the text.
+ACCURACY = {
+    "forward sm90": ("forward sm90", "normal", "fa3", "FlashAttention-3"),
+    "forward sm90, inputs with outliers": ("forward sm90", "outliers", "fa3", "FlashAttention-3"),
+    "forward sm80": ("forward sm80", "normal", "sdpa-flash", "FlashAttention-2"),
+    "backward sm90": ("backward sm90", "normal", "fa3", "FlashAttention-3"),
+    "backward sm80": ("backward sm80", "normal", "sdpa-flash", "FlashAttention-2"),
+}
+
+
+def _by_shape(run: Run) -> dict[tuple[int, str, int], Cell]:
+    """Head dim, mask and length -> cell."""
+    return {(cell.shape.head_dim, cell.shape.mask, cell.shape.seqlen): cell for cell in run.cells}
+
+
+def _head_dims(run: Run) -> list[int]:
+    return sorted({cell.shape.head_dim for cell in run.cells})
+
+
+def _lengths(run: Run) -> list[int]:
+    return sorted({cell.shape.seqlen for cell in run.cells})
+
+
+def _over_best(run: Run, cells: Iterable[Cell]) -> list[float]:
+    """Our speed over that of the fastest peer with correct results, in each cell."""
+    return [ratio for cell in cells if (ratio := run.over_best(cell)) is not None]
+
+
+def _mean(run: Run, cells: Iterable[Cell]) -> str:
+    return number(geometric_mean(_over_best(run, cells)))
+
+
+def distance(*runs: Run) -> Table:
+    """TFLOP/s, and their ratio to cuBLAS in the same run."""
+    rows = []
+    for (label, path), run in zip(RUNS.items(), runs, strict=True):
+        cells, ceiling = _by_shape(run), run.ceiling and run.ceiling.tflops
+        for head_dim in _head_dims(run):
+            shapes = [(head_dim, mask, length) for mask in MASKS for length in LENGTHS]
+            speeds = [cells[shape].tflops(run.ours[0]) if shape in cells else None for shape in shapes]
+            texts = [f"{speed:.0f} ({speed / ceiling:.0%})" if speed and ceiling else "-" for speed in speeds]
+            rows.append((f"[{label}]({path}), {head_dim}", *texts))
+    columns = [f"{mask} {length}" for mask in MASKS for length in LENGTHS]
+    return Table("", ("kernel, D", *columns), tuple(rows))
+
+
+def summary(*runs: Run) -> Table:
+    """One line per run: geometric means of the ratio to the best peer of each cell."""
+    rows = []
+    for (label, path), run in zip(RUNS.items(), runs, strict=True):
+        ratios = _over_best(run, run.cells)
+        dims = [_mean(run, (cell for cell in run.cells if cell.shape.head_dim == d)) for d in (64, 128, 256)]
+        short = _mean(run, (cell for cell in run.cells if cell.shape.seqlen <= SHORT))
+        peers = ", ".join(PEERS[peer] for peer in run.peers)
+        reach = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        mean, commit = f"**{_mean(run, run.cells)}**", f"`{sources.commit_of(run.machine)}`"
+        rows.append((f"[{label}]({path})", peers, mean, reach, *dims, short, commit))
+    columns = ("kernel", "best of", "mean of 36 cells", "lowest to highest", "D = 64", "128", "256")
+    return Table("", (*columns, f"S ≤ {SHORT}", "commit"), tuple(rows))
+
+
+def conditions(*runs: Run) -> str:
+    """Versions of the libraries, and cells with a power cap or a large spread of rounds."""
+    machine = next(run.machine for run in runs if "fa3" in run.peers)
+    cudnn, fa3 = machine["cudnn"], machine["flash_attn_3"]
+    capped = [sum("sw_power_cap" in cell.after["clock_reasons"] for cell in run.cells) for run in runs]
+    noisy = [sum((cell.results[run.ours[0]].spread or 0.0) > NOISY_SPREAD for cell in run.cells) for run in runs]
+
+    def counts(numbers: Iterable[int]) -> str:
+        return ", ".join(f"{label} {count}" for label, count in zip(RUNS, numbers, strict=True))
+
+    return "\n".join(
+        (
+            f"- Versions: torch {machine['torch']} with its FlashAttention-2, cuDNN {cudnn // 10000}."
+            f"{cudnn // 100 % 100}.{cudnn % 100}, FlashAttention-3 ({fa3['origin']}, SHA-256 {fa3['digest']}), "
+            f"FlashAttention-4 {machine['flash_attn_4']}, driver {machine['driver']}.",
+            f"- Cells, of 36, in which the card reported its power cap: {counts(capped)}.",
+            f"- Cells in which rounds of cute_flash differ by over {100 * NOISY_SPREAD:.0f} %: {counts(noisy)}.",
+        )
+    )
+
+
+def memory(bshd: Run, bhsd: Run) -> str:
+    """The sm80 backward over FlashAttention-2 in both memory layouts, and the time that (B, H, S, D) adds to each.
+
+    Both numbers are of the cells of the run in (B, H, S, D) memory.
+    """
+    ours, peer = bshd.ours[0], bshd.reference
+    measured = {cell.key for cell in bhsd.cells}
+    bshd = replace(bshd, cells=tuple(cell for cell in bshd.cells if cell.key in measured))
+    before = {cell.key: cell.results for cell in bshd.cells}
+
+    def added(name: str) -> str:
+        pairs = [(before[cell.key][name].ms, cell.results[name].ms) for cell in bhsd.cells]
+        values = [after - first for first, after in pairs if first is not None and after is not None]
+        low, high, middle = (round(1e3 * value) for value in (min(values), max(values), median(values)))
+        return f"{low} to {high} µs (median {middle})"
+
+    text = (
+        f"In {len(bhsd.cells)} cells the sm80 backward is {_mean(bshd, bshd.cells)} × as fast as "
+        "FlashAttention-2 on (B, S, H, D) "
+        f"memory and {_mean(bhsd, bhsd.cells)} × on (B, H, S, D) memory ([run]({sources.BACKWARD_SM80_BHSD})). "
+        f"(B, H, S, D) memory adds {added(peer)} to a call of FlashAttention-2 through SDPA, and "
+        f"{added(ours)} to a call of cute_flash."
+    )
+    return re.sub(r" -(?=\d)", " −", text)
+
+
+def cells(forward: Run, backward: Run) -> Table:
+    """TFLOP/s, and the speed over the best peer, in every cell of a run of each direction."""
+    rows = []
+    for label, run in (("forward", forward), ("backward", backward)):
+        at = _by_shape(run)
+        for head_dim, mask in product(_head_dims(run), MASKS):
+            row = [at[head_dim, mask, length] for length in _lengths(run)]
+            texts = [f"{number(cell.tflops(run.ours[0]), ',.0f')} ({_mean(run, [cell])})" for cell in row]
+            rows.append((f"{label}, D = {head_dim}, {mask}", *texts))
+    return Table("", ("TFLOP/s (speed-up)", *(f"S = {length}" for length in _lengths(backward))), tuple(rows))
+
+
+def example(forward: Run, backward: Run) -> str:
+    """The time of a shape that was not measured, from the TFLOP/s of its cell."""
+    shape = Shape(batch=2, heads=32, heads_kv=32, seqlen=8192, head_dim=128, causal=True)
+    times = []
+    for label, direction, run in (("forward", "fwd", forward), ("backward", "bwd", backward)):
+        tflop = shape.flops(direction) / 1e12
+        speed = _by_shape(run)[shape.head_dim, shape.mask, shape.seqlen].tflops(run.ours[0])
+        if speed:
+            times.append(f"{label} {tflop:.2f} TFLOP at {speed:.0f} TFLOP/s, {1e3 * tflop / speed:.1f} ms")
+    sizes = f"B = {shape.batch}, H = {shape.heads}, S = {shape.seqlen}, D = {shape.head_dim}, {shape.mask}"
+    return f"Example: {sizes}: {'; '.join(times)}."
+
+
+def gqa(*runs: Run) -> Table:
+    """Grouped heads: the speed over FlashAttention-3 and over cuDNN."""
+    rows = []
+    for path, run in zip(sources.GQA, runs, strict=True):
+        shape = run.cells[0].shape
+        for mask in MASKS:
+            row = [_by_shape(run)[shape.head_dim, mask, length] for length in _lengths(run)]
+            texts = [" / ".join(number(cell.ratio("cute_flash", x)) for x in ("fa3", "sdpa-cudnn")) for cell in row]
+            rows.append((f"[{shape.heads} on {shape.heads_kv} heads]({path}), {mask}", *texts))
+    return Table(
+        "", ("over FlashAttention-3 / cuDNN", *(f"S = {length}" for length in _lengths(runs[-1]))), tuple(rows)
+    )
+
+
+def worst_errors(run: Run, distribution: str, peer: str, norm: str = "relative") -> dict[str, float]:
+    """Result (out, dq, dk or dv) -> the largest ratio of our error to the peer's, both against fp64."""
+    worst = {}
+    for label in sorted({label for cell in run.cells for label in cell.yardstick}):
+        inputs, _, gradient = label.partition(" ")
+        if inputs == distribution:
+            ratios = [cell.error_ratio(run.ours[0], peer, label, norm) for cell in run.cells]
+            worst[gradient or "out"] = max(ratio for ratio in ratios if ratio is not None)
+    return worst
+
+
+def accuracy(*runs: Run) -> Table:
+    by_label, rows = dict(zip(RUNS, runs, strict=True)), []
+    for row, (label, distribution, peer, name) in ACCURACY.items():
+        found = [worst_errors(by_label[label], distribution, peer, norm) for norm in NORMS]
+        texts = [", ".join(f"{result} {ratio:.2f}" for result, ratio in worst.items()) for worst in found]
+        rows.append((f"[{row}]({RUNS[label]})", name, *texts))
+    norms = ("largest ratio, relative Frobenius norm", "largest ratio, largest element")
+    return Table("", ("kernel", "error over that of", *norms), tuple(rows))
+
+
+def accuracy_line(*runs: Run) -> str:
+    """The accuracy of the forward and the backward in three sentences."""
+    by_label = dict(zip(RUNS, runs, strict=True))
+    worst, element = (
+        {
+            row: max(worst_errors(by_label[label], distribution, peer, norm).values())
+            for row, (label, distribution, peer, _) in ACCURACY.items()
+        }
+        for norm in ("relative", "max_abs")
+    )
+    forward = max(worst["forward sm90"], worst["forward sm90, inputs with outliers"])
+    ampere = max(worst["forward sm80"], worst["backward sm80"])
+    return (
+        f"On the same inputs, errors against fp64 (relative Frobenius norm) are at most {forward:.2f} × those of "
+        f"FlashAttention-3 for the output and {worst['backward sm90']:.2f} × for dq, dk and dv. Errors of the sm80 "
+        f"kernels are at most {ampere:.2f} × those of FlashAttention-2. The largest error of a single element is at "
+        f"most {max(element.values()):.2f} × the peer's."
+    )
