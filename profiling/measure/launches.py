@@ -46,7 +46,7 @@ def recorded_launches(is_dry: bool = False) -> Iterator[list[Launch]]:
 
         return kernel
 
-    recorder.kernel, recorder.chain = recorded(gpu.kernel), recorded(gpu.chain)  # type: ignore[method-assign]
+    recorder.kernel, recorder.chain = recorded(gpu.kernel), recorded(gpu.chain)  # type: ignore[assignment, method-assign]
     with use_gpu(recorder):
         yield launches
 
