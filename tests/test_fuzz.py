@@ -127,15 +127,3 @@ def test_random_arguments(request: pytest.FixtureRequest) -> None:
         for x, y in zip(found, (out, lse)):
             torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9, msg=str(keywords))
     assert num_right > 10 and num_refused > 10
-
-
-@pytest.mark.parametrize(
-    "value", NONSENSE, ids=lambda x: f"{type(x).__name__}-{str(x)[:8]}" if type(x) is not object else "object"
-)
-@pytest.mark.parametrize("place", range(3))
-def test_nonsense_in_place_of_tensors(place: int, value: Any) -> None:
-    tensors: list[Any] = [torch.ones(1, 1, 4, 8) for _ in range(3)]
-    tensors[place] = value
-    assert not supports(*tensors)
-    with pytest.raises(ValueError, match=r"shape|give a torch|must be"):
-        attn(*tensors)
