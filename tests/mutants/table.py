@@ -48,7 +48,7 @@ _SCORE_BWD = _of("device/test_score_bwd.py")
 _REFERENCE = _of("reference/test_features.py", "reference/test_dense.py")
 _FORWARD, _BACKWARD = _of("planning/test_forward.py"), _of("planning/test_backward.py")
 _DECISIONS = _of("planning/test_decisions.py")
-_OPERANDS = _of("runtime/test_forward.py", "runtime/test_backward.py")
+_OPERANDS = _of("runtime/test_dense.py")
 _DECODE = _of("decode/test_reference.py")
 _SHARDS = _of("distributed/test_calls.py", "distributed/test_accumulate.py", "distributed/test_large_groups.py")
 _FLASH = _of("integrations/test_flash_attn.py", "integrations/test_flash_attn_3.py")
@@ -121,7 +121,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # Planning.
     *_mutants(
         "cute_flash/planning/plan.py",
-        (*_DECISIONS, *_FORWARD, *_BACKWARD, *_of("runtime/test_backward.py", "runtime/test_varlen.py")),
+        (*_DECISIONS, *_FORWARD, *_BACKWARD, *_of("runtime/test_dense.py", "runtime/test_varlen.py")),
         ("ceil_div(group * rows, tile_m) < group", "ceil_div(group * rows, tile_m) <= group"),
         ("min(num_tiles, arch.num_sms) if is_sm90 else num_tiles", "num_tiles"),
         ("if kv_heads % n == 0)", "if n)"),
