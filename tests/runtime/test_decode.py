@@ -16,21 +16,13 @@ from cute_flash.decode import bind
 from cute_flash.planning.decode import MAX_SPLITS, DecodeStatic, SplitSizes, plan_splits
 from cute_flash.planning.plan import CompileKey
 from cute_flash.planning.registry import KERNELS
-from cute_flash.runtime import counters, decode
-from cute_flash.runtime.counters import (
-    GRAPH_COUNTERS,
-    PER_THREAD_STREAM,
-    graph_counters,
-    reserve,
-    scratch,
-    stream_workspace,
-)
+from cute_flash.runtime import decode
 from cute_flash.runtime.gpu import bound, use_gpu
 from cute_flash.runtime.operands import MAX_WINDOW
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.family import use_kernels
-from cute_flash.spec.features import Buffer, Operand
+from cute_flash.spec.features import Operand
 from tests.decode.cases import DecodeCall, DecodeCase, random_cases, small_case
 from tests.fakes.cuda import claiming_cuda
 from tests.fakes.recording import RecordingGpu
@@ -151,7 +143,6 @@ def test_the_number_of_ctas(sm_90: DecodeGpu) -> None:
     # 2 sequences, 2 K/V heads, 7 parts.
     run(build(num_splits=7))
     assert sm_90.launches[-1]["num_ctas"] == 2 * 2 * 7
-    assert sm_90.launches[-1]["partial_out"].shape[0] == 2 * 2 * 7, "a slot for each part"
 
 
 def test_values_of_scalars(sm_90: DecodeGpu) -> None:
@@ -383,163 +374,3 @@ def test_a_workspace_is_of_the_plan(sm_90: DecodeGpu) -> None:
     run(build(num_splits=3))
     assert len(workspaces) == 3, "with a fixed number of splits, a call has its own"
     assert sm_90.launches[-1]["partial_out"].shape[0] == 2 * 2 * 3, "a slot for each part"
-
-
-@pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The current stream of a machine without CUDA."""
-    now: dict[str, Any] = {"handle": 0, "is_capturing": False, "is_external": False, "capture": 1}
-    for name in ("_arenas", "_views", "_zeroed", "_reserve", "_graphs", "_scratch"):
-        monkeypatch.setattr(counters, name, {})
-    functions = {
-        "_cuda_getCurrentRawStream": lambda device: now["handle"],
-        "_cuda_isCurrentStreamCapturing": lambda: now["is_capturing"],
-        "_cuda_getCurrentStream": lambda device: (now["handle"] if now["is_external"] else 3, device, 1),
-    }
-    for name, function in functions.items():
-        monkeypatch.setattr(torch._C, name, function, raising=False)
-    monkeypatch.setattr(counters, "capture_id", lambda handle: now["capture"])
-    monkeypatch.setattr(counters, "_lasting", lambda device, make: make())
-    monkeypatch.setattr(counters, "_zeros", lambda shape, device: torch.zeros(shape, dtype=torch.int32))
-    monkeypatch.setattr(counters, "_floats", lambda num, device: torch.empty(num))
-    monkeypatch.setattr(counters, "_bytes", lambda num, device: torch.empty(num, dtype=torch.uint8))
-    return now
-
-
-@pytest.fixture
-def fetch(stream: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Tensor, ...]]:
-    """The workspace of the next launches: fp32 of `rows` rows, int32 of `rows`, and zeroed counters if wanted."""
-    empty, zeros = torch.empty, torch.zeros
-    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device="cpu": empty(shape, dtype=dtype))
-    monkeypatch.setattr(torch, "zeros", lambda shape, dtype, device="cpu": zeros(shape, dtype=dtype))
-
-    def fetch(rows: int = 8, num_launches: int = 1, has_counters: bool = True) -> tuple[Tensor, ...]:
-        buffers = [Buffer("a", (rows, 3), is_shared=True), Buffer("b", (rows,), "int32", is_shared=True)]
-        if has_counters:
-            buffers.append(Buffer("c", (100,), "int32", "zeros", is_shared=True))
-        made = stream_workspace(tuple(buffers), 0, num_launches)()
-        assert [(x.shape, x.dtype) for x in made[:2]] == [((rows, 3), torch.float32), ((rows,), torch.int32)]
-        assert not has_counters or (made[2].numel() >= 100 and not made[2].any())
-        return made
-
-    return fetch
-
-
-def test_calls_without_lse_share_its_memory(stream: dict[str, Any]) -> None:
-    first, other = scratch((2, 4, 1), 0), scratch((3, 8, 1), 0)
-    assert first is not None and other is not None and first.data_ptr() == other.data_ptr()
-    assert first.shape == (2, 4, 1) and first.dtype == torch.float32 and scratch((3,), 1) is not None
-    num = counters.MIN_SCRATCH + 1
-    stream["is_capturing"] = True
-    assert scratch((num,), 0) is None, "a capture allocates nothing outside of its pool"
-    assert scratch((5,), 0) is not None
-    stream["is_capturing"] = False
-    larger = scratch((num,), 0)
-    assert larger is not None and larger.data_ptr() != first.data_ptr()
-    assert [x.data_ptr() for x in counters._scratch[0]] == [first.data_ptr(), larger.data_ptr()], (
-        "captured graphs may still use the first"
-    )
-
-
-def addresses(tensors: tuple[Tensor, ...]) -> list[int]:
-    return [x.data_ptr() for x in tensors]
-
-
-def test_calls_on_a_stream_share_memory(fetch: Callable[..., tuple[Tensor, ...]], stream: dict[str, Any]) -> None:
-    """Also calls of different sizes. Captured launches, and calls of several launches, have other memory."""
-    first = fetch()
-    assert fetch() is first
-    a, b, c = addresses(first)
-    assert b - a >= 8 * 3 * 4 and b % 256 == a % 256 and c not in (a, b), "buffers do not overlap"
-    other = fetch(5)
-    assert addresses(other)[0] == a and addresses(other)[2] == c, "all sizes share the arena and the counters"
-    assert fetch(num_launches=3)[0].data_ptr() != a
-    stream["handle"] = 0x7F00
-    assert not set(addresses(fetch())) & set(addresses(first))
-    stream["handle"] = 0
-    counters.reserve(0)
-    stream["is_capturing"] = True
-    captured = [fetch(), fetch()]
-    assert captured[0][0].data_ptr() not in (a, captured[1][0].data_ptr())
-    assert captured[0][2].data_ptr() == captured[1][2].data_ptr() != c
-    stream["is_capturing"] = False
-    assert fetch() is first
-
-
-def test_an_outgrown_arena_is_kept(fetch: Callable[..., tuple[Tensor, ...]]) -> None:
-    """Launches in progress may still use it."""
-    first = fetch()
-    large = fetch(counters.MIN_ARENA)
-    assert len(counters._arenas[0, 0, False]) == 2 and large[0].data_ptr() != first[0].data_ptr()
-    assert fetch(6)[0].data_ptr() == large[0].data_ptr(), "new sizes use the larger one"
-
-
-def test_streams_that_a_handle_does_not_identify_share_nothing(
-    fetch: Callable[..., tuple[Tensor, ...]], stream: dict[str, Any]
-) -> None:
-    for handle, is_external in ((PER_THREAD_STREAM, False), (0x7F00, True)):
-        stream |= {"handle": handle, "is_external": is_external}
-        first, second = fetch(), fetch()
-        assert not set(addresses(first)) & set(addresses(second))
-    assert not counters._views and not counters._arenas
-
-
-def test_the_number_of_views_is_bounded(
-    fetch: Callable[..., tuple[Tensor, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(counters, "MAX_VIEWS", 3)
-    first = fetch(1, has_counters=False)
-    for rows in range(2, 9):
-        fetch(rows)
-        assert len(counters._views) <= 3
-    assert addresses(fetch(1, has_counters=False)) == addresses(first)
-
-
-def test_counters_in_reserve_are_allocated_once_and_not_in_a_capture(stream: dict[str, Any]) -> None:
-    stream["is_capturing"] = True
-    reserve(0)
-    assert not counters._reserve
-    stream["is_capturing"] = False
-    reserve(0)
-    held = counters._reserve[0]
-    reserve(0)
-    assert counters._reserve[0] is held and not held.any()
-
-
-def test_counters_of_a_graph(stream: dict[str, Any]) -> None:
-    """Launches of one graph share counters; graphs do not, because they may be replayed at the same time."""
-    reserve(0)
-    stream["is_capturing"] = True
-    first = graph_counters(10, 0)
-    assert first.numel() >= 20 and graph_counters(20, 0).data_ptr() == first.data_ptr()
-    assert first.untyped_storage().data_ptr() == counters._reserve[0].untyped_storage().data_ptr()
-    addresses = {first.data_ptr()}
-    stream["capture"] = 2
-    addresses.add(graph_counters(10, 0).data_ptr())
-    # Two branches of one graph.
-    stream["handle"] = 0x7F00
-    addresses.add(graph_counters(10, 0).data_ptr())
-    assert len(addresses) == 3
-    # If a graph needs more counters than are in reserve, or the capture is unknown, each launch gets its own.
-    large = [graph_counters(GRAPH_COUNTERS + 1, 0) for _ in range(2)]
-    assert large[0].data_ptr() != large[1].data_ptr()
-    stream["capture"] = None
-    unknown = [graph_counters(10, 0) for _ in range(2)]
-    assert unknown[0].data_ptr() != unknown[1].data_ptr()
-
-
-def test_counters_of_a_capture_before_any_call(stream: dict[str, Any]) -> None:
-    stream["is_capturing"] = True
-    found = [graph_counters(10, 0) for _ in range(2)]
-    assert found[0].data_ptr() != found[1].data_ptr() and not counters._reserve
-
-
-def test_more_graphs_than_the_reserve_has(stream: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counters, "MAX_GRAPHS", 3)
-    reserve(0)
-    stream["is_capturing"] = True
-    found = []
-    for stream["capture"] in range(5):
-        found.append(graph_counters(10, 0))
-    assert len({x.data_ptr() for x in found}) == 5
-    assert [x.numel() for x in found] == [GRAPH_COUNTERS] * 3 + [10] * 2
