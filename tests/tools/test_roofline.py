@@ -82,11 +82,6 @@ def test_sram_formula() -> None:
     assert roofline.sram_bytes(128, 64, 128, 2) == (2 * 32 + 3 * 16 + 1) * 1024
 
 
-def test_ridge_points() -> None:
-    assert SM_80.ridge == pytest.approx(156, abs=0.5)
-    assert SM_90.ridge == pytest.approx(295, abs=0.5)
-
-
 def test_long_sequences_are_bound_by_the_tensor_cores() -> None:
     found = roofline.roofline(LARGE, SM_80)
     assert found.bound == "tensor"
