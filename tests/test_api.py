@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +13,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import cute_flash
-from cute_flash import UnsupportedError, attn, merge, reference, supports
+from cute_flash import UnsupportedError, attn, reference, supports
 from cute_flash.spec.band import Band
 from tests.combinations import normal
+from tests.definition import attention
 
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 2e-6}, torch.float64: {"rtol": 1e-12, "atol": 1e-13}}
 
@@ -26,27 +26,6 @@ def qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     shapes = ((2, heads, sq, 8), (2, heads_kv, sk, 8), (2, heads_kv, sk, 8))
     return tuple(normal(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes))  # type: ignore[return-value]
-
-
-def visible(sq: int, sk: int, causal: bool, left: int | None, right: int | None) -> Tensor:
-    """The mask, (Sq, Sk), computed pair by pair from the documented inequality."""
-    mask = torch.zeros(sq, sk, dtype=torch.bool)
-    for i, j in itertools.product(range(sq), range(sk)):
-        own = i + sk - sq
-        after_start = left is None or own - left <= j
-        before_end = right is None or j <= own + right
-        mask[i, j] = after_start and before_end and not (causal and j > own)
-    return mask
-
-
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) by definition, with a dense mask. A row that sees no key has out 0 and LSE -inf."""
-    group = q.shape[1] // k.shape[1]
-    scores = scale * q @ k.repeat_interleave(group, 1).mT
-    weights = scores.exp() * mask
-    total = weights.sum(-1, keepdim=True)
-    out = weights @ v.repeat_interleave(group, 1) / total.clamp_min(torch.finfo(q.dtype).tiny)
-    return out, total.log().squeeze(-1)
 
 
 # ---- values and layouts
@@ -163,15 +142,11 @@ def test_output_layout_follows_q_in_bshd() -> None:
 @pytest.mark.parametrize("right", [None, 0, 3, 100])
 def test_mask_is_the_documented_inequality(sq: int, sk: int, causal: bool, left: int | None, right: int | None) -> None:
     q, k, v = qkv(heads=2, heads_kv=1, sq=sq, sk=sk)
-    out, lse = attn(q, k, v, causal=causal, window=(left, right), return_lse=True)
-    mask = visible(sq, sk, causal, left, right)
-    expected, expected_lse = masked_attention(q, k, v, mask, 8**-0.5)
-    torch.testing.assert_close(out, expected, **CLOSE[q.dtype])
-    torch.testing.assert_close(lse, expected_lse, **CLOSE[q.dtype])
-    empty = ~mask.any(-1)
-    assert torch.all(out[:, :, empty] == 0)
-    assert torch.all(lse[:, :, empty] == -torch.inf)
-    assert torch.isfinite(lse[:, :, ~empty]).all()
+    options = {"causal": causal, "window": (left, right)}
+    out, lse = attn(q, k, v, **options, return_lse=True)
+    torch.testing.assert_close((out, lse), attention(q, k, v, options), **CLOSE[q.dtype])
+    empty = lse == -torch.inf
+    assert torch.all(out[empty] == 0) and torch.isfinite(lse[~empty]).all()
 
 
 def test_a_window_may_be_a_list_and_wider_than_any_tensor() -> None:
@@ -206,10 +181,8 @@ def test_empty(q_shape: tuple[int, ...], k_shape: tuple[int, ...], return_lse: b
 @pytest.mark.parametrize("scale", [-0.7, -1.0, 0.0, 0, 1e-40, 3])
 def test_any_finite_scale(scale: float) -> None:
     q, k, v = qkv(sq=5, sk=9)
-    out, lse = attn(q, k, v, scale=scale, causal=True, return_lse=True)
-    expected, expected_lse = masked_attention(q, k, v, visible(5, 9, True, None, None), scale)
-    torch.testing.assert_close(out, expected, **CLOSE[q.dtype])
-    torch.testing.assert_close(lse, expected_lse, **CLOSE[q.dtype])
+    found = attn(q, k, v, scale=scale, causal=True, return_lse=True)
+    torch.testing.assert_close(found, attention(q, k, v, {"scale": scale, "causal": True}), **CLOSE[q.dtype])
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -370,36 +343,6 @@ def test_gradients_of_fp32_outputs() -> None:
     for grad, expected in zip(torch.autograd.grad(out, rounded, dout), exact, strict=True):
         assert grad.dtype == torch.bfloat16
         torch.testing.assert_close(grad.float(), expected, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_merged_parts_are_the_whole(causal: bool) -> None:
-    """Attention over parts of the keys, as in ring attention, merges to the outputs and gradients of one call."""
-    q, k, v = (normal(2, h, 24, 8, seed=i).bfloat16() for i, h in enumerate((4, 2, 2)))
-    bounds, dout = [0, 5, 16, 24], normal(2, 4, 24, 8, seed=9).float()
-
-    def whole(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return attn(q, k, v, causal=causal, out_dtype=torch.float32)
-
-    def ring(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        parts = []
-        for a, b in itertools.pairwise(bounds):
-            # In a call on keys a to b, the last query is aligned with key b - 1; the right bound restores its position.
-            window = (None, 24 - b) if causal else (None, None)
-            keys = k[:, :, a:b], v[:, :, a:b]
-            parts.append(attn(q, *keys, window=window, return_lse=True, out_dtype=torch.float32))
-        return merge(*zip(*parts, strict=True))[0]
-
-    results = []
-    for attend in (whole, ring):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = attend(*leaves)
-        assert out.dtype == torch.float32
-        results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
-    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-6)
-    for found, expected in zip(results[1][1:], results[0][1:], strict=True):
-        # dq is the sum of three parts, each rounded to bf16.
-        torch.testing.assert_close(found.float(), expected.float(), rtol=0.02, atol=0.03)
 
 
 def test_supports_takes_every_keyword_of_attn() -> None:

@@ -256,14 +256,6 @@ def test_keys_of_a_dry_run_are_those_of_the_calls() -> None:
         assert gpu.keys == decode_cases.decode_keys(case, dtype, "", arch)  # type: ignore[attr-defined]
 
 
-def test_random_calls_of_the_families_differ() -> None:
-    groups = [decode_cases.random_group(family, group) for family in ("sm80", "sm90") for group in range(3)]
-    seeds = [case.seed for group in groups for case, _ in group]
-    assert len(seeds) == len(set(seeds))
-    for case, _ in (pair for group in groups for pair in group):
-        assert not case.fp8 or case.head_dim % 16 == case.head_dim_v % 16 == 0
-
-
 # ---- attn with few queries
 
 

@@ -55,11 +55,11 @@ def test_only_captures_of_score_mod_have_gradients() -> None:
     floats, ints, mask = torch.ones(4, requires_grad=True), torch.arange(6), torch.ones(4, requires_grad=True)
     args = call_args(
         torch.empty(1, 4, 5, 8),
-        score_mod=lambda score, b, h, q, kv: score * floats[h] + ints[kv],
+        score_mod=lambda score, b, h, q, kv: score + ints[kv] * floats[h],
         mask_mod=lambda b, h, q, kv: mask[h] > 0,
     )
-    assert args.needs_grad == (False, True, False, True)
-    assert args.captures_needing_grad == (0,)
+    assert args.needs_grad == (False, False, True, True)
+    assert args.captures_needing_grad == (1,)
 
 
 def test_keys_hold_shapes_and_no_values() -> None:
