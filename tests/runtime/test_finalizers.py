@@ -1,4 +1,4 @@
-"""Gradients of slopes and sinks from the partial sums of the kernels; `test_dense` and `test_varlen` have whole calls."""
+"""Gradients of slopes and sinks from partial sums; `test_dense` and `test_varlen` test them in whole calls."""
 
 from __future__ import annotations
 
