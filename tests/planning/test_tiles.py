@@ -329,14 +329,6 @@ def test_hopper_tiles_say_what_they_are() -> None:
     assert "ping-pong" not in plain and "speculative max" in plain and "speculative max" not in text
 
 
-@pytest.mark.parametrize("tile", [FwdTileSm80(64, 128, 64, 4, 2), FwdTileSm90(64, 128, 64, 2)], ids=str)
-def test_evidence_is_not_part_of_a_tile(tile: Tile) -> None:
-    when = {"max_keys": 512, "is_bounded": True} if isinstance(tile, FwdTileSm90) else {}
-    cited = dataclasses.replace(tile, measured="H200, bf16, 16 K, 700 TFLOP/s", **when)  # type: ignore[arg-type]
-    assert cited == tile
-    assert hash(cited) == hash(tile)
-
-
 # The backward on mma.sync
 
 
