@@ -86,7 +86,7 @@ def test_launches_of_one_stream_share_a_counter_and_no_others_do(current: Curren
 @pytest.mark.parametrize("is_known", [False, True])
 def test_what_is_captured_has_a_counter_of_its_own(current: Current, is_known: bool) -> None:
     """A graph may be replayed beside the stream, and beside another graph."""
-    outside = [counter(0)] * is_known
+    outside = [counter(0)] if is_known else []
     current.is_capturing = True
     captured = [counter(0) for _ in range(3)]
     current.is_capturing = False
