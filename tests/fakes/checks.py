@@ -65,6 +65,8 @@ class Checker:
             assert abs(value) < RANGES.get(layout, math.inf), operand.name
         elif element:
             own = {"dtype": self.static.dtype, "out": out_dtype(self.static)}
+            if element == "cache":
+                own["cache"] = self.static.element_dtype("cache")
             dtype = getattr(torch, own[element]) if element in own else ELEMENTS[element]
             assert value.dtype == dtype, f"{operand.name} is {value.dtype}, compiled for {dtype}"
             getattr(self, layout)(operand, value)
@@ -107,6 +109,16 @@ class Checker:
         self.shape(operand, value, operand.dims)
 
     # ---- named kinds
+
+    def rotary(self, operand: Operand, value: Tensor) -> None:
+        assert value.dtype == getattr(torch, self.static.rotary_dtype) and value.is_contiguous()
+        self.shape(operand, value, operand.dims)
+
+    def partial_out(self, operand: Operand, value: Tensor) -> None:
+        assert value.dtype == torch.float32 and value.is_contiguous()
+        self.shape(operand, value[:, 0, 0] if value.dim() > 2 else value[:, 0], operand.dims)
+
+    partial_stats = partial_out
 
     def pieces(self, operand: Operand, value: Tensor) -> None:
         assert value.dtype == torch.float16 and value.is_contiguous() and value.data_ptr() % ROW_ALIGN_BYTES == 0
@@ -216,13 +228,15 @@ def _check_values(key: CompileKey, a: dict[str, Any]) -> None:
     static = key.static
     if "scale" in a:
         assert 0 < a["scale"] < math.inf
-        assert 0 <= a["window_left"] <= MAX_SEQLEN and 0 <= a["window_right"] <= MAX_SEQLEN
+        assert all(0 <= (a[f"window_{side}"] or 0) <= MAX_SEQLEN for side in ("left", "right"))
+    if "heads_per_l2_group" in a:
         name = ("q" if key.kernel.startswith("fwd") else "k") + "_pieces" * static.is_fp32
         heads = a[name].shape[1]
         heads *= 1 if static.varlen else a[name].shape[0]
         assert a["heads_per_l2_group"] >= 1 and heads % a["heads_per_l2_group"] == 0
     if "num_ctas" in a:
         assert a["num_ctas"] >= 1
+    if "tile_counter" in a:
         assert a["tile_counter"] == (COUNTER if is_dynamic(key) else 0)
     if a.get("softcap") is not None:
         assert a["softcap"] > 0 and math.isfinite(torch.tensor(a["scale"] / a["softcap"]).float() * 2.9)

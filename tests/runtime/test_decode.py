@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,86 +13,17 @@ import cute_flash
 from cute_flash import UnsupportedError
 from cute_flash.decode import bind
 from cute_flash.planning.decode import MAX_SPLITS, DecodeStatic, SplitSizes, plan_splits
-from cute_flash.planning.plan import CompileKey
-from cute_flash.planning.registry import KERNELS
 from cute_flash.runtime import decode
 from cute_flash.runtime.gpu import bound, use_gpu
 from cute_flash.runtime.operands import MAX_WINDOW
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.family import use_kernels
-from cute_flash.spec.features import Operand
 from tests.decode.cases import DecodeCall, DecodeCase, random_cases, small_case
 from tests.fakes.cuda import claiming_cuda
+from tests.fakes.gpu import FakeGpu
 from tests.fakes.recording import RecordingGpu
 from tests.gpu import decode_cases
-
-ELEMENTS = {"f32": torch.float32, "i32": torch.int32}
-
-
-class DecodeGpu(RecordingGpu):
-    """Launches check their arguments against the types of the registry, and record them by name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(ARCHS[name])
-        self.launches: list[dict[str, Any]] = []
-
-    def kernel(self, key: CompileKey) -> Callable[..., None]:
-        self.keys.append(key)
-
-        def launch(*arguments: Any) -> None:
-            named = dict(zip(key.operands, arguments, strict=True))
-            check_operands(key, named)
-            self.launches.append(named)
-
-        return launch
-
-
-def check_operands(key: CompileKey, named: dict[str, Any]) -> None:
-    """Assert that a compiled kernel would accept these arguments."""
-    static: Any = key.static
-    sizes: dict[str, int] = {}
-    for operand in KERNELS[key.kernel].operands:
-        name = operand.name
-        value = named[name]
-        assert (value is not None) == key.takes(operand), f"{name}: expected {key.takes(operand)}"
-        if value is None:
-            continue
-        if not operand.dims:
-            assert isinstance(value, float if operand.type == "f32" else int), name
-            continue
-        check_tensor(static, operand, value)
-        for dim, size in zip(operand.dims, value.shape):
-            # Dimensions with the same name, such as "slots", have the same size in all operands.
-            assert sizes.setdefault(dim, size) == size, f"{name}: {dim} is {size}, in other operands {sizes[dim]}"
-
-
-def check_tensor(static: DecodeStatic, operand: Operand, x: Tensor) -> None:
-    layout, _, element = operand.type.partition(" ")
-    assert x.dim() >= len(operand.dims), operand.name
-    if layout == "rows":
-        dtypes = {"cache": torch.uint8 if static.is_fp8 else getattr(torch, static.dtype)}
-        assert x.dtype == dtypes.get(element, getattr(torch, static.dtype)), operand.name
-        step = ROW_ALIGN_BYTES // x.element_size()
-        assert x.stride(-1) == 1 and not any(stride % step for stride in x.stride()[:-1]), operand.name
-        assert x.data_ptr() % ROW_ALIGN_BYTES == 0, operand.name
-    elif layout == "rotary":
-        assert x.dtype == getattr(torch, static.rotary_dtype) and x.is_contiguous()
-    elif element:
-        assert x.dtype == ELEMENTS[element], operand.name
-        assert layout != "compact" or x.is_contiguous(), operand.name
-
-
-@pytest.fixture(params=["sm_80", "sm_90"])
-def gpu(request: pytest.FixtureRequest) -> Iterator[DecodeGpu]:
-    with use_gpu(DecodeGpu(request.param)) as gpu:
-        yield gpu  # type: ignore[misc]
-
-
-@pytest.fixture
-def sm_90() -> Iterator[DecodeGpu]:
-    with use_gpu(DecodeGpu("sm_90")) as gpu:
-        yield gpu  # type: ignore[misc]
 
 
 def run(call: DecodeCall, **options: Any) -> tuple[Tensor, Tensor]:
@@ -113,7 +43,7 @@ def supported(case: DecodeCase) -> DecodeCase:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_kernel_gets_the_arguments_that_it_is_compiled_for(gpu: DecodeGpu, seed: int) -> None:
+def test_a_kernel_gets_the_arguments_that_it_is_compiled_for(gpu: FakeGpu, seed: int) -> None:
     for i, drawn in enumerate(random_cases(seed, 40)):
         case = supported(drawn)
         call = case.build("cpu", (torch.bfloat16, torch.float16)[i % 2])
@@ -137,7 +67,7 @@ def test_a_kernel_gets_the_arguments_that_it_is_compiled_for(gpu: DecodeGpu, see
         assert launched["scale"] > 0
 
 
-def test_the_number_of_ctas(sm_90: DecodeGpu) -> None:
+def test_the_number_of_ctas(sm_90: FakeGpu) -> None:
     run(build())
     assert sm_90.launches[-1]["num_ctas"] % ARCHS["sm_90"].num_sms == 0
     # 2 sequences, 2 K/V heads, 7 parts.
@@ -145,7 +75,7 @@ def test_the_number_of_ctas(sm_90: DecodeGpu) -> None:
     assert sm_90.launches[-1]["num_ctas"] == 2 * 2 * 7
 
 
-def test_values_of_scalars(sm_90: DecodeGpu) -> None:
+def test_values_of_scalars(sm_90: FakeGpu) -> None:
     call = build(window=(5, 3), causal=False, softcap=2.5, scale=0.25)
     run(call)
     launched = sm_90.launches[-1]
@@ -159,7 +89,7 @@ def test_values_of_scalars(sm_90: DecodeGpu) -> None:
     assert torch.equal(sm_90.launches[-1]["q"], -call.q)
 
 
-def test_scales_and_slopes_are_of_every_head(sm_90: DecodeGpu) -> None:
+def test_scales_and_slopes_are_of_every_head(sm_90: FakeGpu) -> None:
     run(build(fp8="number", alibi="heads"))
     launched = sm_90.launches[-1]
     assert launched["k_scale"].tolist() == pytest.approx([0.02, 0.02])
@@ -168,14 +98,14 @@ def test_scales_and_slopes_are_of_every_head(sm_90: DecodeGpu) -> None:
     assert sm_90.launches[-1]["k_scale"].tolist() == [1.0, 1.0]
 
 
-def test_rotary_tables_of_16_bits_stay(sm_90: DecodeGpu) -> None:
+def test_rotary_tables_of_16_bits_stay(sm_90: FakeGpu) -> None:
     for rotary_fp32, dtype in ((True, torch.float32), (False, torch.bfloat16)):
         run(build(new=(1, 1), rotary_dim=16, rotary_fp32=rotary_fp32))
         assert sm_90.launches[-1]["rotary_cos"].dtype == dtype
         assert sm_90.keys[-1].static.rotary_dtype == str(dtype).removeprefix("torch.")
 
 
-def test_unaligned_queries_are_copied_and_outputs_copied_back(sm_90: DecodeGpu) -> None:
+def test_unaligned_queries_are_copied_and_outputs_copied_back(sm_90: FakeGpu) -> None:
     call = build()
     wide = torch.zeros(*call.q.shape[:-1], 17, dtype=call.q.dtype)
     q, out = wide[..., 1:], torch.zeros_like(wide)[..., 1:]
@@ -193,7 +123,7 @@ def replace_q(call: DecodeCall, q: Tensor) -> DecodeCall:
 # ---- signatures
 
 
-def test_a_signature_is_bound_once(sm_90: DecodeGpu) -> None:
+def test_a_signature_is_bound_once(sm_90: FakeGpu) -> None:
     call = build(page_size=8)
     for length in (3, 7, 0):
         call.options["cache_seqlens"].fill_(length)
@@ -214,7 +144,7 @@ def test_the_family_sm80_leaves_out_what_ampere_does_not_have() -> None:
     call = build(fp8="plain")
     found = {}
     for arch, family in (("sm_90", ""), ("sm_90", "sm90"), ("sm_90", "sm80"), ("sm_89", ""), ("sm_80", "")):
-        with use_gpu(DecodeGpu(arch)) as gpu, use_kernels(family):
+        with use_gpu(FakeGpu(arch)) as gpu, use_kernels(family):
             run(call)
         static = gpu.keys[0].static  # type: ignore[attr-defined]
         found[arch, family] = (static.overlaps_previous, static.has_fp8_cvt)
@@ -225,7 +155,7 @@ def test_the_family_sm80_leaves_out_what_ampere_does_not_have() -> None:
         ("sm_89", ""): (False, True),
         ("sm_80", ""): (False, False),
     }
-    with use_gpu(DecodeGpu("sm_90")) as gpu:
+    with use_gpu(FakeGpu("sm_90")) as gpu:
         run(build())
     assert not gpu.keys[0].static.has_fp8_cvt, "a 16-bit cache is the same kernel on all"  # type: ignore[attr-defined]
 
@@ -239,7 +169,7 @@ def test_calls_with_many_query_tiles_do_not_start_early(batch: int, overlaps: bo
     assert plan.key.static == replace(static, overlaps_previous=overlaps)
 
 
-def test_calls_bypass_the_dispatcher(sm_90: DecodeGpu) -> None:
+def test_calls_bypass_the_dispatcher(sm_90: FakeGpu) -> None:
     call = build()
     with claiming_cuda():
         cute_flash.attn_decode(*call.tensors, **call.options)
@@ -251,7 +181,7 @@ def test_keys_of_a_dry_run_are_those_of_the_calls() -> None:
     arch = ARCHS["sm_90"]
     cases = [*decode_cases.random_group("sm90", 0), *decode_cases.chunk_cases(17, 24), *decode_cases.SPLIT]
     for case, dtype in cases:
-        with use_gpu(DecodeGpu("sm_90")) as gpu:
+        with use_gpu(FakeGpu("sm_90")) as gpu:
             run(case.build("cpu", dtype))
         assert gpu.keys == decode_cases.decode_keys(case, dtype, "", arch)  # type: ignore[attr-defined]
 
@@ -259,7 +189,7 @@ def test_keys_of_a_dry_run_are_those_of_the_calls() -> None:
 # ---- attn with few queries
 
 
-def test_attn_with_few_queries_splits_the_keys(gpu: DecodeGpu) -> None:
+def test_attn_with_few_queries_splits_the_keys(gpu: FakeGpu) -> None:
     q, k, v = (torch.randn(2, heads, rows, 64).bfloat16() for heads, rows in ((8, 3), (2, 2000), (2, 2000)))
     for layout, tensors in (("bhsd", (q, k, v)), ("bshd", [x.transpose(1, 2).contiguous() for x in (q, k, v)])):
         with claiming_cuda():
@@ -286,7 +216,7 @@ def test_batch_invariant_and_chosen_families_do_not_split() -> None:
 # ---- errors
 
 
-def test_caches_that_the_kernel_cannot_address(sm_90: DecodeGpu) -> None:
+def test_caches_that_the_kernel_cannot_address(sm_90: FakeGpu) -> None:
     call = build()
     for name in ("k_cache", "v_cache"):
         cache = getattr(call, name)
@@ -298,7 +228,7 @@ def test_caches_that_the_kernel_cannot_address(sm_90: DecodeGpu) -> None:
     assert not sm_90.launches
 
 
-def test_addresses_are_checked_by_every_call(sm_90: DecodeGpu) -> None:
+def test_addresses_are_checked_by_every_call(sm_90: FakeGpu) -> None:
     """Later calls of a signature may have tensors at other addresses."""
     call = build(new=(1, 1))
     run(call)
@@ -312,18 +242,18 @@ def test_addresses_are_checked_by_every_call(sm_90: DecodeGpu) -> None:
     assert len(bound) == 1 and len(sm_90.launches) == 2
 
 
-def test_fp8_needs_head_dims_of_16_bytes(sm_90: DecodeGpu) -> None:
+def test_fp8_needs_head_dims_of_16_bytes(sm_90: FakeGpu) -> None:
     for widths, name in (((24, 16), "k_cache"), ((16, 40), "v_cache")):
         with pytest.raises(UnsupportedError, match=f"{name} in FP8 with head dim .* use a multiple of 16"):
             run(build(fp8="plain", head_dim=widths[0], head_dim_v=widths[1]))
 
 
-def test_too_many_splits(sm_90: DecodeGpu) -> None:
+def test_too_many_splits(sm_90: FakeGpu) -> None:
     with pytest.raises(UnsupportedError, match=f"at most {MAX_SPLITS}"):
         run(build(), num_splits=MAX_SPLITS + 1)
 
 
-def test_supports_answers_as_the_call_does(sm_90: DecodeGpu) -> None:
+def test_supports_answers_as_the_call_does(sm_90: FakeGpu) -> None:
     call = build()
     unaligned = torch.zeros(call.k_cache.numel() + 1, dtype=call.k_cache.dtype)[1:].view(call.k_cache.shape)
     fp8 = build(fp8="plain", head_dim=24, head_dim_v=16)
@@ -343,7 +273,7 @@ def test_supports_answers_as_the_call_does(sm_90: DecodeGpu) -> None:
     assert not sm_90.launches and not sm_90.keys
 
 
-def test_a_call_without_keys_or_queries_launches_nothing(sm_90: DecodeGpu) -> None:
+def test_a_call_without_keys_or_queries_launches_nothing(sm_90: FakeGpu) -> None:
     call = build(has_sinks=True)
     empty = DecodeCall(call.q, call.k_cache[:, :0], call.v_cache[:, :0], call.options | {"cache_seqlens": 0})
     out, lse = run(empty)
@@ -356,7 +286,7 @@ def test_a_call_without_keys_or_queries_launches_nothing(sm_90: DecodeGpu) -> No
 # ---- workspaces
 
 
-def test_a_workspace_is_of_the_plan(sm_90: DecodeGpu) -> None:
+def test_a_workspace_is_of_the_plan(sm_90: FakeGpu) -> None:
     run(build())
     run(build(seqlens=(30, 9), tokens=(2, 2)))
     workspaces = sm_90.workspaces
