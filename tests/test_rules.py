@@ -84,13 +84,11 @@ def test_a_gradient_where_there_is_none_is_seen() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", mod_cases.KINDS, ids=lambda kind: kind.id)
 def test_the_cpu_path_follows_the_rule_for_user_mods(kind: mod_cases.Kind) -> None:
-    for seed in range(2):
-        mod_gradients.assert_gradients(mod_cases.Case(kind, mod_cases.Sizes(2, 4, 2, 40, 50), seed, "cpu"))
+    mod_gradients.assert_gradients(mod_cases.Case(kind, mod_cases.Sizes(2, 4, 2, 40, 50), 1, "cpu"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", mod_cases.VARLEN_KINDS, ids=lambda kind: kind.id)
 def test_the_cpu_path_follows_the_rule_for_user_mods_of_varlen_batches(kind: mod_cases.Kind) -> None:
     lengths = Lengths([33, 0, 1, 40], [50, 7, 0, 21], [45, 7, 0, 20], (4, 9))
-    for seed in range(2):
-        mod_gradients.assert_gradients(mod_cases.VarlenCase.of(kind, lengths, 4, 2, seed, "cpu"))
+    mod_gradients.assert_gradients(mod_cases.VarlenCase.of(kind, lengths, 4, 2, 1, "cpu"))
