@@ -191,6 +191,7 @@ VARLEN = [
     (dict(max_seqlen_k=9), "max_seqlen_k=9: sequence 1 has 10"),
     (dict(q=torch.zeros(1, S, 2, 8)), r"q has shape \(1, 16, 2, 8\): expected \(T, H, D\), the concatenated sequences"),
     (dict(q=torch.zeros(S, 3, 8)), "q has 3 heads and k, v have 2"),
+    *((dict.fromkeys(name, 3), f"{name} is a builtins.int: give a torch.Tensor") for name in "qkv"),
     (dict(alibi=torch.zeros(3, 2)), r"alibi has shape \(3, 2\): expected \(2,\) or \(2, 2\)"),
     (dict(scale="1"), "scale='1'"),
     (dict(window=("a", 0)), "window left='a'"),
@@ -285,6 +286,14 @@ def test_nested_seqused() -> None:
     Q, K, V = (x.unbind()[0][None] for x in (q, k, v))
     torch.testing.assert_close(out.unbind()[0], attn(Q, K[:, :, :4], V[:, :, :4])[0])
     assert not out.unbind()[1].any()
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_nested_not_tensors(place: int) -> None:
+    tensors: list = list(nested())
+    tensors[place] = 3
+    with pytest.raises(ValueError, match=f"{'qkv'[place]} is a .*: give a torch.Tensor"):
+        attn_nested(*tensors)
 
 
 @pytest.mark.parametrize("name", ["bias", "block_mask"])
