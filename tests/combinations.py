@@ -19,6 +19,7 @@ from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from cute_flash.spec.features import FEATURES
 from cute_flash.spec.problem import Problem
+from tests.gradients import loss_of
 from tests.lengths import Lengths
 
 # (seed, offset) of dropout in tests.
@@ -241,7 +242,5 @@ def results(function: Any, tensors: dict[str, Tensor], weights: Outputs) -> tupl
     """(out, lse) of `function`, and the gradients of all tensors for the gradients `weights` of (out, lse)."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
     out, lse = function(leaves)
-    loss = (out * weights[0].to(out.dtype)).sum()
-    loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * weights[1].to(lse.dtype)).sum()
-    found = torch.autograd.grad(loss, list(leaves.values()))
+    found = torch.autograd.grad(loss_of((out, lse), weights), list(leaves.values()))
     return (out.detach(), lse.detach()), dict(zip(leaves, found, strict=True))

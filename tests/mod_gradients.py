@@ -1,8 +1,6 @@
 """The gradients of `tests.mod_cases`: the tensors that have one, the kernels that compute them, and the error rule.
 
-The rule for dq, dk and dv is that of `tests.feature_gradients`. Gradients of a bias, of captured tensors and of sinks
-are sums, or dS itself. They are compared with the CPU path's gradients for the same out and LSE, with a tolerance
-smaller than its distance from the oracle.
+The rules are those of `tests.gradients`. Gradients of a bias, of captured tensors and of sinks are sums, or dS itself.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ from cute_flash import reference
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
-from tests import cases, mod_cases
+from tests import mod_cases
 from tests.fakes.recording import backward_keys, forward_keys, main_key
-from tests.gradients import largest
+from tests.gradients import SumTolerance, assert_like_cpu_path, loss_of
 from tests.mod_cases import Case, Kind
 
 # The largest number of kernels to compile for a kind and a family; cases that need other kernels are skipped.
@@ -80,10 +78,7 @@ def douts_of(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def gradients(outs: Any, douts: tuple[Tensor, Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    (out, lse), (dout, dlse) = outs, douts
-    loss = (out * dout.to(out.dtype)).sum()
-    loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * dlse.to(lse.dtype)).sum()
-    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    found = torch.autograd.grad(loss_of(outs, douts), list(leaves.values()), allow_unused=True)
     return {
         name: torch.zeros_like(x) if grad is None else grad
         for (name, x), grad in zip(leaves.items(), found, strict=True)
@@ -116,21 +111,12 @@ def assert_gradients(case: Case, **more: Any) -> dict[str, Tensor]:
     exact = gradients(reference.dense(*double, args=case.args()), douts, exact_leaves)
     low = reference.dense_low_precision(q, k, v, args=case.args())
     rough = gradients(low, douts, leaves)
-    most = max(largest(exact[name]) for name in "qkv")
-    for name, x in leaves.items():
-        value, oracle = mine[name], exact[name]
-        assert (value.shape, value.dtype) == (x.shape, x.dtype), f"d{name}: {value.shape} of {value.dtype}"
-        assert torch.isfinite(value).all(), f"d{name}: not finite"
-        if name not in "qkv":
-            absolute = rounding_of_one_key(case, v, douts[0]) if case.sizes.seqlen_k == 1 else 1e-4
-            _assert_agrees(name, value, fused[name], oracle, absolute)
-            continue
-        errors = [(y[name].double() - oracle).abs() for y in (rough, fused)]
-        assert all(error.isfinite().all() for error in errors), f"d{name}: a yardstick is not finite"
-        if largest(oracle) <= 1e-12 * most:
-            assert largest(value) <= 1e-4 * most + 2 * largest(errors[1]), f"d{name}: should be 0"
-        else:
-            cases.assert_error_within(f"d{name}", value, oracle, oracle + errors[0] + errors[1])
+    absolute = rounding_of_one_key(case, v, douts[0]) if case.sizes.seqlen_k == 1 else 1e-4
+
+    def tolerance(name: str) -> SumTolerance:
+        return SumTolerance(YARDSTICK, FLOOR[mine[name].dtype], absolute)
+
+    assert_like_cpu_path(mine, leaves, exact, rough, fused, tolerance)
     return mine
 
 
@@ -145,14 +131,6 @@ def rounding_of_one_key(case: Case, v: Tensor, dout: Tensor) -> float:
     rows = sizes.batch * sizes.heads * sizes.seqlen_q
     sum_of_products = float(dout.abs().mean()) * float(v.detach().abs().mean()) * v.shape[-1]
     return 2.0**-24 * sum_of_products * sizes.seqlen_q * rows**0.5
-
-
-def _assert_agrees(name: str, value: Tensor, fused: Tensor, oracle: Tensor, absolute: float) -> None:
-    if not value.numel():
-        return
-    found, yardstick, size = (x.double().square().mean().sqrt().item() for x in (value - fused, fused - oracle, oracle))
-    allowed = YARDSTICK * yardstick + FLOOR[value.dtype] * size + absolute
-    assert found <= allowed, f"d{name}: {found:.3e} from the CPU path's, allowed {allowed:.3e}"
 
 
 def keys_of(

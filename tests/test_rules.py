@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from cute_flash import attn
-from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
 from tests import cases, mod_cases, mod_gradients
-from tests.fakes.recording import main_key
 from tests.gradients import Attend, assert_gradients, weighted
 from tests.lengths import Lengths
 
@@ -86,25 +84,11 @@ def test_a_gradient_where_there_is_none_is_seen() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", mod_cases.KINDS, ids=lambda kind: kind.id)
 def test_the_cpu_path_follows_the_rule_for_user_mods(kind: mod_cases.Kind) -> None:
-    for seed in range(2):
-        mod_gradients.assert_gradients(mod_cases.Case(kind, mod_cases.Sizes(2, 4, 2, 40, 50), seed, "cpu"))
+    mod_gradients.assert_gradients(mod_cases.Case(kind, mod_cases.Sizes(2, 4, 2, 40, 50), 1, "cpu"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", mod_cases.VARLEN_KINDS, ids=lambda kind: kind.id)
 def test_the_cpu_path_follows_the_rule_for_user_mods_of_varlen_batches(kind: mod_cases.Kind) -> None:
     lengths = Lengths([33, 0, 1, 40], [50, 7, 0, 21], [45, 7, 0, 20], (4, 9))
-    for seed in range(2):
-        mod_gradients.assert_gradients(mod_cases.VarlenCase.of(kind, lengths, 4, 2, seed, "cpu"))
-
-
-@pytest.mark.parametrize("family", ["sm80", "sm90"])
-def test_few_kernels_serve_many_cases(family: str) -> None:
-    kinds = mod_cases.KINDS[::3]
-    found = list(mod_gradients.chosen(ARCHS["sm_90"], family, "cpu", kinds))
-    served = [main_key(keys) for _, keys in found if keys]
-    assert len(set(served)) <= 1.5 * len(kinds) and len(served) >= 5 * len(kinds)
-    # Long score_mods.
-    refused = {case.kind for case, keys in found if not keys}
-    assert all(kind.score in ("gated", "hiding") for kind in refused)
-    assert bool(refused) == (family == "sm90")
+    mod_gradients.assert_gradients(mod_cases.VarlenCase.of(kind, lengths, 4, 2, 1, "cpu"))

@@ -14,30 +14,16 @@ from torch import Tensor
 from cute_flash.planning.plan import MAX_SEQLEN, CompileKey
 from cute_flash.planning.registry import KERNELS
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
-from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.planning.varlen import TILE_LIST_WIDTH
 from cute_flash.score_mod.graph import COLUMN, ROW
 from cute_flash.spec.dropout import threshold
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
-from cute_flash.spec.features import FEATURES, Operand
+from cute_flash.spec.features import Operand
 from cute_flash.spec.problem import Static
 from tests.fakes.recording import COUNTER
 
 ELEMENTS = {"f32": torch.float32, "i32": torch.int32, "i64": torch.int64}
 RANGES = {"i32": 1 << 31, "i64": 1 << 63}
-# Operands whose presence a field of `Static` decides.
-BY_STATIC = {
-    "dlse": "has_dlse",
-    "cu_seqlens_q": "varlen",
-    "cu_seqlens_k": "varlen",
-    "seqused_k": "seqused_k",
-    "q_tile_list": "varlen",
-    "kv_tile_list": "varlen",
-    "block_indices": "block_sparse",
-    **dict.fromkeys(
-        ("dropout_first_query", "dropout_first_key", "dropout_first_head", "dropout_heads"), "dropout_origin"
-    ),
-}
 # Rows of the largest tile: offsets within it have 32 bits.
 MAX_TILE_ROWS = 512
 
@@ -47,37 +33,12 @@ def check(key: CompileKey, arguments: dict[str, Any]) -> None:
     checker = Checker(key)
     for operand in KERNELS[key.kernel].operands:
         value = arguments[operand.name]
-        if is_present(operand, key):
+        if key.takes(operand):
             assert value is not None, f"{key.kernel}: {operand.name} is missing"
             checker.check(operand, value)
         else:
             assert value is None, f"{key.kernel}: {operand.name} is not compiled in"
     _check_values(key, arguments)
-
-
-def is_present(operand: Operand, key: CompileKey) -> bool:
-    """Whether a kernel takes an operand."""
-    name, static = operand.name, key.static
-    if name == "dq_progress":
-        return static.deterministic or isinstance(key.tile, (BwdTileSm90, BwdTileSm90Wide))
-    if name in BY_STATIC:
-        return getattr(static, BY_STATIC[name])
-    of_features = {x.name: f.name for f in FEATURES for x in (*f.fwd, *f.bwd)}
-    if name not in of_features:
-        return True
-    features = [f for f in FEATURES if f.name in static.features]
-    if not any(name == x.name for f in features for x in (*f.fwd, *f.bwd)):
-        return False
-    mods = static.mods
-    if name == "dbias":
-        return bool(mods.dbias_dtype)
-    if name == "dcaptures":
-        return bool(mods.captures_needing_grad)
-    if name == "dcapture_terms":
-        return static.deterministic and bool(mods.captures_needing_grad)
-    if name in ("captures", "scalars"):
-        return any(getattr(graph, name) for graph in graphs_of(static))
-    return True
 
 
 def graphs_of(static: Static) -> list:
@@ -104,6 +65,8 @@ class Checker:
             assert abs(value) < RANGES.get(layout, math.inf), operand.name
         elif element:
             own = {"dtype": self.static.dtype, "out": out_dtype(self.static)}
+            if element == "cache":
+                own["cache"] = self.static.element_dtype("cache")
             dtype = getattr(torch, own[element]) if element in own else ELEMENTS[element]
             assert value.dtype == dtype, f"{operand.name} is {value.dtype}, compiled for {dtype}"
             getattr(self, layout)(operand, value)
@@ -146,6 +109,16 @@ class Checker:
         self.shape(operand, value, operand.dims)
 
     # ---- named kinds
+
+    def rotary(self, operand: Operand, value: Tensor) -> None:
+        assert value.dtype == getattr(torch, self.static.rotary_dtype) and value.is_contiguous()
+        self.shape(operand, value, operand.dims)
+
+    def partial_out(self, operand: Operand, value: Tensor) -> None:
+        assert value.dtype == torch.float32 and value.is_contiguous()
+        self.shape(operand, value[:, 0, 0] if value.dim() > 2 else value[:, 0], operand.dims)
+
+    partial_stats = partial_out
 
     def pieces(self, operand: Operand, value: Tensor) -> None:
         assert value.dtype == torch.float16 and value.is_contiguous() and value.data_ptr() % ROW_ALIGN_BYTES == 0
@@ -255,13 +228,15 @@ def _check_values(key: CompileKey, a: dict[str, Any]) -> None:
     static = key.static
     if "scale" in a:
         assert 0 < a["scale"] < math.inf
-        assert 0 <= a["window_left"] <= MAX_SEQLEN and 0 <= a["window_right"] <= MAX_SEQLEN
+        assert all(0 <= (a[f"window_{side}"] or 0) <= MAX_SEQLEN for side in ("left", "right"))
+    if "heads_per_l2_group" in a:
         name = ("q" if key.kernel.startswith("fwd") else "k") + "_pieces" * static.is_fp32
         heads = a[name].shape[1]
         heads *= 1 if static.varlen else a[name].shape[0]
         assert a["heads_per_l2_group"] >= 1 and heads % a["heads_per_l2_group"] == 0
     if "num_ctas" in a:
         assert a["num_ctas"] >= 1
+    if "tile_counter" in a:
         assert a["tile_counter"] == (COUNTER if is_dynamic(key) else 0)
     if a.get("softcap") is not None:
         assert a["softcap"] > 0 and math.isfinite(torch.tensor(a["scale"] / a["softcap"]).float() * 2.9)

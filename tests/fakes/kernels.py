@@ -544,7 +544,13 @@ def _merge(key: CompileKey, a: Arguments) -> None:
     a["lse"].copy_(total)
 
 
+def _split_keys(key: CompileKey, a: Arguments) -> None:
+    """Kernels that split keys are not computed: their arguments are checked."""
+
+
 _KERNELS = {
+    "decode": _split_keys,
+    "fwd_split_kv": _split_keys,
     "merge_partials": _merge,
     "split_fp32": _split,
     "fwd_sm80_fp32": _forward_fp32,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,31 +90,40 @@ def test_a_damaged_entry_is_a_miss_and_can_be_written_again(cache: DiskCache, da
     assert cache.find("entry", ".so") == path
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-def test_an_entry_that_others_may_write_is_ignored_with_a_warning(cache: DiskCache, mode: int) -> None:
-    path = cache.store("entry", CONTENT, ".so")
-    path.chmod(mode)
-    with pytest.warns(
-        CacheWarning, match=rf"entry\.so is writable by others \(mode {mode:o}; chmod go-w it\); ignored"
-    ):
-        assert cache.find("entry", ".so") is None
-    path.chmod(0o644)
-    assert cache.find("entry", ".so") == path
+Spoil = Callable[[Path, pytest.MonkeyPatch], object]
 
 
-def test_an_entry_of_someone_else_is_ignored_with_a_warning(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.store("entry", CONTENT, ".so")
+def someone_else(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    with pytest.warns(CacheWarning, match=rf"entry\.so belongs to user {owner}; ignored"):
-        assert cache.find("entry", ".so") is None
 
 
-def test_a_link_is_ignored_with_a_warning(cache: DiskCache, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere.so"
-    cache.store("entry", CONTENT, ".so").rename(elsewhere)
-    (cache.folder / "entry.so").symlink_to(elsewhere)
-    with pytest.warns(CacheWarning, match=r"entry\.so is a symbolic link; ignored"):
+def with_mode(mode: int) -> Spoil:
+    return lambda path, _: path.chmod(mode)
+
+
+def moved_behind_a_link(path: Path, _: pytest.MonkeyPatch) -> None:
+    path.symlink_to(path.rename(path.parents[1] / path.name))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        *(
+            (with_mode(mode), f"is writable by others \\(mode {mode:o}; chmod go-w it\\)")
+            for mode in (0o620, 0o602, 0o666)
+        ),
+        (someone_else, f"belongs to user {os.getuid()}"),
+        (moved_behind_a_link, "is a symbolic link"),
+    ],
+    ids=["group", "others", "both", "owner", "link"],
+)
+def test_an_entry_that_is_not_private_is_ignored_with_a_warning(
+    cache: DiskCache, spoil: Spoil, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cache.store("entry", CONTENT, ".so")
+    spoil(path, monkeypatch)
+    with pytest.warns(CacheWarning, match=rf"entry\.so {problem}; ignored"):
         assert cache.find("entry", ".so") is None
 
 
@@ -156,56 +166,52 @@ def test_without_a_variable_it_is_in_the_users_cache_folder(tmp_path: Path, monk
     assert DiskCache.default().folder == tmp_path / "home" / ".cache" / "cute_flash"
 
 
-def check_private_substitute(found: DiskCache, refused: Path) -> None:
-    assert not found.is_persistent
-    assert found.folder != refused
-    assert stat.S_IMODE(found.folder.stat().st_mode) == 0o700
-    path = found.store("entry", CONTENT, ".so")
-    assert found.find("entry", ".so") == path
+def a_file(path: Path, _: pytest.MonkeyPatch) -> None:
+    path.rmdir()
+    path.write_text("not a folder")
 
 
-def test_a_file_in_place_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocked = tmp_path / "kernels"
-    blocked.write_text("not a folder")
-    for folder in (blocked, blocked / "deeper"):
-        with pytest.warns(CacheWarning, match=rf"kernel cache {folder} cannot be used .* for this process only"):
-            found = default_in(folder, monkeypatch)
-        check_private_substitute(found, folder)
-        # The second call gives no warning and the same folder.
-        assert DiskCache.default() == found
-    assert blocked.read_text() == "not a folder"
+def below_a_file(path: Path, _: pytest.MonkeyPatch) -> None:
+    path.rmdir()
+    path.parent.rmdir()
+    path.parent.write_text("not a folder")
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "kernels"
+def not_writable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permission bits do not stop root, and tests in containers run as root."""
 
     def refuse(dir: Path | None = None) -> None:
         raise PermissionError(13, "Permission denied")
 
-    # Permission bits do not stop root, and tests in containers run as root.
     monkeypatch.setattr(disk.tempfile, "TemporaryFile", refuse)
-    with pytest.warns(CacheWarning, match=r"cannot be used .*Permission denied"):
-        found = default_in(folder, monkeypatch)
-    check_private_substitute(found, folder)
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
-def test_a_folder_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
-    folder = tmp_path / "kernels"
-    folder.mkdir()
-    folder.chmod(mode)
-    with pytest.warns(CacheWarning, match=rf"{folder} is writable by others \(mode {mode:o}"):
-        found = default_in(folder, monkeypatch)
-    check_private_substitute(found, folder)
-
-
-def test_a_folder_of_someone_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = os.getuid()
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (a_file, "cannot be used .* for this process only"),
+        (below_a_file, "cannot be used .* for this process only"),
+        (not_writable, "cannot be used .*Permission denied"),
+        *((with_mode(mode), rf"is writable by others \(mode {mode:o}") for mode in (0o777, 0o770, 0o1777)),
+        (someone_else, f"belongs to user {os.getuid()}"),
+    ],
+    ids=["file", "below a file", "not writable", "all", "group", "sticky", "owner"],
+)
+def test_a_folder_that_is_not_private_is_replaced_for_this_process(
+    tmp_path: Path, spoil: Spoil, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "parent" / "kernels"
+    folder.mkdir(parents=True)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "getuid", lambda: owner + 1)
-        with pytest.warns(CacheWarning, match=f"belongs to user {owner}"):
-            found = default_in(tmp_path / "kernels", patch)
-        assert not found.is_persistent
+        spoil(folder, patch)
+        with pytest.warns(CacheWarning, match=rf"kernel cache:? {folder} {problem}"):
+            found = default_in(folder, patch)
+        # The second call gives no warning and the same folder.
+        assert DiskCache.default() == found
+    assert not found.is_persistent and found.folder != folder
+    assert stat.S_IMODE(found.folder.stat().st_mode) == 0o700
+    path = found.store("entry", CONTENT, ".so")
+    assert found.find("entry", ".so") == path
 
 
 def test_a_folder_behind_a_link_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

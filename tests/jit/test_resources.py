@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -40,14 +42,22 @@ def plan_of() -> Plan:
     return plan_forward(Problem(2, 8, 4, 1000, 1000, 64), ARCHS["sm_80"])
 
 
-def test_all_kernels_of_a_launch_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_with_remarks(key: object, options: str) -> FakeKernel:
-        print("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 32 registers", file=sys.stderr)
-        print(REMARKS, file=sys.stderr)
-        print("8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\nUsed 40 registers", file=sys.stderr)
+def compile_printing(*remarks: str) -> Callable[[CompileKey, str], FakeKernel]:
+    """A stand-in for the compiler that prints the remarks of ptxas for some kernels."""
+
+    def compile_with_remarks(key: CompileKey, options: str) -> FakeKernel:
+        assert "remarks{ptx}" in options
+        for text in remarks:
+            print(text, file=sys.stderr)
         return FakeKernel()
 
-    monkeypatch.setattr(reading.compiling, "cute_compile", compile_with_remarks)
+    return compile_with_remarks
+
+
+def test_all_kernels_of_a_launch_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 32 registers"
+    more = "8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\nUsed 40 registers"
+    monkeypatch.setattr(compiling, "cute_compile", compile_printing(few, REMARKS, more))
     monkeypatch.setattr(reading, "disassemble", lambda cubin: SASS)
     found = kernel_resources(plan_of().main)
     assert (found.registers, found.stack_bytes) == (168, 8)
@@ -55,12 +65,7 @@ def test_all_kernels_of_a_launch_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_remarks_of_ptxas_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_with_remarks(key: object, options: str) -> FakeKernel:
-        assert "remarks{ptx}" in options
-        print(REMARKS, file=sys.stderr)
-        return FakeKernel()
-
-    monkeypatch.setattr(reading.compiling, "cute_compile", compile_with_remarks)
+    monkeypatch.setattr(compiling, "cute_compile", compile_printing(REMARKS))
     monkeypatch.setattr(reading, "disassemble", lambda cubin: SASS)
     found = kernel_resources(plan_of().main)
     assert (found.registers, found.stack_bytes, found.spill_bytes) == (168, 8, 28)
@@ -75,7 +80,7 @@ def test_remarks_of_ptxas_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_silence_of_ptxas_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading.compiling, "cute_compile", lambda key, options: FakeKernel())
+    monkeypatch.setattr(compiling, "cute_compile", lambda key, options: FakeKernel())
     with pytest.raises(RuntimeError, match="ptxas printed no resource usage"):
         kernel_resources(plan_of().main)
 
@@ -100,23 +105,17 @@ def test_without_a_disassembler_nothing_is_counted(monkeypatch: pytest.MonkeyPat
 
 def test_cached_resources_compile_once(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second call reads the disk cache, which has the kernel too, for launches."""
-    compiled = []
-
-    def compile_with_remarks(key: CompileKey, options: str) -> FakeKernel:
-        compiled.append(key)
-        print(REMARKS, file=sys.stderr)
-        return FakeKernel()
-
-    monkeypatch.setattr(compiling, "cute_compile", compile_with_remarks)
+    compiled = mock.Mock(side_effect=compile_printing(REMARKS))
+    monkeypatch.setattr(compiling, "cute_compile", compiled)
     monkeypatch.setattr(compiling, "export", lambda function: (b"shared object", ".so"))
     monkeypatch.setattr(reading, "disassemble", lambda cubin: "")
     key, cache = plan_of().main, DiskCache(fresh_cache)
     first = reading.cached_resources(key)
     assert (first.registers, first.cubin, first.sass) == (168, FakeKernel.__cubin__, Counter())
-    assert reading.cached_resources(key) == first and compiled == [key]
+    assert reading.cached_resources(key) == first and compiled.call_count == 1
     assert [path.stem for path in cache.files()] == [compiling.digest(key)] and not compiling.precompile(key)
     # Instructions are counted as soon as there is a disassembler.
     monkeypatch.setattr(reading, "disassemble", lambda cubin: SASS)
-    assert reading.cached_resources(key).sass["HMMA"] == 2 and compiled == [key]
+    assert reading.cached_resources(key).sass["HMMA"] == 2 and compiled.call_count == 1
     cache.clear()
     assert {path.suffix for path in fresh_cache.iterdir()} == {".lock"}

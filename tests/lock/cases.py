@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ from cute_flash.score_mod.block_mask import BlockMask
 from cute_flash.score_mod.bound import BoundMods
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.band import Band
 from cute_flash.spec.describe import describe
 from tests import mod_cases
+from tests.arguments import call_args
 from tests.jit.gates import without_locations
 from tests.lock.decode_cases import DecodeCase, decode_cases, decode_key
 from tests.mod_cases import Sizes
@@ -532,11 +535,11 @@ def call_of(case: Case, sizes: Sizes | None = None) -> tuple[Tensor, Tensor, Ten
 
     width_v = case.head_dim_v or case.head_dim
     q, k = rows(heads, sizes.seqlen_q, case.head_dim), rows(sizes.heads_kv, sizes.seqlen_k, case.head_dim)
-    left, right = MASKS[case.mask]
-    args = AttentionArgs(
+    args = call_args(
+        q,
+        Band(*MASKS[case.mask]),
         scale=0.1,
-        window_left=left,
-        window_right=right,
+        **(_mods_of(case, sizes) if case.has_mods else {}),
         softcap=3.0 if "softcap" in names else 0.0,
         # Not the dtype that kernels read; a launch converts it.
         alibi=torch.zeros(batch, heads, dtype=torch.bfloat16) if "alibi" in names else None,
@@ -553,30 +556,28 @@ def call_of(case: Case, sizes: Sizes | None = None) -> tuple[Tensor, Tensor, Ten
         deterministic=case.deterministic,
         kernel_family=case.family,
     )
-    args = _with_mods(args, case, sizes) if case.has_mods else args
+    bias = None if args.bias is None else args.bias.detach()
+    args = args._replace(bias=bias, captures=tuple(x.detach() for x in args.captures))
     return q, k, rows(sizes.heads_kv, sizes.seqlen_k, width_v), args
 
 
-def _with_mods(args: AttentionArgs, case: Case, sizes: Sizes) -> AttentionArgs:
-    make = mod_cases.Make(sizes, 0, "cpu")
+def _mods_of(case: Case, sizes: Sizes) -> dict[str, Any]:
+    """Bias, mods and block mask, as keywords of `attn`."""
+    make, block_mask = mod_cases.Make(sizes, 0, "cpu"), None
     score_mod = getattr(make, case.score_mod)() if case.score_mod else None
     mask_mod = getattr(make, case.mask_mod)() if case.mask_mod else None
-    mods = BoundMods.of(score_mod, mask_mod, _straight_through if case.has_own_gradient else None)
-    for capture in mods.captures:
+    for capture in BoundMods.of(score_mod, mask_mod, None).captures:
         capture.requires_grad_(case.has_table_gradients and capture.is_floating_point())
-    bias, block_mask = None if case.bias is None else _bias(case.bias, sizes), None
     if case.block_map:
         shape = sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k
         block_mask = BlockMask.of(mask_mod, shape, tile=mod_cases.BLOCK, causal=case.mask == "causal")
-    return args._replace(
-        bias=None if bias is None else bias.detach(),
-        mod_graphs=mods.graphs.text,
-        captures=tuple(capture.detach() for capture in mods.captures),
-        scalars=mods.scalars,
-        needs_grad=tuple(x is not None and x.requires_grad for x in (bias, *mods.captures)),
-        block_mask=() if block_mask is None else block_mask.tensors,
-        block_mask_sizes=() if block_mask is None else block_mask.sizes,
-    )
+    return {
+        "bias": None if case.bias is None else _bias(case.bias, sizes),
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
+        "score_mod_bwd": _straight_through if case.has_own_gradient else None,
+        "block_mask": block_mask,
+    }
 
 
 def _straight_through(grad, score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
@@ -605,6 +606,7 @@ def plan_of(case: Case, sizes: Sizes | None = None) -> Plan:
     return plan_backward(problem, arch, case.deterministic, case.has_dlse, case.family)
 
 
+@cache
 def compile_key(case: AnyCase) -> CompileKey:
     """The `CompileKey` of the kernel of a case; raises `UnsupportedError` if the family has none."""
     if isinstance(case, DecodeCase):

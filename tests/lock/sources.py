@@ -54,13 +54,14 @@ def _digest_of_module(module: str) -> str:
     return hashlib.sha256(code(files()[module].read_text(encoding="utf-8")).encode()).hexdigest()
 
 
-def traced_modules(kernel: str) -> set[str]:
+@cache
+def traced_modules(kernel: str) -> frozenset[str]:
     """The modules that a kernel's class imports, those that describe its arguments, and the caller of the compiler."""
     if kernel == LAYOUTS:
-        return {module for module in files() if module.startswith(LAYOUTS)}
+        return frozenset(module for module in files() if module.startswith(LAYOUTS))
     module = KERNELS[kernel].path.partition(":")[0]
     roots = (f"cute_flash.kernels.{module}", "cute_flash.kernels.common.fakes")
-    return {*reached_from(roots), "cute_flash.jit.compile"}
+    return frozenset({*reached_from(roots), "cute_flash.jit.compile"})
 
 
 def _described(key: CompileKey) -> str:

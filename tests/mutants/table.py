@@ -48,7 +48,7 @@ _SCORE_BWD = _of("device/test_score_bwd.py")
 _REFERENCE = _of("reference/test_features.py", "reference/test_dense.py")
 _FORWARD, _BACKWARD = _of("planning/test_forward.py"), _of("planning/test_backward.py")
 _DECISIONS = _of("planning/test_decisions.py")
-_OPERANDS = _of("runtime/test_forward.py", "runtime/test_backward.py")
+_OPERANDS = _of("runtime/test_dense.py")
 _DECODE = _of("decode/test_reference.py")
 _SHARDS = _of("distributed/test_calls.py", "distributed/test_accumulate.py", "distributed/test_large_groups.py")
 _FLASH = _of("integrations/test_flash_attn.py", "integrations/test_flash_attn_3.py")
@@ -121,7 +121,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # Planning.
     *_mutants(
         "cute_flash/planning/plan.py",
-        (*_DECISIONS, *_FORWARD, *_BACKWARD, *_of("runtime/test_backward.py", "runtime/test_varlen.py")),
+        (*_DECISIONS, *_FORWARD, *_BACKWARD, *_of("runtime/test_dense.py", "runtime/test_varlen.py")),
         ("ceil_div(group * rows, tile_m) < group", "ceil_div(group * rows, tile_m) <= group"),
         ("min(num_tiles, arch.num_sms) if is_sm90 else num_tiles", "num_tiles"),
         ("if kv_heads % n == 0)", "if n)"),
@@ -160,6 +160,65 @@ MUTANTS: tuple[Mutant, ...] = (
         ("return 1 / (1 - args.dropout)", "return 1 - args.dropout"),
         ("max(args.softcap, MIN_SOFTCAP, MIN_SOFTCAP * scale)", "args.softcap"),
         ("if FEATURE[name].bwd])", "if FEATURE[name].fwd])"),
+    ),
+    # Launches.
+    *_mutants(
+        "cute_flash/runtime/counters.py",
+        _of("runtime/test_counters.py"),
+        ("if cached is not None and not is_capturing:", "if cached is not None:"),
+        ("if is_capturing or stream == PER_THREAD_STREAM or", "if is_capturing or"),
+        ("key = num_launches > 1,", "key = num_launches > 0,"),
+        ("offsets.append(end)", "offsets.append(0)"),
+        ("if len(_views) >= MAX_VIEWS:", "if len(_views) > MAX_VIEWS:"),
+        ("if row < MAX_GRAPHS else", "if row <= MAX_GRAPHS else"),
+        ("(device_index, capture, stream), len(_graphs)", "(device_index, capture), len(_graphs)"),
+        ("if num <= GRAPH_COUNTERS and device_index in _reserve", "if device_index in _reserve"),
+        ("return stream != 0 and torch", "return torch"),
+    ),
+    *_mutants(
+        "cute_flash/runtime/operands.py",
+        _OPERANDS,
+        ("return (-q if scale < 0 else q), max(abs(scale), MIN_SCALE)", "return q, max(abs(scale), MIN_SCALE)"),
+        ("return min(bound, MAX_WINDOW)", "return bound"),
+        ("return tensor.stride(1) == tensor.shape[2] * tensor.stride(2)", "return True"),
+        ("group * tensor.stride(1), row_stride", "tensor.stride(1), row_stride"),
+        ("return row // RECT_ROWS * CALL_STRIDE", "return row // RECT_ROWS"),
+    ),
+    *_mutants(
+        "cute_flash/runtime/launcher.py",
+        _OPERANDS,
+        ("args.deterministic or is_mode_deterministic()", "args.deterministic"),
+        ("all(can_pack_gqa(x) or not has_aligned_strides(x) for x in (q, out))", "True"),
+        ("dlse is None, args.key,", "args.key,"),
+        ("lse.fill_(-math.inf)", "lse.fill_(0.0)"),
+    ),
+    *_mutants(
+        "cute_flash/runtime/binder.py",
+        _of("runtime/test_dense.py", "runtime/test_varlen.py", "runtime/test_mods.py"),
+        ('self.add("if not MIN_SCALE <=', 'self.add("if not 0 <='),
+        ('text = "MAX_WINDOW" if bound is None', 'text = "0" if bound is None'),
+        ("begins_apart = plan.tile.begins_apart and not plan.deterministic", "begins_apart = plan.tile.begins_apart"),
+        ('"sinks" in problem.features and plan.main', '"sink" in problem.features and plan.main'),
+    ),
+    Mutant(
+        "cute_flash/spec/args.py", "self.needs_grad[1 + i]", "self.needs_grad[i]", _of("spec/test_args.py")
+    ),
+    # The disk cache of kernels.
+    *_mutants(
+        "cute_flash/jit/disk.py",
+        _of("jit/test_disk.py", "jit/test_compile.py"),
+        ("hashlib.sha256(path.read_bytes()).hexdigest() == expected else", "expected else"),
+        ("stat.S_IWGRP | stat.S_IWOTH", "stat.S_IWOTH"),
+        ("status.st_uid != os.getuid()", "status.st_uid == -1"),
+        ("fcntl.flock(file, fcntl.LOCK_EX)", "pass"),
+        ("DiskCache(Path(private), is_persistent=False)", "DiskCache(Path(private))"),
+    ),
+    *_mutants(
+        "cute_flash/jit/compile.py",
+        _of("jit/test_digest.py"),
+        ('"sources": source_digest(), ', ""),
+        ("for x in fields(key.tile) if x.compare}", "for x in fields(key.tile)}"),
+        ('removeprefix("cu")) <= major', 'removeprefix("cu")) < major'),
     ),
     # Layouts.
     *_mutants(

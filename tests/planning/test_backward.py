@@ -191,38 +191,25 @@ def test_cheap_mods_have_the_tile_of_plain_gradients(kind: Kind, tile_m: int) ->
 @pytest.mark.parametrize("name", ["softcap", "alibi", "sinks", "dropout", "return_max_logit"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
 def test_features_are_compiled_into_the_main_kernel(name: str, arch: str) -> None:
-    problem = Problem(1, 4, 4, 8, 8, 64, features=(name,))
-    assert plan_forward(problem, ARCHS[arch]).main.static.features == (name,)
-    found = plan_backward(problem, ARCHS[arch], has_dlse=True)
+    dense = Problem(3, 4, 4, 800, 800, 64, features=(name,))
     # The LSE contains the sink, and max_logit has no gradient.
-    assert found.main.static.features == (() if name in ("sinks", "return_max_logit") else (name,))
-    assert found.launch("bwd_preprocess").static.features == found.launch("bwd_postprocess").static.features == ()
-    assert [gradient.field for gradient in found.finalizers] == ([name] if name in ("alibi", "sinks") else [])
-
-
-@pytest.mark.parametrize("name", ["softcap", "alibi", "sinks", "dropout"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
-def test_features_of_varlen_batches(name: str, arch: str) -> None:
-    problem = Problem(3, 4, 4, 800, 800, 64, features=(name,), varlen=True, seqused_k=True)
-    forward = plan_forward(problem, ARCHS[arch])
+    in_backward = () if name in ("sinks", "return_max_logit") else (name,)
+    for problem in (dense, dataclasses.replace(dense, varlen=True, seqused_k=True)):
+        forward, found = plan_forward(problem, ARCHS[arch]), plan_backward(problem, ARCHS[arch], has_dlse=True)
+        assert forward.main.static.features == (name,) and found.main.static.features == in_backward
+        before, after = found.launch("bwd_preprocess").static, found.launch("bwd_postprocess").static
+        assert before.features == after.features == () and before.varlen == problem.varlen
+        assert [gradient.field for gradient in found.finalizers] == ([name] if name in ("alibi", "sinks") else [])
+        assert found.launches[0].kernel == ("varlen_scheduler_bwd" if problem.varlen else "bwd_preprocess")
     assert [key.kernel for key in forward.launches] == ["varlen_scheduler_fwd", forward.main.kernel]
     # The tile list contains the number of used keys.
     assert forward.main.static.varlen and not forward.main.static.seqused_k
     assert forward.launch("varlen_scheduler").static.seqused_k
-    found = plan_backward(problem, ARCHS[arch])
-    assert found.launches[0].kernel == "varlen_scheduler_bwd" and len(found.launches) == 4
-    assert found.main.static.features == (() if name == "sinks" else (name,))
-    assert found.launch("bwd_preprocess").static.varlen and not found.launch("bwd_preprocess").static.features
     if name == "alibi":
         # Every sequence starts with a new K/V block.
         blocks = num_padded_blocks(800, found.tile.tile_n, 3)
         assert blocks == 800 // found.tile.tile_n + 3 + 1
         assert shape_of(found, "dalibi_partial") == (1, 4, blocks * found.sizes["dalibi_warps"])
-
-
-def test_an_unknown_family_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="kernel family 'sm99'"):
-        plan_backward(Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band()), ARCHS["sm_90"], family="sm99")
 
 
 def test_deterministic_gradients() -> None:

@@ -28,13 +28,6 @@ def test_tiles_of_a_varlen_batch_differ_in_length() -> None:
     assert plan_backward(VARLEN, SM90).is_dynamic and not plan_backward(DENSE, SM90).is_dynamic
 
 
-@pytest.mark.parametrize(("rows", "group", "packs"), [(4, 4, True), (100, 2, False), (60, 2, True), (128, 4, False)])
-def test_query_heads_are_packed_if_that_saves_tiles(rows: int, group: int, packs: bool) -> None:
-    problem = Problem(2, 2 * group, 2, rows, 4096, 128, band=Band(None, 0))
-    found = plan_forward(problem, SM90, can_pack_gqa=True)
-    assert found.tile.tile_m == 128 and found.pack_gqa == packs
-
-
 def test_workspaces_that_no_kernel_may_reset_begin_with_zeros() -> None:
     """With wrong offsets of a varlen batch, the preprocess kernel may not reset all claims."""
     assert init_of(plan_backward(VARLEN, SM90), "dq_progress") == "zeros"

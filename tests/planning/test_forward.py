@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import subprocess
-import sys
-import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -16,7 +14,7 @@ from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ARCHS, ArchSpec
 from cute_flash.spec.band import Band
-from cute_flash.spec.family import FAMILIES, requested_family, use_kernels
+from cute_flash.spec.family import FAMILIES, use_kernels
 from cute_flash.spec.problem import Problem, UnsupportedError
 
 A100, H100 = ARCHS["sm_80"], ARCHS["sm_90"]
@@ -60,23 +58,15 @@ def test_a_share_of_l2_is_left_to_the_other_tensors() -> None:
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(1, 1), (3, 6), (17, 5)])
-def test_ctas_cover_every_row_once(batch: int, heads: int) -> None:
-    for seqlen_q in (1, 2, 63, 64, 65, 127, 128, 129, 1000):
-        found = plan_forward(Problem(batch, heads, 1, seqlen_q, 77, 64), A100)
-        tiles = len(range(0, seqlen_q, found.tile.tile_m))
-        assert found.sizes["num_tiles"] == found.sizes["num_ctas"] == tiles * heads * batch
-        assert not found.is_dynamic
-
-
-@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (3, 6), (17, 5)])
 @pytest.mark.parametrize("num_sms", [1, 78, 132])
-def test_persistent_ctas_are_as_many_as_tiles_or_sms(batch: int, heads: int, num_sms: int) -> None:
-    part = dataclasses.replace(H100, num_sms=num_sms)
-    for seqlen_q in (1, 64, 65, 128, 192, 193, 385, 1000, 5000):
-        found = plan_forward(Problem(batch, heads, 1, seqlen_q, 77, 64), part)
+def test_ctas_cover_every_row_once(batch: int, heads: int, num_sms: int) -> None:
+    """On Hopper, CTAs are persistent: as many as tiles or SMs."""
+    for seqlen_q, arch in itertools.product((1, 63, 64, 65, 128, 129, 192, 193, 1000, 5000), (A100, H100)):
+        found = plan_forward(Problem(batch, heads, 1, seqlen_q, 77, 64), dataclasses.replace(arch, num_sms=num_sms))
         tiles = len(range(0, seqlen_q, found.tile.tile_m)) * heads * batch
-        assert (found.sizes["num_tiles"], found.sizes["num_ctas"]) == (tiles, min(tiles, num_sms))
-        assert found.sizes["seqlen_q"] == seqlen_q
+        assert found.sizes["num_tiles"] == tiles and not found.is_dynamic
+        assert found.sizes["num_ctas"] == (min(tiles, num_sms) if arch is H100 else tiles)
+        assert arch is A100 or found.sizes["seqlen_q"] == seqlen_q
 
 
 @pytest.mark.parametrize("band", [Band(), Band(5, None), Band(None, 0), Band(5, 5)], ids=str)
@@ -145,135 +135,37 @@ def test_ctas_per_sm_is_what_shared_memory_and_threads_allow(arch: ArchSpec) -> 
         assert ctas == max(n for n in fit if n * found.tile.num_threads <= arch.max_threads_per_sm)
 
 
-def test_the_family_is_an_argument_too() -> None:
-    problem = Problem(1, 1, 1, 10, 10, 64)
-    # Plans do not depend on the context: autograd threads do not see it.
-    with use_kernels("sm80"):
-        assert plan_forward(problem, H100).family == "sm90"
-        assert plan_backward(problem, H100).family == "sm90"
-    assert plan_forward(problem, H100, "sm80").family == "sm80"
-    with pytest.raises(UnsupportedError, match="kernel family 'sm70'"):
-        plan_forward(problem, H100, "sm70")
-
-
 def test_the_key_is_what_is_compiled_in() -> None:
     problem = Problem(2, 4, 2, 100, 200, 64, band=Band(None, 0))
-    found = plan_forward(problem, A100)
-    longer = plan_forward(dataclasses.replace(problem, batch=9, seqlen_q=5000, band=Band(None, 77)), A100)
-    other = plan_forward(dataclasses.replace(problem, dtype="float16"), A100)
-    assert found.main == CompileKey("fwd_sm80", problem.static, found.tile, "sm_80", KERNELS["fwd_sm80"].names)
-    assert longer.main == found.main
-    assert other.main != found.main
-    assert plan_forward(problem, H100, "sm80").main.target == "sm_90"
-
-
-def test_the_key_of_a_hopper_kernel() -> None:
-    problem = Problem(2, 4, 2, 100, 200, 64, band=Band(None, 0))
-    found = plan_forward(problem, H100)
-    # Only the target "sm_90a" has wgmma.
-    assert found.main == CompileKey("fwd_sm90", problem.static, found.tile, "sm_90a", KERNELS["fwd_sm90"].names)
-    # The number of SMs is not compiled in, so all GPUs of an architecture share the kernel.
-    part = dataclasses.replace(H100, gpu="NVIDIA H100 PCIe", num_sms=114)
     longer = dataclasses.replace(problem, batch=9, seqlen_q=5000, band=Band(None, 77))
-    assert plan_forward(longer, part).main == found.main
-    assert plan_forward(problem, H100, "sm80").main != found.main
-
-
-def test_a_detected_gpu_has_the_key_of_its_architecture() -> None:
-    problem = Problem(2, 4, 2, 100, 200, 64)
-    detected = dataclasses.replace(A100, gpu="NVIDIA A100-SXM4-80GB", num_sms=107, l2_bytes=41 * MIB)
-    assert plan_forward(problem, detected).main == plan_forward(problem, A100).main
+    other = dataclasses.replace(problem, dtype="float16")
+    # Only the target "sm_90a" has wgmma.
+    for arch, family, target in ((A100, "sm80", "sm_80"), (H100, "sm80", "sm_90"), (H100, "sm90", "sm_90a")):
+        found, kernel = plan_forward(problem, arch, family), f"fwd_{family}"
+        assert found.main == CompileKey(kernel, problem.static, found.tile, target, KERNELS[kernel].names)
+        # The number of SMs and the size of L2 are not compiled in, so all GPUs of an architecture share the kernel.
+        part = dataclasses.replace(arch, gpu="another part", num_sms=arch.num_sms - 1, l2_bytes=arch.l2_bytes + MIB)
+        assert plan_forward(longer, part, family).main == found.main
+        assert plan_forward(other, arch, family).main != found.main
 
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
 def test_the_family_is_the_first_that_the_gpu_can_run(arch: ArchSpec) -> None:
-    found = plan_forward(Problem(1, 1, 1, 10, 10, 64), arch)
-    assert found.family == {"sm_80": "sm80", "sm_86": "sm80", "sm_89": "sm80", "sm_90": "sm90"}[arch.name]
-    assert isinstance(found.tile, FwdTileSm90 if found.family == "sm90" else FwdTileSm80)
-
-
-def test_use_kernels_nests_and_ends() -> None:
-    assert requested_family() == ""
+    problem, family = Problem(1, 1, 1, 10, 10, 64), "sm90" if arch is H100 else "sm80"
+    # Plans do not depend on the context: autograd threads do not see it.
     with use_kernels("sm80"):
-        assert requested_family() == "sm80"
-        with use_kernels("sm90"):
-            assert requested_family() == "sm90"
-        assert requested_family() == "sm80"
-    assert requested_family() == ""
-    with pytest.raises(RuntimeError, match="inside"), use_kernels("sm80"):
-        raise RuntimeError("inside")
-    assert requested_family() == ""
-
-
-def test_use_kernels_is_for_one_thread() -> None:
-    seen = []
-    with use_kernels("sm80"):
-        thread = threading.Thread(target=lambda: seen.append(requested_family()))
-        thread.start()
-        thread.join()
-    assert seen == [""]
-
-
-def test_use_kernels_refuses_an_unknown_family_at_once() -> None:
-    with (
-        pytest.raises(
-            UnsupportedError, match=f"^kernel family 'sm70': use {' or '.join(FAMILIES)}, or '' for the best one$"
-        ),
-        use_kernels("sm70"),
-    ):
-        pytest.fail("entered")
-    assert requested_family() == ""
-
-
-# The variable is read at import. Each value has its own process, forked after torch is loaded.
-FAMILY_OF_PROCESS = """
-import os, sys, torch
-
-def show():
-    from cute_flash.planning.plan import plan_forward
-    from cute_flash.spec.arch import ARCHS
-    from cute_flash.spec.family import requested_family, use_kernels
-    from cute_flash.spec.problem import Problem
-
-    def family(arch):
-        try:
-            return plan_forward(Problem(1, 1, 1, 10, 10, 64), ARCHS[arch], requested_family()).family
-        except ValueError as error:
-            return str(error)
-
-    print(family("sm_90"), family("sm_80"), sep="; ")
-    with use_kernels("sm80"):
-        print(family("sm_90"), flush=True)
-
-for value in sys.argv[1:]:
-    if pid := os.fork():
-        assert os.waitpid(pid, 0)[1] == 0
-    else:
-        os.environ["CUTE_FLASH_KERNELS"] = value
-        show()
-        break
-"""
-
-
-@pytest.mark.processes
-def test_the_environment_chooses_the_family_of_a_process() -> None:
-    unknown = "kernel family 'sm99': use sm90 or sm80, or '' for the best one"
-    expected = {"sm80": "sm80; sm80", "sm99": f"{unknown}; {unknown}"}
-    command = [sys.executable, "-c", FAMILY_OF_PROCESS, *expected]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    # `use_kernels` takes precedence.
-    assert done.stdout.splitlines() == [line for answers in expected.values() for line in (answers, "sm80")]
-
-
-def test_a_family_that_the_gpu_cannot_run() -> None:
-    old = dataclasses.replace(A100, name="sm_75")
+        found = plan_forward(problem, arch)
+        assert found.family == plan_backward(problem, arch).family == family
+    assert isinstance(found.tile, FwdTileSm90 if family == "sm90" else FwdTileSm80)
+    assert plan_forward(problem, arch, "sm80").family == plan_backward(problem, arch, family="sm80").family == "sm80"
+    if arch is not H100:
+        with pytest.raises(UnsupportedError, match=f"family 'sm90' does not run on {arch.name}"):
+            plan_forward(problem, arch, "sm90")
     with pytest.raises(UnsupportedError, match="family 'sm80' does not run on sm_75"):
-        plan_forward(Problem(1, 1, 1, 10, 10, 64), old, "sm80")
-    for arch in ARCHS.values():
-        if arch is not H100:
-            refusal = f"family 'sm90' does not run on {arch.name}"
-            with pytest.raises(UnsupportedError, match=refusal):
-                plan_forward(Problem(1, 1, 1, 10, 10, 64), arch, "sm90")
+        plan_forward(problem, dataclasses.replace(arch, name="sm_75"), "sm80")
+    for plan in (plan_forward, plan_backward):
+        with pytest.raises(UnsupportedError, match="kernel family 'sm70': use sm90 or sm80"):
+            plan(problem, arch, family="sm70")
 
 
 @pytest.mark.parametrize("side", ["seqlen_q", "seqlen_k"])
@@ -293,15 +185,10 @@ def test_the_largest_grid() -> None:
             plan_forward(Problem(1 << 16, 1 << 15, 1, 1, 1, 64), arch)
 
 
-def test_a_plan_checks_its_problem() -> None:
+@pytest.mark.parametrize("plan", [plan_forward, plan_backward])
+def test_a_plan_checks_its_problem(plan: Callable) -> None:
     with pytest.raises(UnsupportedError, match="head_dim=60"):
-        plan_forward(Problem(1, 1, 1, 10, 10, 60), A100)
-    with pytest.raises(UnsupportedError, match="dtype float64 on cuda"):
-        plan_forward(Problem(1, 1, 1, 10, 10, 64, "float64"), A100)
-    with pytest.raises(UnsupportedError, match="head_dim=192 of float32 on cuda"):
-        plan_forward(Problem(1, 1, 1, 10, 10, 192, "float32"), A100)
-    with pytest.raises(ValueError, match="q has 4 heads and k, v have 3"):
-        plan_forward(Problem(1, 4, 3, 10, 10, 64), A100)
+        plan(Problem(1, 1, 1, 10, 10, 60), A100)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
 from cute_flash.planning.registry import KERNELS
-from cute_flash.spec.arch import ARCHS
-from cute_flash.spec.problem import Problem
 
 SCALARS = ("f32", "i32", "i64")
 LAYOUTS = ("rows", "statistics", "compact", "strided")
@@ -100,14 +97,3 @@ def test_a_kernel_reads_no_operand_that_its_row_lacks(name: str) -> None:
     module, _class_name = KERNELS[name].path.split(":")
     rows = [kernel for kernel in KERNELS.values() if kernel.path == KERNELS[name].path]
     assert operands_read(module, "args") <= {operand for kernel in rows for operand in kernel.names}
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_the_order_of_operands_is_in_the_compile_key(arch: str) -> None:
-    """Otherwise a kernel from an old cache could receive arguments in the wrong order."""
-    problem = Problem(2, 4, 2, 100, 200, 64)
-    for plan in (plan_forward(problem, ARCHS[arch]), plan_backward(problem, ARCHS[arch])):
-        for key in plan.launches:
-            assert key.operands == KERNELS[key.kernel].names
-            other = CompileKey(key.kernel, key.static, key.tile, key.target, key.operands[::-1])
-            assert other != key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 
@@ -173,14 +174,11 @@ def test_no_row_is_taken_that_does_not_fit(family: str, name: str) -> None:
         plan_forward(Problem(1, 1, 1, 100, 100, 64), dataclasses.replace(ARCHS[name], smem_per_cta=1024), family)
 
 
-def test_the_family_decides_the_kind_of_tile() -> None:
-    problem = problem_of(128, Band(None, 0))
-    assert isinstance(fwd_tile("sm80", SM_90, problem), FwdTileSm80)
-    assert isinstance(fwd_tile("sm90", SM_90, problem), FwdTileSm90)
-    # Rows of the other family are not used, and more shared memory does not replace wgmma.
+def test_a_family_without_a_tile_is_not_replaced() -> None:
+    # More shared memory does not replace wgmma.
     roomy = dataclasses.replace(ARCHS["sm_80"], smem_per_cta=1 << 20)
     with pytest.raises(UnsupportedError, match=r"^head_dim=128: no tile of sm90 for sm_80$"):
-        fwd_tile("sm90", roomy, problem)
+        fwd_tile("sm90", roomy, problem_of(128, Band(None, 0)))
     for family in FAMILIES:
         with pytest.raises(UnsupportedError, match=f"^head_dim=264: no tile of {family} for sm_90$"):
             fwd_tile(family, SM_90, problem_of(264, Band()))
@@ -226,46 +224,61 @@ def test_rows_for_short_sequences_and_for_masks() -> None:
     assert first.max_keys == 1024 and fwd_tile("sm90", SM_90, problem_of(64, causal, 1025)).max_keys is None
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "tile_m", "tile_n", "num_warps", "stages", "message"),
-    [
-        (64, 96, 64, 4, 1, "tile_m=96 must be a multiple of 64: 4 warps of 16 rows"),
-        (64, 64, 64, 8, 1, "tile_m=64 must be a multiple of 128"),
-        (64, 64, 24, 4, 1, "tile_n=24 must be a positive multiple of 16"),
-        (64, 64, 0, 4, 1, "tile_n=0 must be a positive multiple of 16"),
-        (64, 64, -16, 4, 1, "tile_n=-16 must be a positive multiple of 16"),
-        (72, 64, 64, 4, 1, "head_dim=72 must be a multiple of 32 up to 256"),
-        (288, 64, 64, 4, 1, "head_dim=288 must be a multiple of 32 up to 256"),
-        (0, 64, 64, 4, 1, "head_dim=0 must be a multiple of 32 up to 256"),
-        # 256 threads copy 32 rows of 128 bytes, or 64 of 64 bytes, at a time.
-        (64, 128, 48, 8, 1, "must be multiples of 32, the rows one copy covers"),
-        (96, 128, 96, 8, 1, "must be multiples of 64, the rows one copy covers"),
-        (64, 64, 64, 4, 0, "stages=0 must be 1 or 2"),
-        (64, 64, 64, 4, 3, "stages=3 must be 1 or 2"),
-    ],
-)
-def test_a_wrong_tile_names_the_value(
-    head_dim: int, tile_m: int, tile_n: int, num_warps: int, stages: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        FwdTileSm80(head_dim, tile_m, tile_n, num_warps, stages)
+SM80, SM90, BWD = FwdTileSm80(64, 64, 64, 4, 1), FwdTileSm90(64, 128, 64, 2), BwdTileSm80(128, 64, 128, 2, 4, 4, 2)
+PAIR = FwdTileSm80(256, 64, 64, 4, 1, speculative_max=True, warp_pairs=True)
+# A good tile, the fields that make it a wrong one, and the error.
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (SM80, {"tile_m": 96}, "tile_m=96 must be a multiple of 64: 4 warps of 16 rows"),
+    (SM80, {"num_warps": 8}, "tile_m=64 must be a multiple of 128"),
+    *((SM80, {"tile_n": n}, f"tile_n={n} must be a positive multiple of 16") for n in (24, 0, -16)),
+    *((SM80, {"head_dim": d}, f"head_dim={d} must be a multiple of 32 up to 256") for d in (72, 288, 0)),
+    # 256 threads copy 32 rows of 128 bytes, or 64 of 64 bytes, at a time.
+    (SM80, {"tile_m": 128, "tile_n": 48, "num_warps": 8}, "must be multiples of 32, the rows one copy covers"),
+    (
+        SM80,
+        {"head_dim": 96, "tile_m": 128, "tile_n": 96, "num_warps": 8},
+        "must be multiples of 64, the rows one copy covers",
+    ),
+    *((SM80, {"stages": n}, f"stages={n} must be 1 or 2") for n in (0, 3)),
+    *(
+        (PAIR, fields, "needs two warps, one stage and a speculative max")
+        for fields in ({"speculative_max": False}, {"stages": 2}, {"num_warps": 1})
+    ),
+    (PAIR, {"head_dim": 224}, "needs 64, 128, 192 or 256 columns"),
+    (PAIR, {"tile_n": 96}, "and 32, 64, 128 or 256 keys"),
+    (PAIR, {"pieces": 2}, "speculative_max=True is not implemented for fp32"),
+    *((SM90, {"tile_m": m}, f"tile_m={m} must be 64 times 1, 2 or 3") for m in (96, 0, -64, 256)),
+    *((SM90, {"tile_n": n}, f"tile_n={n} must be a multiple of 16 up to 256") for n in (24, 0, 272)),
+    *((SM90, {"head_dim": d}, f"head_dim={d} must be a multiple of 32 up to 256") for d in (72, 0, 288)),
+    *((SM90, {"head_dim_v": d}, f"head_dim_v={d} must be a multiple of 32 up to 256") for d in (8, 72, 288)),
+    # Powers of two, so that the stage index is the low bits of the iteration.
+    *((SM90, {"stages": n}, f"stages={n} must be 1, 2, 4 or 8") for n in (0, 3)),
+    *((SM90, {"q_stages": n}, f"q_stages={n} 1 or 2") for n in (0, 3)),
+    (SM90, {"q_stages": 2, "head_dim_v": 128}, "an output of width 128 does not fit Q's stage"),
+    *(
+        (SM90, {"dropout_producer": True, "tile_m": m, "tile_n": n}, "for 2 warpgroups, and .* a multiple of 32")
+        for m, n in ((64, 64), (192, 64), (128, 80))
+    ),
+    (BWD, {"num_warps": 6}, "num_warps"),
+    (BWD, {"stages": 3}, "stages"),
+    (BWD, {"tile_m": 48}, "tile_m"),
+    (BWD, {"head_dim": 100}, "head_dim"),
+    (BWD, {"warps_s": 3}, "warps_s"),
+    (BWD, {"warps_kv": 1, "head_dim": 96}, "warps_kv"),
+    (BWD, {"splits_kv": True, "warps_kv": 8}, "up to 4 warps"),
+    (BWD, {"splits_kv": True, "warps_s": 8, "pieces": 2}, "is not implemented for fp32"),
+    (BWD, {"warps_q": 8}, "warps_q"),
+    (BWD, {"tile_n": 40}, "warps_s"),
+    (BWD, {"head_dim": 96, "tile_m": 32, "warps_q": 2, "warps_s": 4}, "rows of one copy|warps_q"),
+]
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"speculative_max": False}, "needs two warps, one stage and a speculative max"),
-        ({"stages": 2}, "needs two warps, one stage and a speculative max"),
-        ({"num_warps": 1}, "needs two warps, one stage and a speculative max"),
-        ({"head_dim": 224}, "needs 64, 128, 192 or 256 columns"),
-        ({"tile_n": 96}, "and 32, 64, 128 or 256 keys"),
-        ({"pieces": 2}, "speculative_max=True is not implemented for fp32"),
-    ],
+    ("good", "fields", "message"), WRONG, ids=lambda x: x.__class__.__name__ if dataclasses.is_dataclass(x) else str(x)
 )
-def test_a_wrong_pair_of_warps_names_the_value(fields: dict, message: str) -> None:
-    row = FwdTileSm80(256, 64, 64, 4, 1, speculative_max=True, warp_pairs=True)
+def test_a_wrong_tile_names_the_value(good: Any, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(row, **fields)
+        dataclasses.replace(good, **fields)
 
 
 def test_a_speculative_row_max_is_for_plain_calls() -> None:
@@ -278,92 +291,29 @@ def test_a_speculative_row_max_is_for_plain_calls() -> None:
         assert not fwd_tile("sm80", SM_90, dataclasses.replace(problem, head_dim=head_dim, **fields)).speculative_max
 
 
-@pytest.mark.parametrize(
-    ("tile", "threads", "copy_rows", "smem_bytes", "registers"),
-    [
-        (FwdTileSm80(64, 128, 64, 4, 2), 128, 16, 48 << 10, 128),
-        (FwdTileSm80(96, 64, 32, 4, 1), 128, 32, 24 << 10, 64),
-        (FwdTileSm80(128, 128, 64, 8, 1), 256, 32, 64 << 10, 96),
-        (FwdTileSm80(256, 64, 64, 4, 2), 128, 16, 160 << 10, 160),
-    ],
-    ids=str,
-)
-def test_derived_numbers(tile: FwdTileSm80, threads: int, copy_rows: int, smem_bytes: int, registers: int) -> None:
-    assert tile.num_threads == threads
-    assert tile.copy_rows == copy_rows
-    assert tile.smem_bytes == smem_bytes
-    assert tile.accumulator_registers == registers
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "tile_m", "tile_n", "stages", "q_stages", "message"),
-    [
-        (64, 96, 64, 2, 1, "tile_m=96 must be 64 times 1, 2 or 3"),
-        (64, 0, 64, 2, 1, "tile_m=0 must be 64 times 1, 2 or 3"),
-        (64, -64, 64, 2, 1, "tile_m=-64 must be 64 times 1, 2 or 3"),
-        (64, 256, 64, 2, 1, "tile_m=256 must be 64 times 1, 2 or 3"),
-        (64, 128, 24, 2, 1, "tile_n=24 must be a multiple of 16 up to 256"),
-        (64, 128, 0, 2, 1, "tile_n=0 must be a multiple of 16 up to 256"),
-        (64, 128, 272, 2, 1, "tile_n=272 must be a multiple of 16 up to 256"),
-        (72, 128, 64, 2, 1, "head_dim=72 must be a multiple of 32 up to 256"),
-        (0, 128, 64, 2, 1, "head_dim=0 must be a multiple of 32 up to 256"),
-        (288, 128, 64, 2, 1, "head_dim=288 must be a multiple of 32 up to 256"),
-        # Powers of two, so that the stage index is the low bits of the iteration.
-        (64, 128, 64, 0, 1, "stages=0 must be 1, 2, 4 or 8"),
-        (64, 128, 64, 3, 1, "stages=3 must be 1, 2, 4 or 8"),
-        (64, 128, 64, 2, 0, "q_stages=0 1 or 2"),
-        (64, 128, 64, 2, 3, "q_stages=3 1 or 2"),
-        (64, 128, 64, 2, 2, "an output of width 128 does not fit Q's stage"),
-    ],
-)
-def test_a_wrong_hopper_tile_names_the_value(
-    head_dim: int, tile_m: int, tile_n: int, stages: int, q_stages: int, message: str
-) -> None:
-    head_dim_v = 128 if "width 128" in message else None
-    with pytest.raises(ValueError, match=message):
-        FwdTileSm90(head_dim, tile_m, tile_n, stages, q_stages, head_dim_v=head_dim_v)
-
-
-@pytest.mark.parametrize(("tile_m", "tile_n"), [(64, 64), (192, 64), (128, 80)])
-def test_a_dropout_producer_serves_two_warpgroups_and_pairs_of_steps(tile_m: int, tile_n: int) -> None:
-    with pytest.raises(ValueError, match=r"dropout_producer=True: for 2 warpgroups, and .* a multiple of 32"):
-        FwdTileSm90(64, tile_m, tile_n, 2, dropout_producer=True)
-
-
-@pytest.mark.parametrize("head_dim_v", [8, 72, 288])
-def test_a_wrong_width_of_the_values_is_named(head_dim_v: int) -> None:
-    with pytest.raises(ValueError, match=f"head_dim_v={head_dim_v} must be a multiple of 32 up to 256"):
-        FwdTileSm90(64, 128, 64, 2, head_dim_v=head_dim_v)
-
-
 # Barriers of 8 bytes: two for each stage, one for each warpgroup and stage of Q; 16 bytes for each of two
 # tiles, at multiples of 16. `test_launches` compares this with the kernel.
 @pytest.mark.parametrize(
-    ("tile", "warpgroups", "threads", "smem_bytes"),
+    ("tile", "threads", "smem_bytes"),
     [
-        (FwdTileSm90(64, 192, 128, 4, 2), 3, 512, (176 << 10) + 8 * (2 * 10 + 6) + 32),
-        (FwdTileSm90(128, 128, 128, 2, 2), 2, 384, (192 << 10) + 8 * (2 * 6 + 4) + 32),
-        (FwdTileSm90(256, 128, 80, 2), 2, 384, (224 << 10) + 8 * (2 * 5 + 2) + 32),
-        (FwdTileSm90(32, 64, 256, 1, 2, ping_pong=False), 1, 256, (40 << 10) + 8 * (2 * 4 + 2) + 32),
-        (FwdTileSm90(64, 64, 64, 2), 1, 256, (40 << 10) + 8 * (2 * 5 + 1 + 1) + 32),
-        (FwdTileSm90(192, 128, 128, 2, 1, head_dim_v=128), 2, 384, (208 << 10) + 8 * (2 * 5 + 2) + 32),
+        (FwdTileSm80(96, 64, 32, 4, 1), 128, 24 << 10),
+        (FwdTileSm80(128, 128, 64, 8, 1), 256, 64 << 10),
+        (FwdTileSm90(64, 192, 128, 4, 2), 512, (176 << 10) + 8 * (2 * 10 + 6) + 32),
+        (FwdTileSm90(256, 128, 80, 2), 384, (224 << 10) + 8 * (2 * 5 + 2) + 32),
+        (FwdTileSm90(32, 64, 256, 1, 2, ping_pong=False), 256, (40 << 10) + 8 * (2 * 4 + 2) + 32),
+        (FwdTileSm90(64, 64, 64, 2), 256, (40 << 10) + 8 * (2 * 5 + 1 + 1) + 32),
+        (FwdTileSm90(192, 128, 128, 2, 1, head_dim_v=128), 384, (208 << 10) + 8 * (2 * 5 + 2) + 32),
         # Two bytes per score, and two more barriers per warpgroup.
-        (FwdTileSm90(128, 128, 128, 2, 2, dropout_producer=True), 2, 512, (224 << 10) + 8 * (2 * 8 + 4) + 32),
+        (FwdTileSm90(128, 128, 128, 2, 2, dropout_producer=True), 512, (224 << 10) + 8 * (2 * 8 + 4) + 32),
     ],
     ids=str,
 )
-def test_derived_numbers_of_hopper_tiles(tile: FwdTileSm90, warpgroups: int, threads: int, smem_bytes: int) -> None:
-    assert tile.num_warpgroups == warpgroups
-    assert tile.num_threads == threads
-    assert tile.smem_bytes == smem_bytes
-
-
-def test_hopper_tiles_need_wgmma_and_fit_exactly() -> None:
-    tile = FwdTileSm90(64, 128, 64, 2)
-    assert tile.fits(dataclasses.replace(SM_90, smem_per_cta=tile.smem_bytes))
-    assert not tile.fits(dataclasses.replace(SM_90, smem_per_cta=tile.smem_bytes - 1))
-    assert not tile.fits(dataclasses.replace(SM_90, name="sm_89"))
-    assert not any(tile.fits(arch) for arch in ARCHS.values() if arch.capability < (9, 0))
+def test_threads_and_shared_memory(tile: Tile, threads: int, smem_bytes: int) -> None:
+    assert (tile.num_threads, tile.smem_bytes) == (threads, smem_bytes)
+    arch = SM_90 if isinstance(tile, FwdTileSm90) else ARCHS["sm_80"]
+    assert tile.fits(dataclasses.replace(arch, smem_per_cta=smem_bytes))
+    assert not tile.fits(dataclasses.replace(arch, smem_per_cta=smem_bytes - 1))
+    assert tile.fits(ARCHS["sm_89"]) == (not isinstance(tile, FwdTileSm90) and smem_bytes <= 99 << 10)
 
 
 def test_hopper_tiles_say_what_they_are() -> None:
@@ -374,21 +324,6 @@ def test_hopper_tiles_say_what_they_are() -> None:
     plain = str(FwdTileSm90(128, 64, 80, 1, ping_pong=False, speculative_max=True, head_dim_v=64))
     assert "64x80x128/64," in plain and "1 K/V stage, 1 of Q" in plain
     assert "ping-pong" not in plain and "speculative max" in plain and "speculative max" not in text
-
-
-def test_fits_is_exact() -> None:
-    tile = FwdTileSm80(128, 128, 64, 4, 1)
-    arch = ARCHS["sm_80"]
-    assert tile.fits(dataclasses.replace(arch, smem_per_cta=tile.smem_bytes))
-    assert not tile.fits(dataclasses.replace(arch, smem_per_cta=tile.smem_bytes - 1))
-
-
-@pytest.mark.parametrize("tile", [FwdTileSm80(64, 128, 64, 4, 2), FwdTileSm90(64, 128, 64, 2)], ids=str)
-def test_evidence_is_not_part_of_a_tile(tile: Tile) -> None:
-    when = {"max_keys": 512, "is_bounded": True} if isinstance(tile, FwdTileSm90) else {}
-    cited = dataclasses.replace(tile, measured="H200, bf16, 16 K, 700 TFLOP/s", **when)  # type: ignore[arg-type]
-    assert cited == tile
-    assert hash(cited) == hash(tile)
 
 
 # The backward on mma.sync
@@ -421,25 +356,3 @@ def test_every_head_dim_has_a_backward_tile_that_fits(arch: str) -> None:
     for widths in ((128, 64), (64, 128)):
         wider = bwd_tile("sm80", ARCHS[arch], problem_of(widths[0], Band(), head_dim_v=widths[1]))
         assert wider is bwd_tile("sm80", ARCHS[arch], problem_of(128, Band()))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_warps": 6}, "num_warps"),
-        ({"stages": 3}, "stages"),
-        ({"tile_m": 48}, "tile_m"),
-        ({"head_dim": 100}, "head_dim"),
-        ({"warps_s": 3}, "warps_s"),
-        ({"warps_kv": 1, "head_dim": 96}, "warps_kv"),
-        ({"splits_kv": True, "warps_kv": 8}, "up to 4 warps"),
-        ({"splits_kv": True, "warps_s": 8, "pieces": 2}, "is not implemented for fp32"),
-        ({"warps_q": 8}, "warps_q"),
-        ({"tile_n": 40}, "warps_s"),
-        ({"head_dim": 96, "tile_m": 32, "warps_q": 2, "warps_s": 4}, "rows of one copy|warps_q"),
-    ],
-)
-def test_backward_tiles_check_themselves(change: dict[str, int], message: str) -> None:
-    good = BwdTileSm80(128, 64, 128, 2, 4, 4, 2)
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(good, **change)

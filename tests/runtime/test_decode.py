@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,94 +13,17 @@ import cute_flash
 from cute_flash import UnsupportedError
 from cute_flash.decode import bind
 from cute_flash.planning.decode import MAX_SPLITS, DecodeStatic, SplitSizes, plan_splits
-from cute_flash.planning.plan import CompileKey
-from cute_flash.planning.registry import KERNELS
-from cute_flash.runtime import counters, decode
-from cute_flash.runtime.counters import (
-    GRAPH_COUNTERS,
-    PER_THREAD_STREAM,
-    graph_counters,
-    reserve,
-    scratch,
-    stream_workspace,
-)
+from cute_flash.runtime import decode
 from cute_flash.runtime.gpu import bound, use_gpu
 from cute_flash.runtime.operands import MAX_WINDOW
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.family import use_kernels
-from cute_flash.spec.features import Buffer, Operand
 from tests.decode.cases import DecodeCall, DecodeCase, random_cases, small_case
 from tests.fakes.cuda import claiming_cuda
+from tests.fakes.gpu import FakeGpu
 from tests.fakes.recording import RecordingGpu
 from tests.gpu import decode_cases
-
-ELEMENTS = {"f32": torch.float32, "i32": torch.int32}
-
-
-class DecodeGpu(RecordingGpu):
-    """Launches check their arguments against the types of the registry, and record them by name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(ARCHS[name])
-        self.launches: list[dict[str, Any]] = []
-
-    def kernel(self, key: CompileKey) -> Callable[..., None]:
-        self.keys.append(key)
-
-        def launch(*arguments: Any) -> None:
-            named = dict(zip(key.operands, arguments, strict=True))
-            check_operands(key, named)
-            self.launches.append(named)
-
-        return launch
-
-
-def check_operands(key: CompileKey, named: dict[str, Any]) -> None:
-    """Assert that a compiled kernel would accept these arguments."""
-    static: Any = key.static
-    sizes: dict[str, int] = {}
-    for operand in KERNELS[key.kernel].operands:
-        name = operand.name
-        value = named[name]
-        assert (value is not None) == key.takes(operand), f"{name}: expected {key.takes(operand)}"
-        if value is None:
-            continue
-        if not operand.dims:
-            assert isinstance(value, float if operand.type == "f32" else int), name
-            continue
-        check_tensor(static, operand, value)
-        for dim, size in zip(operand.dims, value.shape):
-            # Dimensions with the same name, such as "slots", have the same size in all operands.
-            assert sizes.setdefault(dim, size) == size, f"{name}: {dim} is {size}, in other operands {sizes[dim]}"
-
-
-def check_tensor(static: DecodeStatic, operand: Operand, x: Tensor) -> None:
-    layout, _, element = operand.type.partition(" ")
-    assert x.dim() >= len(operand.dims), operand.name
-    if layout == "rows":
-        dtypes = {"cache": torch.uint8 if static.is_fp8 else getattr(torch, static.dtype)}
-        assert x.dtype == dtypes.get(element, getattr(torch, static.dtype)), operand.name
-        step = ROW_ALIGN_BYTES // x.element_size()
-        assert x.stride(-1) == 1 and not any(stride % step for stride in x.stride()[:-1]), operand.name
-        assert x.data_ptr() % ROW_ALIGN_BYTES == 0, operand.name
-    elif layout == "rotary":
-        assert x.dtype == getattr(torch, static.rotary_dtype) and x.is_contiguous()
-    elif element:
-        assert x.dtype == ELEMENTS[element], operand.name
-        assert layout != "compact" or x.is_contiguous(), operand.name
-
-
-@pytest.fixture(params=["sm_80", "sm_90"])
-def gpu(request: pytest.FixtureRequest) -> Iterator[DecodeGpu]:
-    with use_gpu(DecodeGpu(request.param)) as gpu:
-        yield gpu  # type: ignore[misc]
-
-
-@pytest.fixture
-def sm_90() -> Iterator[DecodeGpu]:
-    with use_gpu(DecodeGpu("sm_90")) as gpu:
-        yield gpu  # type: ignore[misc]
 
 
 def run(call: DecodeCall, **options: Any) -> tuple[Tensor, Tensor]:
@@ -121,7 +43,7 @@ def supported(case: DecodeCase) -> DecodeCase:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_kernel_gets_the_arguments_that_it_is_compiled_for(gpu: DecodeGpu, seed: int) -> None:
+def test_a_kernel_gets_the_arguments_that_it_is_compiled_for(gpu: FakeGpu, seed: int) -> None:
     for i, drawn in enumerate(random_cases(seed, 40)):
         case = supported(drawn)
         call = case.build("cpu", (torch.bfloat16, torch.float16)[i % 2])
@@ -145,16 +67,15 @@ def test_a_kernel_gets_the_arguments_that_it_is_compiled_for(gpu: DecodeGpu, see
         assert launched["scale"] > 0
 
 
-def test_the_number_of_ctas(sm_90: DecodeGpu) -> None:
+def test_the_number_of_ctas(sm_90: FakeGpu) -> None:
     run(build())
     assert sm_90.launches[-1]["num_ctas"] % ARCHS["sm_90"].num_sms == 0
     # 2 sequences, 2 K/V heads, 7 parts.
     run(build(num_splits=7))
     assert sm_90.launches[-1]["num_ctas"] == 2 * 2 * 7
-    assert sm_90.launches[-1]["partial_out"].shape[0] == 2 * 2 * 7, "a slot for each part"
 
 
-def test_values_of_scalars(sm_90: DecodeGpu) -> None:
+def test_values_of_scalars(sm_90: FakeGpu) -> None:
     call = build(window=(5, 3), causal=False, softcap=2.5, scale=0.25)
     run(call)
     launched = sm_90.launches[-1]
@@ -168,7 +89,7 @@ def test_values_of_scalars(sm_90: DecodeGpu) -> None:
     assert torch.equal(sm_90.launches[-1]["q"], -call.q)
 
 
-def test_scales_and_slopes_are_of_every_head(sm_90: DecodeGpu) -> None:
+def test_scales_and_slopes_are_of_every_head(sm_90: FakeGpu) -> None:
     run(build(fp8="number", alibi="heads"))
     launched = sm_90.launches[-1]
     assert launched["k_scale"].tolist() == pytest.approx([0.02, 0.02])
@@ -177,14 +98,14 @@ def test_scales_and_slopes_are_of_every_head(sm_90: DecodeGpu) -> None:
     assert sm_90.launches[-1]["k_scale"].tolist() == [1.0, 1.0]
 
 
-def test_rotary_tables_of_16_bits_stay(sm_90: DecodeGpu) -> None:
+def test_rotary_tables_of_16_bits_stay(sm_90: FakeGpu) -> None:
     for rotary_fp32, dtype in ((True, torch.float32), (False, torch.bfloat16)):
         run(build(new=(1, 1), rotary_dim=16, rotary_fp32=rotary_fp32))
         assert sm_90.launches[-1]["rotary_cos"].dtype == dtype
         assert sm_90.keys[-1].static.rotary_dtype == str(dtype).removeprefix("torch.")
 
 
-def test_unaligned_queries_are_copied_and_outputs_copied_back(sm_90: DecodeGpu) -> None:
+def test_unaligned_queries_are_copied_and_outputs_copied_back(sm_90: FakeGpu) -> None:
     call = build()
     wide = torch.zeros(*call.q.shape[:-1], 17, dtype=call.q.dtype)
     q, out = wide[..., 1:], torch.zeros_like(wide)[..., 1:]
@@ -202,7 +123,7 @@ def replace_q(call: DecodeCall, q: Tensor) -> DecodeCall:
 # ---- signatures
 
 
-def test_a_signature_is_bound_once(sm_90: DecodeGpu) -> None:
+def test_a_signature_is_bound_once(sm_90: FakeGpu) -> None:
     call = build(page_size=8)
     for length in (3, 7, 0):
         call.options["cache_seqlens"].fill_(length)
@@ -223,7 +144,7 @@ def test_the_family_sm80_leaves_out_what_ampere_does_not_have() -> None:
     call = build(fp8="plain")
     found = {}
     for arch, family in (("sm_90", ""), ("sm_90", "sm90"), ("sm_90", "sm80"), ("sm_89", ""), ("sm_80", "")):
-        with use_gpu(DecodeGpu(arch)) as gpu, use_kernels(family):
+        with use_gpu(FakeGpu(arch)) as gpu, use_kernels(family):
             run(call)
         static = gpu.keys[0].static  # type: ignore[attr-defined]
         found[arch, family] = (static.overlaps_previous, static.has_fp8_cvt)
@@ -234,7 +155,7 @@ def test_the_family_sm80_leaves_out_what_ampere_does_not_have() -> None:
         ("sm_89", ""): (False, True),
         ("sm_80", ""): (False, False),
     }
-    with use_gpu(DecodeGpu("sm_90")) as gpu:
+    with use_gpu(FakeGpu("sm_90")) as gpu:
         run(build())
     assert not gpu.keys[0].static.has_fp8_cvt, "a 16-bit cache is the same kernel on all"  # type: ignore[attr-defined]
 
@@ -248,7 +169,7 @@ def test_calls_with_many_query_tiles_do_not_start_early(batch: int, overlaps: bo
     assert plan.key.static == replace(static, overlaps_previous=overlaps)
 
 
-def test_calls_bypass_the_dispatcher(sm_90: DecodeGpu) -> None:
+def test_calls_bypass_the_dispatcher(sm_90: FakeGpu) -> None:
     call = build()
     with claiming_cuda():
         cute_flash.attn_decode(*call.tensors, **call.options)
@@ -260,23 +181,15 @@ def test_keys_of_a_dry_run_are_those_of_the_calls() -> None:
     arch = ARCHS["sm_90"]
     cases = [*decode_cases.random_group("sm90", 0), *decode_cases.chunk_cases(17, 24), *decode_cases.SPLIT]
     for case, dtype in cases:
-        with use_gpu(DecodeGpu("sm_90")) as gpu:
+        with use_gpu(FakeGpu("sm_90")) as gpu:
             run(case.build("cpu", dtype))
         assert gpu.keys == decode_cases.decode_keys(case, dtype, "", arch)  # type: ignore[attr-defined]
-
-
-def test_random_calls_of_the_families_differ() -> None:
-    groups = [decode_cases.random_group(family, group) for family in ("sm80", "sm90") for group in range(3)]
-    seeds = [case.seed for group in groups for case, _ in group]
-    assert len(seeds) == len(set(seeds))
-    for case, _ in (pair for group in groups for pair in group):
-        assert not case.fp8 or case.head_dim % 16 == case.head_dim_v % 16 == 0
 
 
 # ---- attn with few queries
 
 
-def test_attn_with_few_queries_splits_the_keys(gpu: DecodeGpu) -> None:
+def test_attn_with_few_queries_splits_the_keys(gpu: FakeGpu) -> None:
     q, k, v = (torch.randn(2, heads, rows, 64).bfloat16() for heads, rows in ((8, 3), (2, 2000), (2, 2000)))
     for layout, tensors in (("bhsd", (q, k, v)), ("bshd", [x.transpose(1, 2).contiguous() for x in (q, k, v)])):
         with claiming_cuda():
@@ -303,7 +216,7 @@ def test_batch_invariant_and_chosen_families_do_not_split() -> None:
 # ---- errors
 
 
-def test_caches_that_the_kernel_cannot_address(sm_90: DecodeGpu) -> None:
+def test_caches_that_the_kernel_cannot_address(sm_90: FakeGpu) -> None:
     call = build()
     for name in ("k_cache", "v_cache"):
         cache = getattr(call, name)
@@ -315,7 +228,7 @@ def test_caches_that_the_kernel_cannot_address(sm_90: DecodeGpu) -> None:
     assert not sm_90.launches
 
 
-def test_addresses_are_checked_by_every_call(sm_90: DecodeGpu) -> None:
+def test_addresses_are_checked_by_every_call(sm_90: FakeGpu) -> None:
     """Later calls of a signature may have tensors at other addresses."""
     call = build(new=(1, 1))
     run(call)
@@ -329,18 +242,18 @@ def test_addresses_are_checked_by_every_call(sm_90: DecodeGpu) -> None:
     assert len(bound) == 1 and len(sm_90.launches) == 2
 
 
-def test_fp8_needs_head_dims_of_16_bytes(sm_90: DecodeGpu) -> None:
+def test_fp8_needs_head_dims_of_16_bytes(sm_90: FakeGpu) -> None:
     for widths, name in (((24, 16), "k_cache"), ((16, 40), "v_cache")):
         with pytest.raises(UnsupportedError, match=f"{name} in FP8 with head dim .* use a multiple of 16"):
             run(build(fp8="plain", head_dim=widths[0], head_dim_v=widths[1]))
 
 
-def test_too_many_splits(sm_90: DecodeGpu) -> None:
+def test_too_many_splits(sm_90: FakeGpu) -> None:
     with pytest.raises(UnsupportedError, match=f"at most {MAX_SPLITS}"):
         run(build(), num_splits=MAX_SPLITS + 1)
 
 
-def test_supports_answers_as_the_call_does(sm_90: DecodeGpu) -> None:
+def test_supports_answers_as_the_call_does(sm_90: FakeGpu) -> None:
     call = build()
     unaligned = torch.zeros(call.k_cache.numel() + 1, dtype=call.k_cache.dtype)[1:].view(call.k_cache.shape)
     fp8 = build(fp8="plain", head_dim=24, head_dim_v=16)
@@ -360,7 +273,7 @@ def test_supports_answers_as_the_call_does(sm_90: DecodeGpu) -> None:
     assert not sm_90.launches and not sm_90.keys
 
 
-def test_a_call_without_keys_or_queries_launches_nothing(sm_90: DecodeGpu) -> None:
+def test_a_call_without_keys_or_queries_launches_nothing(sm_90: FakeGpu) -> None:
     call = build(has_sinks=True)
     empty = DecodeCall(call.q, call.k_cache[:, :0], call.v_cache[:, :0], call.options | {"cache_seqlens": 0})
     out, lse = run(empty)
@@ -373,7 +286,7 @@ def test_a_call_without_keys_or_queries_launches_nothing(sm_90: DecodeGpu) -> No
 # ---- workspaces
 
 
-def test_a_workspace_is_of_the_plan(sm_90: DecodeGpu) -> None:
+def test_a_workspace_is_of_the_plan(sm_90: FakeGpu) -> None:
     run(build())
     run(build(seqlens=(30, 9), tokens=(2, 2)))
     workspaces = sm_90.workspaces
@@ -383,163 +296,3 @@ def test_a_workspace_is_of_the_plan(sm_90: DecodeGpu) -> None:
     run(build(num_splits=3))
     assert len(workspaces) == 3, "with a fixed number of splits, a call has its own"
     assert sm_90.launches[-1]["partial_out"].shape[0] == 2 * 2 * 3, "a slot for each part"
-
-
-@pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The current stream of a machine without CUDA."""
-    now: dict[str, Any] = {"handle": 0, "is_capturing": False, "is_external": False, "capture": 1}
-    for name in ("_arenas", "_views", "_zeroed", "_reserve", "_graphs", "_scratch"):
-        monkeypatch.setattr(counters, name, {})
-    functions = {
-        "_cuda_getCurrentRawStream": lambda device: now["handle"],
-        "_cuda_isCurrentStreamCapturing": lambda: now["is_capturing"],
-        "_cuda_getCurrentStream": lambda device: (now["handle"] if now["is_external"] else 3, device, 1),
-    }
-    for name, function in functions.items():
-        monkeypatch.setattr(torch._C, name, function, raising=False)
-    monkeypatch.setattr(counters, "capture_id", lambda handle: now["capture"])
-    monkeypatch.setattr(counters, "_lasting", lambda device, make: make())
-    monkeypatch.setattr(counters, "_zeros", lambda shape, device: torch.zeros(shape, dtype=torch.int32))
-    monkeypatch.setattr(counters, "_floats", lambda num, device: torch.empty(num))
-    monkeypatch.setattr(counters, "_bytes", lambda num, device: torch.empty(num, dtype=torch.uint8))
-    return now
-
-
-@pytest.fixture
-def fetch(stream: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Tensor, ...]]:
-    """The workspace of the next launches: fp32 of `rows` rows, int32 of `rows`, and zeroed counters if wanted."""
-    empty, zeros = torch.empty, torch.zeros
-    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device="cpu": empty(shape, dtype=dtype))
-    monkeypatch.setattr(torch, "zeros", lambda shape, dtype, device="cpu": zeros(shape, dtype=dtype))
-
-    def fetch(rows: int = 8, num_launches: int = 1, has_counters: bool = True) -> tuple[Tensor, ...]:
-        buffers = [Buffer("a", (rows, 3), is_shared=True), Buffer("b", (rows,), "int32", is_shared=True)]
-        if has_counters:
-            buffers.append(Buffer("c", (100,), "int32", "zeros", is_shared=True))
-        made = stream_workspace(tuple(buffers), 0, num_launches)()
-        assert [(x.shape, x.dtype) for x in made[:2]] == [((rows, 3), torch.float32), ((rows,), torch.int32)]
-        assert not has_counters or (made[2].numel() >= 100 and not made[2].any())
-        return made
-
-    return fetch
-
-
-def test_calls_without_lse_share_its_memory(stream: dict[str, Any]) -> None:
-    first, other = scratch((2, 4, 1), 0), scratch((3, 8, 1), 0)
-    assert first is not None and other is not None and first.data_ptr() == other.data_ptr()
-    assert first.shape == (2, 4, 1) and first.dtype == torch.float32 and scratch((3,), 1) is not None
-    num = counters.MIN_SCRATCH + 1
-    stream["is_capturing"] = True
-    assert scratch((num,), 0) is None, "a capture allocates nothing outside of its pool"
-    assert scratch((5,), 0) is not None
-    stream["is_capturing"] = False
-    larger = scratch((num,), 0)
-    assert larger is not None and larger.data_ptr() != first.data_ptr()
-    assert [x.data_ptr() for x in counters._scratch[0]] == [first.data_ptr(), larger.data_ptr()], (
-        "captured graphs may still use the first"
-    )
-
-
-def addresses(tensors: tuple[Tensor, ...]) -> list[int]:
-    return [x.data_ptr() for x in tensors]
-
-
-def test_calls_on_a_stream_share_memory(fetch: Callable[..., tuple[Tensor, ...]], stream: dict[str, Any]) -> None:
-    """Also calls of different sizes. Captured launches, and calls of several launches, have other memory."""
-    first = fetch()
-    assert fetch() is first
-    a, b, c = addresses(first)
-    assert b - a >= 8 * 3 * 4 and b % 256 == a % 256 and c not in (a, b), "buffers do not overlap"
-    other = fetch(5)
-    assert addresses(other)[0] == a and addresses(other)[2] == c, "all sizes share the arena and the counters"
-    assert fetch(num_launches=3)[0].data_ptr() != a
-    stream["handle"] = 0x7F00
-    assert not set(addresses(fetch())) & set(addresses(first))
-    stream["handle"] = 0
-    counters.reserve(0)
-    stream["is_capturing"] = True
-    captured = [fetch(), fetch()]
-    assert captured[0][0].data_ptr() not in (a, captured[1][0].data_ptr())
-    assert captured[0][2].data_ptr() == captured[1][2].data_ptr() != c
-    stream["is_capturing"] = False
-    assert fetch() is first
-
-
-def test_an_outgrown_arena_is_kept(fetch: Callable[..., tuple[Tensor, ...]]) -> None:
-    """Launches in progress may still use it."""
-    first = fetch()
-    large = fetch(counters.MIN_ARENA)
-    assert len(counters._arenas[0, 0, False]) == 2 and large[0].data_ptr() != first[0].data_ptr()
-    assert fetch(6)[0].data_ptr() == large[0].data_ptr(), "new sizes use the larger one"
-
-
-def test_streams_that_a_handle_does_not_identify_share_nothing(
-    fetch: Callable[..., tuple[Tensor, ...]], stream: dict[str, Any]
-) -> None:
-    for handle, is_external in ((PER_THREAD_STREAM, False), (0x7F00, True)):
-        stream |= {"handle": handle, "is_external": is_external}
-        first, second = fetch(), fetch()
-        assert not set(addresses(first)) & set(addresses(second))
-    assert not counters._views and not counters._arenas
-
-
-def test_the_number_of_views_is_bounded(
-    fetch: Callable[..., tuple[Tensor, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(counters, "MAX_VIEWS", 3)
-    first = fetch(1, has_counters=False)
-    for rows in range(2, 9):
-        fetch(rows)
-        assert len(counters._views) <= 3
-    assert addresses(fetch(1, has_counters=False)) == addresses(first)
-
-
-def test_counters_in_reserve_are_allocated_once_and_not_in_a_capture(stream: dict[str, Any]) -> None:
-    stream["is_capturing"] = True
-    reserve(0)
-    assert not counters._reserve
-    stream["is_capturing"] = False
-    reserve(0)
-    held = counters._reserve[0]
-    reserve(0)
-    assert counters._reserve[0] is held and not held.any()
-
-
-def test_counters_of_a_graph(stream: dict[str, Any]) -> None:
-    """Launches of one graph share counters; graphs do not, because they may be replayed at the same time."""
-    reserve(0)
-    stream["is_capturing"] = True
-    first = graph_counters(10, 0)
-    assert first.numel() >= 20 and graph_counters(20, 0).data_ptr() == first.data_ptr()
-    assert first.untyped_storage().data_ptr() == counters._reserve[0].untyped_storage().data_ptr()
-    addresses = {first.data_ptr()}
-    stream["capture"] = 2
-    addresses.add(graph_counters(10, 0).data_ptr())
-    # Two branches of one graph.
-    stream["handle"] = 0x7F00
-    addresses.add(graph_counters(10, 0).data_ptr())
-    assert len(addresses) == 3
-    # If a graph needs more counters than are in reserve, or the capture is unknown, each launch gets its own.
-    large = [graph_counters(GRAPH_COUNTERS + 1, 0) for _ in range(2)]
-    assert large[0].data_ptr() != large[1].data_ptr()
-    stream["capture"] = None
-    unknown = [graph_counters(10, 0) for _ in range(2)]
-    assert unknown[0].data_ptr() != unknown[1].data_ptr()
-
-
-def test_counters_of_a_capture_before_any_call(stream: dict[str, Any]) -> None:
-    stream["is_capturing"] = True
-    found = [graph_counters(10, 0) for _ in range(2)]
-    assert found[0].data_ptr() != found[1].data_ptr() and not counters._reserve
-
-
-def test_more_graphs_than_the_reserve_has(stream: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counters, "MAX_GRAPHS", 3)
-    reserve(0)
-    stream["is_capturing"] = True
-    found = []
-    for stream["capture"] in range(5):
-        found.append(graph_counters(10, 0))
-    assert len({x.data_ptr() for x in found}) == 5
-    assert [x.numel() for x in found] == [GRAPH_COUNTERS] * 3 + [10] * 2

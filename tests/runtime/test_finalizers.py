@@ -1,16 +1,13 @@
-"""Gradients of slopes and sinks from the partial sums of the kernels."""
+"""Gradients of slopes and sinks from partial sums; `test_dense` and `test_varlen` test them in whole calls."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
 
 from cute_flash.planning.varlen import num_padded_blocks, padded_block
-from cute_flash.runtime.finalizers import alibi_gradient, bias_gradient, num_queries_without_keys, sinks_gradient
+from cute_flash.runtime.finalizers import alibi_gradient, sinks_gradient
 from cute_flash.spec.args import AttentionArgs
-from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 from tests.lengths import Lengths
 from tests.runtime.calls import normal, plain
@@ -47,15 +44,6 @@ def test_the_gradient_of_slopes_is_a_sum_over_the_blocks_of_each_sequence() -> N
     torch.testing.assert_close(found[1:], expected[1:])
 
 
-def test_the_gradient_of_dense_slopes() -> None:
-    partial, problem = normal(2, 3, 20, dtype=torch.float32), Problem(2, 3, 3, 7, 9, 16)
-    by_batch = alibi_gradient(plain(alibi=torch.zeros(2, 3)), problem, partial, TILE_N, WARPS)
-    torch.testing.assert_close(by_batch, partial.sum(dim=2))
-    shared = alibi_gradient(plain(alibi=torch.zeros(3).half()), problem, partial, TILE_N, WARPS)
-    assert shared.dtype == torch.float16
-    torch.testing.assert_close(shared, partial.sum(dim=(0, 2)).half())
-
-
 @pytest.mark.parametrize("offsets", [[0, 100, 50, 557], [0, 9999, 9999, 3], [7, 7, -5, 9], [500, 0, 500, 0]])
 def test_wrong_offsets_stay_within_the_tensors(offsets: list[int]) -> None:
     wrong, total = torch.tensor(offsets).int(), 557
@@ -66,21 +54,3 @@ def test_wrong_offsets_stay_within_the_tensors(offsets: list[int]) -> None:
     lse, delta = torch.zeros(2, total), torch.ones(1, 2, blocks * TILE_N)
     dsinks = sinks_gradient(args._replace(sinks=torch.zeros(2)), problem, lse, delta, None, TILE_N)
     assert dsinks.shape == (2,) and dsinks.isfinite().all()
-
-
-@pytest.mark.parametrize(("sq", "sk"), [(7, 9), (9, 4), (5, 0), (3, 3)])
-@pytest.mark.parametrize("right", [None, 0, 2, 100])
-def test_queries_that_see_no_key_are_the_first_ones(sq: int, sk: int, right: int | None) -> None:
-    problem = replace(Problem(1, 2, 2, sq, sk, 16), band=Band(None, right))
-    without_keys = [problem.band.hi(i, sq, sk) == 0 for i in range(sq)]
-    assert without_keys == [i < num_queries_without_keys(problem) for i in range(sq)]
-
-
-def test_the_gradient_of_a_broadcast_bias_is_a_sum() -> None:
-    whole = normal(2, 3, 4, 5, dtype=torch.float32)
-    for shape in ((2, 3, 4, 5), (1, 3, 4, 5), (2, 1, 1, 5), (1, 1, 1, 1)):
-        bias = torch.zeros(shape, dtype=torch.bfloat16)
-        shared = [i for i in range(4) if shape[i] == 1]
-        expected = (whole.sum(dim=shared, keepdim=True) if shared else whole).bfloat16()
-        found = bias_gradient(plain(bias=bias), whole)
-        assert found.dtype == bias.dtype and torch.equal(found, expected)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,15 +9,9 @@ from torch import Tensor
 from cute_flash import merge
 from cute_flash.planning.merge import MAX_PARTIALS
 from cute_flash.runtime.merge import Partial, merge_partials
-from tests.fakes.gpu import FakeGpu, fake_gpu
+from tests.fakes.gpu import FakeGpu
 
 BATCH, HEADS, ROWS, WIDTH = 2, 3, 50, 24
-
-
-@pytest.fixture(params=["sm_80", "sm_90"])
-def gpu(request: pytest.FixtureRequest) -> Iterator[FakeGpu]:
-    with fake_gpu(request.param) as gpu:
-        yield gpu
 
 
 def partial(first: int, rows: int, seed: int, is_strided: bool = False) -> Partial:

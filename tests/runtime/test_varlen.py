@@ -20,7 +20,8 @@ from tests.fakes.gpu import FakeGpu, is_shared
 from tests.lengths import Lengths
 from tests.runtime.calls import D, normal, plain, run_backward, run_forward
 
-WINDOWS = [(None, None), (None, 0), (30, 0), (5, None)]
+Window = tuple[int | None, int | None]
+WINDOWS: list[Window] = [(None, None), (None, 0), (30, 0), (5, None)]
 SMALL = Lengths([5, 0, 40], [7, 3, 30])
 # Several tiles, one key more than a tile, no queries or no keys; tokens that belong to no sequence.
 SEVERAL = Lengths([130, 0, 5, 64], [129, 30, 0, 257], None, (3, 70))
@@ -48,40 +49,44 @@ def douts(lengths: Lengths, has_dlse: bool, width_v: int = D) -> dict[str, Tenso
 # ---- forward
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("seed", range(8))
-def test_random_batches(gpu: FakeGpu, seed: int, window: tuple[int | None, int | None]) -> None:
-    lengths = Lengths.drawn(seed)
-    run_forward(tensors(lengths), varlen(lengths, window))
-    if 0 in lengths.totals:
-        return
-    scheduler, main = gpu.launches[-2:]
-    assert (scheduler.kernel, main.kernel) == ("varlen_scheduler_fwd", f"fwd_{gpu.family}")
-    # On Hopper the kernel is launched early, and waits for the end of the scheduler.
-    assert scheduler.key.static.overlaps_next == (gpu.name == "sm_90")
-    expected = tuple(MAX_SEQLEN if side is None else side for side in window)
-    assert (scheduler["scheduler_left"], scheduler["scheduler_right"]) == expected
-    assert (main["window_left"], main["window_right"]) == tuple(side or 0 for side in window)
-    assert (scheduler["tile_m"], scheduler["tile_n"]) == (main.key.tile.tile_m, main.key.tile.tile_n)
-    assert (scheduler["total_q"], scheduler["total_k"]) == lengths.totals
-    assert scheduler["tile_order"] == (ASCENDING if window == (None, None) else BY_LENGTH)
-    assert is_shared(scheduler["q_tile_list"], main["q_tile_list"])
-    static = main.key.static
-    assert static.varlen and not static.seqused_k and not static.pack_gqa
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches(gpu: FakeGpu, seed: int) -> None:
+    lengths, window = Lengths.drawn(seed), WINDOWS[seed % 4]
+    inputs, args = tensors(lengths), varlen(lengths, window, -0.3 if seed % 3 == 0 else 0.3)
+    run_forward(inputs, args)
+    if 0 not in lengths.totals:
+        scheduler, main = gpu.launches[-2:]
+        assert (scheduler.kernel, main.kernel) == ("varlen_scheduler_fwd", f"fwd_{gpu.family}")
+        # On Hopper the kernel is launched early, and waits for the end of the scheduler.
+        assert scheduler.key.static.overlaps_next == (gpu.name == "sm_90")
+        expected = tuple(MAX_SEQLEN if side is None else side for side in window)
+        assert (scheduler["scheduler_left"], scheduler["scheduler_right"]) == expected
+        assert (main["window_left"], main["window_right"]) == tuple(side or 0 for side in window)
+        assert (scheduler["tile_m"], scheduler["tile_n"]) == (main.key.tile.tile_m, main.key.tile.tile_n)
+        assert (scheduler["total_q"], scheduler["total_k"]) == lengths.totals
+        assert scheduler["tile_order"] == (ASCENDING if window == (None, None) else BY_LENGTH)
+        assert is_shared(scheduler["q_tile_list"], main["q_tile_list"])
+        static = main.key.static
+        assert static.varlen and not static.seqused_k and not static.pack_gqa
+    gpu.launches.clear()
+    _, dk, dv, *_ = run_backward(inputs, args, **douts(lengths, seed % 2 == 1))
+    assert dk is not None and dv is not None
+    # Keys that belong to no sequence, and those of sequences without queries.
+    unseen = torch.ones(lengths.totals[1], dtype=torch.bool)
+    for (_, keys), queries in zip(lengths.spans(), lengths.queries, strict=True):
+        unseen[keys] = queries == 0
+    assert not dk[unseen].any() and not dv[unseen].any()
+    if gpu.launches:
+        names = [f"bwd_{gpu.family}", f"bwd_postprocess_{gpu.family}"]
+        assert gpu.kernels == ["varlen_scheduler_bwd", "bwd_preprocess", *names]
 
 
 def test_new_lengths_compile_nothing(gpu: FakeGpu) -> None:
-    for seed in range(20):
-        lengths = Lengths.drawn(seed)
+    for seed in range(8):
+        lengths = Lengths.drawn(seed, longest=70)
         run_forward(tensors(lengths), varlen(lengths))
     # One main kernel, and a scheduler with and without `seqused_k`.
     assert len(set(gpu.keys)) == 3
-
-
-@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0, -0.0])
-def test_kernels_take_a_positive_scale(gpu: FakeGpu, scale: float) -> None:
-    run_forward(tensors(SMALL), varlen(SMALL, (None, None), scale))
-    assert gpu.main["scale"] > 0
 
 
 STRIDES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
@@ -112,27 +117,11 @@ def test_offsets_of_any_stride(gpu: FakeGpu) -> None:
     assert gpu.last("varlen_scheduler")["cu_seqlens_q"].is_contiguous()
 
 
-@pytest.mark.parametrize("lengths", [Lengths([0, 0], [3, 4]), Lengths([3, 4], [0, 0])], ids=("queries", "keys"))
-def test_nothing_to_compute_launches_nothing(gpu: FakeGpu, lengths: Lengths) -> None:
-    run_forward(tensors(lengths), varlen(lengths))
-    empty = torch.zeros(1, dtype=torch.int32)
-    out, lse, _ = launcher.forward(*tensors(SMALL), plain(right=0, cu_seqlens_q=empty, cu_seqlens_k=empty))
-    assert not out.any() and (lse == -torch.inf).all()
-    assert not gpu.launches
-
-
 def test_dv_other_than_d(gpu: FakeGpu) -> None:
     inputs = tensors(SMALL, width_v=64)
     assert run_forward(inputs, varlen(SMALL))[0].shape[2] == 64
     dv = run_backward(inputs, varlen(SMALL))[2]
     assert dv is not None and dv.shape[2] == 64
-
-
-def test_contradictions_are_refused(gpu: FakeGpu) -> None:
-    wrong = torch.ones(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="seqused_k has 1 lengths: expected 3"):
-        launcher.forward(*tensors(SMALL), varlen(SMALL)._replace(seqused_k=wrong))
-    assert not gpu.launches
 
 
 def test_fp32_outputs(gpu: FakeGpu) -> None:
@@ -146,36 +135,6 @@ def test_fp32_outputs(gpu: FakeGpu) -> None:
 
 
 # ---- backward
-
-
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("seed", range(8))
-def test_gradients_of_random_batches(gpu: FakeGpu, seed: int, window: tuple[int | None, int | None]) -> None:
-    lengths = Lengths.drawn(seed)
-    args = varlen(lengths, window, -0.3 if seed % 3 == 0 else 0.3)
-    _, dk, dv, *_ = run_backward(tensors(lengths), args, **douts(lengths, seed % 2 == 1))
-    assert dk is not None and dv is not None
-    # Keys that belong to no sequence, and those of sequences without queries.
-    unseen = torch.ones(lengths.totals[1], dtype=torch.bool)
-    for (_, keys), queries in zip(lengths.spans(), lengths.queries, strict=True):
-        unseen[keys] = queries == 0
-    assert not dk[unseen].any() and not dv[unseen].any()
-    if gpu.launches:
-        names = [f"bwd_{gpu.family}", f"bwd_postprocess_{gpu.family}"]
-        assert gpu.kernels[-4:] == ["varlen_scheduler_bwd", "bwd_preprocess", *names]
-
-
-def test_deterministic_gradients(gpu: FakeGpu) -> None:
-    run_backward(tensors(SMALL), varlen(SMALL, deterministic=True))
-    assert gpu.main.kernel == f"bwd_{gpu.family}" and gpu.main["dq_progress"] is not None
-    # The last K/V tile of a sequence comes first: others wait for it.
-    assert gpu.last("varlen_scheduler")["tile_order"] == DESCENDING
-
-
-def test_gradients_of_wide_heads(gpu: FakeGpu) -> None:
-    for deterministic in (False, True):
-        run_backward(tensors(SMALL, width=136, width_v=136), varlen(SMALL, deterministic=deterministic))
-        assert gpu.kernels[-3:] == ["bwd_preprocess", gpu.wide_kernel, f"bwd_postprocess_{gpu.family}"]
 
 
 @pytest.mark.parametrize("name", ["strides of 0", "heads first", "columns not contiguous"])
@@ -216,9 +175,13 @@ def run(lengths: Lengths, args: AttentionArgs, has_dlse: bool = False, width: in
     return run_backward(inputs, args, **douts(lengths, has_dlse, width))
 
 
-@pytest.mark.parametrize("fields", [*FEATURES.values(), ALL], ids=[*FEATURES, "all"])
-@pytest.mark.parametrize("window", WINDOWS[:3], ids=str)
-def test_features(gpu: FakeGpu, fields: dict[str, Any], window: tuple[int | None, int | None]) -> None:
+# Each feature with one window; all together with each.
+FEATURE_CALLS = [*zip(FEATURES, WINDOWS * 2), *(("all", window) for window in WINDOWS[:3])]
+
+
+@pytest.mark.parametrize(("name", "window"), FEATURE_CALLS, ids=str)
+def test_features(gpu: FakeGpu, name: str, window: Window) -> None:
+    fields = ALL if name == "all" else FEATURES[name]
     for seed, lengths in enumerate((SEVERAL, USED)):
         args = varlen(lengths, window, -0.3 if seed else 0.3, **with_slopes(lengths, fields))
         run(lengths, args, has_dlse=seed == 1)
@@ -226,17 +189,20 @@ def test_features(gpu: FakeGpu, fields: dict[str, Any], window: tuple[int | None
     assert set(gpu.main.key.static.features) == {"softcap", "alibi", "dropout"} & set(fields)
 
 
-def test_deterministic_gradients_with_features(gpu: FakeGpu) -> None:
-    lengths = Lengths([5, 0, 140], [7, 3, 230])
-    run(lengths, varlen(lengths, deterministic=True, **with_slopes(lengths, ALL)))
-    assert gpu.main.key.static.deterministic and gpu.main.kernel == f"bwd_{gpu.family}"
-
-
-def test_wide_heads_with_features(gpu: FakeGpu) -> None:
-    lengths = Lengths([5, 0, 40], [7, 3, 30], None, (2, 1))
-    args = varlen(lengths, **with_slopes(lengths, ALL))
-    run(lengths, args, width=136)
-    assert gpu.main.kernel == gpu.wide_kernel
+@pytest.mark.parametrize("fields", [{}, ALL], ids=["plain", "all"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("width", [D, 136])
+def test_deterministic_gradients_and_wide_heads(
+    gpu: FakeGpu, fields: dict[str, Any], deterministic: bool, width: int
+) -> None:
+    lengths = Lengths([5, 0, 140], [7, 3, 230], None, (2, 1))
+    run(lengths, varlen(lengths, deterministic=deterministic, **with_slopes(lengths, fields)), width=width)
+    main = f"bwd_{gpu.family}" if width == D else gpu.wide_kernel
+    assert gpu.kernels[-3:] == ["bwd_preprocess", main, f"bwd_postprocess_{gpu.family}"]
+    assert gpu.main.key.static.deterministic == deterministic
+    if deterministic:
+        # The last K/V tile of a sequence comes first: others wait for it.
+        assert gpu.main["dq_progress"] is not None and gpu.last("varlen_scheduler")["tile_order"] == DESCENDING
 
 
 def test_softcap_with_slopes_is_compiled_with_dropout_where_it_would_spill(gpu: FakeGpu) -> None:
@@ -251,10 +217,18 @@ def test_softcap_with_slopes_is_compiled_with_dropout_where_it_would_spill(gpu: 
 
 @pytest.mark.parametrize(
     "lengths",
-    [Lengths([0, 0], [3, 4]), Lengths([3, 4], [0, 0]), Lengths([3, 4], [0, 0], None, (5, 0)), Lengths([], [])],
-    ids=("queries", "keys", "padding", "sequences"),
+    [
+        Lengths([0, 0], [3, 4]),
+        Lengths([3, 4], [0, 0]),
+        Lengths([3, 4], [0, 0], None, (5, 0)),
+        Lengths([], []),
+        Lengths([], [], None, (5, 7)),
+    ],
+    ids=("queries", "keys", "padding", "nothing", "sequences"),
 )
-def test_nothing_to_launch_with_features(gpu: FakeGpu, lengths: Lengths) -> None:
+def test_nothing_to_launch(gpu: FakeGpu, lengths: Lengths) -> None:
+    out, lse, _ = run_forward(tensors(lengths), varlen(lengths))
+    assert not out.any() and (lse == -torch.inf).all()
     args = varlen(lengths, **with_slopes(lengths, ALL))
     *_, dalibi, dsinks, _dbias = run(lengths, args, has_dlse=True)
     assert not gpu.launches and dalibi is not None

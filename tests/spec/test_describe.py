@@ -11,10 +11,10 @@ from torch import Tensor
 from cute_flash import BlockMask, UnsupportedError, masks
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
-from cute_flash.spec.describe import check_rng, describe
+from cute_flash.spec.describe import describe
 from cute_flash.spec.problem import Problem
 from tests.arguments import call_args
-from tests.combinations import RNG, Combination
+from tests.combinations import Combination
 from tests.lengths import Lengths
 
 
@@ -78,8 +78,4 @@ def test_limits_are_those_of_the_device_that_computes() -> None:
 
 
 def test_a_description_needs_no_seed() -> None:
-    args = plain(dropout=0.5)
-    assert describe(*inputs(), args).features == ("dropout",)
-    with pytest.raises(ValueError, match=r"dropout=.* needs rng"):
-        check_rng(args)
-    check_rng(args._replace(rng=torch.tensor(RNG)))
+    assert describe(*inputs(), plain(dropout=0.5)).features == ("dropout",)

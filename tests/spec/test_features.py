@@ -5,44 +5,17 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pytest
 import torch
 
 from cute_flash import attn, masks
-from cute_flash.planning.registry import KERNELS
 from cute_flash.spec.features import FEATURES, MODS, backward_features, feature_cost, features_of
 from tests.arguments import call_args
 from tests.combinations import RNG
 
-DIRECTIONS = {"fwd": ("fwd_sm80", "fwd_sm90"), "bwd": ("bwd_sm80", "bwd_sm90")}
 
-
-def test_names_are_unique() -> None:
+def test_names_are_unique_keywords_of_attn() -> None:
     names = [feature.name for feature in FEATURES]
-    assert len(set(names)) == len(names) and set(MODS) <= set(names)
-
-
-def test_names_are_keywords_of_attn() -> None:
-    keywords = set(attn.__kwdefaults__)
-    assert {feature.name for feature in FEATURES} <= keywords
-
-
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_kernels_take_the_operands_of_every_feature(feature: Any, direction: str) -> None:
-    for kernel in DIRECTIONS[direction]:
-        operands = KERNELS[kernel].operands
-        for operand in getattr(feature, direction):
-            (found,) = [x for x in operands if x.name == operand.name]
-            # The row of the kernel adds the condition that the kernel has the feature.
-            assert found._replace(when=operand.when) == operand, kernel
-
-
-def test_an_operand_of_several_features_is_one() -> None:
-    operands: dict[str, Any] = {}
-    for feature in FEATURES:
-        for operand in (*feature.fwd, *feature.bwd):
-            assert operands.setdefault(operand.name, operand) == operand
+    assert len(set(names)) == len(names) and set(MODS) <= set(names) <= set(attn.__kwdefaults__)
 
 
 PRESENT: dict[str, dict[str, Any]] = {

@@ -96,18 +96,6 @@ def test_examples_of_the_help_can_be_typed(command: str, capsys: pytest.CaptureF
             cli._parser(argv).parse_args(argv)
 
 
-@pytest.mark.processes
-def test_python_m_runs_the_commands() -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "cute_flash", "explain", "2,16,4096,128", "--gpu", "A100"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    assert "fwd_sm80" in found.stdout
-
-
 def test_no_command_and_unknown_command_are_refused(capsys: pytest.CaptureFixture) -> None:
     assert exit_status([]) == 2
     assert exit_status(["flash"]) == 2
@@ -117,121 +105,115 @@ def test_no_command_and_unknown_command_are_refused(capsys: pytest.CaptureFixtur
 # explain
 
 
-def test_explain_gives_the_numbers_of_the_roofline(capsys: pytest.CaptureFixture) -> None:
-    argv = "explain 2,16,4096,128 --kv-heads 4 --seqlen-k 8192 --window 1000 0 --gpu A100 --json"
-    assert main(argv.split()) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    problem = Problem(2, 16, 4, 4096, 8192, 128, "bfloat16", Band(1000, 0))
-    plan = plan_forward(problem, arch.SM_80)
-    tile = plan.tile
-    expected, occupancy = roofline.roofline(problem, arch.SM_80), roofline.Occupancy(plan)
-    assert found["problem"]["band"] == {"left": 1000, "right": 0}
-    assert (found["arch"], found["kernel"], found["target"]) == ("sm_80", "fwd_sm80", "sm_80")
-    assert found["blocks"] == found["tiles"] == plan.sizes["num_tiles"]
-    assert (found["tile"]["tile_m"], found["tile"]["tile_n"]) == (tile.tile_m, tile.tile_n)
-    assert found["smem_bytes"] == tile.smem_bytes <= found["smem_limit_bytes"] == arch.SM_80.smem_per_cta
-    assert found["flops"] == roofline.flops(problem) == expected.flops
-    assert found["flops_nominal"] == roofline.flops_nominal(problem)
-    assert found["exps"] == roofline.exp_count(problem)
-    assert found["least_bytes"] == roofline.hbm_bytes(problem)
-    assert found["unfused_bytes"] == roofline.standard_bytes(problem)
-    assert found["reread_bytes"] == roofline.fa_bytes(problem, tile.tile_m)
-    assert found["max_rescales"] == roofline.max_rescales(problem, tile.tile_m, tile.tile_n)
-    assert found["papers_sram_bytes"] == roofline.sram_bytes(tile.tile_m, tile.tile_n, tile.head_dim, 2)
-    assert found["intensity"] == pytest.approx(expected.intensity)
-    assert (found["ridge"], found["roofline_bound"]) == (pytest.approx(156), expected.bound)
-    assert found["roofline_seconds"] == pytest.approx(expected.seconds)
-    assert (found["busy_sms"], found["used_rows"]) == (108, 1.0)
-    assert (found["seconds"], found["bound"]) == (pytest.approx(occupancy.seconds), occupancy.bound)
+def explained(argv: str, capsys: pytest.CaptureFixture) -> tuple[dict[str, Any], str]:
+    """What `cute-flash explain` says of one shape: as JSON, and as text."""
+    outs = []
+    for extra in (["--json"], []):
+        assert main(["explain", *argv.split(), *extra]) == 0
+        outs.append(capsys.readouterr().out)
+    (found,) = json.loads(outs[0])
+    return found, outs[1]
 
 
-def test_explain_text_holds_plan_and_roofline_of_every_shape(capsys: pytest.CaptureFixture) -> None:
-    assert main(["explain", "1024,64", "3,1024,64", "--causal", "--gpu", "sm_90", "--dtype", "fp16"]) == 0
+CAUSAL = Band(None, 0)
+# Arguments -> the problem and the GPU.
+EXPLAINED: dict[str, tuple[Problem, arch.ArchSpec]] = {
+    "2,16,4096,128 --kv-heads 4 --seqlen-k 8192 --window 1000 0 --gpu A100": (
+        Problem(2, 16, 4, 4096, 8192, 128, "bfloat16", Band(1000, 0)),
+        arch.SM_80,
+    ),
+    "2,16,4096,128 --causal --gpu H200": (Problem(2, 16, 16, 4096, 4096, 128, "bfloat16", CAUSAL), arch.H200),
+    "3,1024,64 --causal --gpu sm_90 --dtype fp16": (Problem(3, 1, 1, 1024, 1024, 64, "float16", CAUSAL), arch.SM_90),
+    "2,16,4096,128 --dtype fp32 --gpu A100": (Problem(2, 16, 16, 4096, 4096, 128, "float32"), arch.SM_80),
+    "2,16,4096,128 --dtype fp32 --gpu H200": (Problem(2, 16, 16, 4096, 4096, 128, "float32"), arch.H200),
+    "2,16,4096,192 --value-dim 128 --gpu A100": (Problem(2, 16, 16, 4096, 4096, 192, head_dim_v=128), arch.SM_80),
+    "2,16,4096,192 --value-dim 128 --gpu H200": (Problem(2, 16, 16, 4096, 4096, 192, head_dim_v=128), arch.H200),
+    "2,16,4096,192 --value-dim 192 --gpu H200": (Problem(2, 16, 16, 4096, 4096, 192), arch.H200),
+}
+
+
+@pytest.mark.parametrize("argv", EXPLAINED)
+def test_explain_gives_the_numbers_of_plan_and_roofline(argv: str, capsys: pytest.CaptureFixture) -> None:
+    problem, gpu = EXPLAINED[argv]
+    plan = plan_forward(problem, gpu)
+    tile, bound, occupancy = plan.tile, roofline.roofline(problem, gpu), roofline.Occupancy(plan)
+    found, shown = explained(argv, capsys)
+    expected = {
+        "problem.band": {"left": problem.band.left, "right": problem.band.right},
+        "arch": gpu.name,
+        "kernel": plan.main.kernel,
+        "target": plan.main.target,
+        "tiles": plan.sizes["num_tiles"],
+        "blocks": plan.sizes["num_ctas"],
+        "tile.tile_m": tile.tile_m,
+        "tile.tile_n": tile.tile_n,
+        "smem_bytes": tile.smem_bytes,
+        "smem_limit_bytes": gpu.smem_per_cta,
+        "flops": roofline.flops(problem),
+        "flops_nominal": roofline.flops_nominal(problem),
+        "exps": roofline.exp_count(problem),
+        "least_bytes": roofline.hbm_bytes(problem),
+        "unfused_bytes": roofline.standard_bytes(problem),
+        "reread_bytes": roofline.fa_bytes(problem, tile.tile_m),
+        "max_rescales": roofline.max_rescales(problem, tile.tile_m, tile.tile_n),
+        "intensity": bound.intensity,
+        "ridge": bound.ridge,
+        "roofline_bound": bound.bound,
+        "roofline_seconds": bound.seconds,
+        "busy_sms": occupancy.busy_sms,
+        "used_rows": occupancy.used_rows,
+        "seconds": occupancy.seconds,
+        "bound": occupancy.bound,
+    }
+    if problem.dtype == "float32":
+        expected |= {"mmas_per_product": 3, "tile.pieces": 2, "piece_bytes": roofline.piece_bytes(problem)}
+        assert "two fp16 pieces of each element" in shown and "3 MMAs per product" in shown
+    else:
+        expected["papers_sram_bytes"] = roofline.sram_bytes(tile.tile_m, tile.tile_n, tile.head_dim, 2)
+    flat = {**found, **{f"{part}.{name}": x for part in ("problem", "tile") for name, x in found[part].items()}}
+    assert {name: flat[name] for name in expected} == {
+        name: pytest.approx(x) if isinstance(x, float) else x for name, x in expected.items()
+    }
+    for line in [*plan.lines(), *bound.lines(), *occupancy.lines()]:
+        assert line.split(None, 1)[1] in shown
+    labels = [line[: text.LABEL_WIDTH].strip() for line in shown.splitlines()]
+    assert {"re-reads", "rescales", "SRAM"} < set(labels) and "" not in labels
+    width = f"D={problem.head_dim}" + f"/{problem.head_dim_v}" * (problem.head_dim_v is not None)
+    assert f"{width} " in shown
+
+
+def test_explain_takes_several_shapes(capsys: pytest.CaptureFixture) -> None:
+    assert main(["explain", "1024,64", "3,1024,64", "--gpu", "sm_90"]) == 0
     first, second = capsys.readouterr().out.strip().split("\n\n")
-    for shown, batch in ((first, 1), (second, 3)):
-        problem = Problem(batch, 1, 1, 1024, 1024, 64, "float16", Band(None, 0))
-        plan, bound = plan_forward(problem, arch.SM_90), roofline.roofline(problem, arch.SM_90)
-        for line in [*plan.lines(), *bound.lines(), *roofline.Occupancy(plan).lines()]:
-            assert line.split(None, 1)[1] in shown
-        labels = [line[: text.LABEL_WIDTH].strip() for line in shown.splitlines()]
-        assert {"re-reads", "rescales", "SRAM"} < set(labels) and "" not in labels
+    assert "B=1 H=1" in first and "B=3 H=1" in second
+
+
+FEW_QUERIES = "1,64,1,128 --kv-heads 8 --seqlen-k 32768 --gpu H100"
 
 
 def test_explain_of_few_queries_tells_that_keys_are_split(capsys: pytest.CaptureFixture) -> None:
-    argv = "explain 1,64,1,128 --kv-heads 8 --seqlen-k 32768 --gpu H100".split()
-    assert main([*argv, "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    found, out = explained(FEW_QUERIES, capsys)
     assert found["kernel"] == "fwd_split_kv" and found["splits_keys"] and found["problem"]["is_attn"]
     assert found["busy_blocks"] > 100 and found["splits"][0] > 10
     assert found["least_bytes"] == roofline.hbm_bytes(Problem(1, 64, 8, 1, 32768, 128))
     assert found["seconds"] == pytest.approx(40e-6, rel=0.01) and found["bound"] == "memory"
-    assert main(argv) == 0
-    out = capsys.readouterr().out
     assert "attn, few queries: the keys are split among CTAs" in out and "at least 40.07 us, by memory" in out
     # Enough tiles for all SMs, or few keys: not split.
     for other in ("64,64,1,128 --kv-heads 8 --seqlen-k 4096", "1,64,1,128 --kv-heads 8 --seqlen-k 256"):
-        assert main(["explain", *other.split(), "--gpu", "H100"]) == 0
-        assert "split" not in capsys.readouterr().out
+        assert "split" not in explained(f"{other} --gpu H100", capsys)[1]
 
 
 def test_explain_of_few_queries_counts_the_sms_that_have_a_cta(capsys: pytest.CaptureFixture) -> None:
     """A family that the caller chooses does not split keys."""
-    argv = "explain 1,64,1,128 --kv-heads 8 --seqlen-k 32768 --gpu H100".split()
     with use_kernels("sm90"):
-        check_few_queries(argv, capsys)
-
-
-def check_few_queries(argv: list[str], capsys: pytest.CaptureFixture) -> None:
-    assert main([*argv, "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+        found, out = explained(FEW_QUERIES, capsys)
     assert (found["blocks"], found["busy_sms"], found["used_rows"]) == (8, 8, 64 / (8 * 128))
     # With pack_gqa, every tile reads K and V of its head once.
     assert found["reread_bytes"] == found["least_bytes"]
     assert found["roofline_seconds"] == pytest.approx(40e-6, rel=0.01) and found["roofline_bound"] == "memory"
     # Each of the 8 SMs computes 128 rows against 32768 keys.
     assert found["seconds"] == pytest.approx(4 * 128 * 128 * 32768 / (989e12 / 132)) and found["bound"] == "tensor"
-    assert main(argv) == 0
-    out = capsys.readouterr().out
     assert "8 of 132 SMs have a CTA, 6% of the tiles' rows are queries" in out and "at least 286.62 us" in out
-
-
-def test_explain_knows_the_hopper_kernel(capsys: pytest.CaptureFixture) -> None:
-    argv = ["explain", "2,16,4096,128", "--causal", "--gpu", "H200"]
-    assert main([*argv, "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    plan = plan_forward(Problem(2, 16, 16, 4096, 4096, 128, "bfloat16", Band(None, 0)), arch.H200)
-    num_tiles = plan.sizes["num_tiles"]
-    assert (found["arch"], found["kernel"], found["target"]) == ("sm_90", "fwd_sm90", "sm_90a")
-    # Persistent: one CTA per SM for all tiles.
-    assert (found["tiles"], found["blocks"]) == (num_tiles, 132)
-    assert found["tile"]["tile_m"] == plan.tile.tile_m and "q_stages" in found["tile"]
-    assert main(argv) == 0
-    text = capsys.readouterr().out
-    assert "fwd_sm90" in text and f"132 CTAs, {num_tiles} tiles" in text and str(plan.tile) in text
-
-
-@pytest.mark.parametrize("gpu", ["A100", "A10", "H200"])
-def test_explain_knows_fp32(capsys: pytest.CaptureFixture, gpu: str) -> None:
-    argv = ["explain", "2,16,4096,128", "--dtype", "fp32", "--gpu", gpu]
-    assert main(argv) == 0
-    out = capsys.readouterr().out
-    assert "fwd_sm80_fp32" in out and "two fp16 pieces of each element" in out and "3 MMAs per product" in out
-    assert main([*argv, "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    problem = Problem(2, 16, 16, 4096, 4096, 128, "float32")
-    assert (found["mmas_per_product"], found["tile"]["pieces"]) == (3, 2)
-    assert found["least_bytes"] == roofline.hbm_bytes(problem)
-    assert found["piece_bytes"] == roofline.piece_bytes(problem)
-    assert main(["explain", "2,16,4096,256", "--dtype", "fp32", "--gpu", gpu]) == 2
-    assert "head_dim=256 of float32 on cuda: at most 128" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("gpu", ["A100", "H200"])
-def test_explain_knows_dv_other_than_d(capsys: pytest.CaptureFixture, gpu: str) -> None:
-    assert main(["explain", "2,16,4096,192", "--value-dim", "128", "--gpu", gpu]) == 0
-    assert "D=192/128 " in capsys.readouterr().out
-    assert main(["explain", "2,16,4096,192", "--value-dim", "192", "--gpu", gpu]) == 0
-    assert "D=192 " in capsys.readouterr().out
 
 
 def test_explain_knows_parts_of_one_architecture(capsys: pytest.CaptureFixture) -> None:
@@ -257,6 +239,7 @@ def test_explain_refuses_what_is_no_shape(shape: str, capsys: pytest.CaptureFixt
         ("explain 2,16,4096,130", "the nearest is 136"),
         ("explain 2,16,4096,128 --kv-heads 3", "must be a multiple"),
         ("explain 2,16,4096,128 --gpu V100", "use one of sm_80"),
+        ("explain 2,16,4096,256 --dtype fp32 --gpu A100", "head_dim=256 of float32 on cuda: at most 128"),
         ("inspect --head-dim 512", "the nearest is 256"),
         ("precompile --arch sm_70", "sm_80"),
         ("precompile --arch sm_80 --head-dims 64,130", "the nearest is 136"),

@@ -82,11 +82,6 @@ def test_sram_formula() -> None:
     assert roofline.sram_bytes(128, 64, 128, 2) == (2 * 32 + 3 * 16 + 1) * 1024
 
 
-def test_ridge_points() -> None:
-    assert SM_80.ridge == pytest.approx(156, abs=0.5)
-    assert SM_90.ridge == pytest.approx(295, abs=0.5)
-
-
 def test_long_sequences_are_bound_by_the_tensor_cores() -> None:
     found = roofline.roofline(LARGE, SM_80)
     assert found.bound == "tensor"
@@ -183,14 +178,6 @@ def test_tile_adds_traffic_and_rescales() -> None:
     # Q and O once, K and V of each of the 16 heads 32 times.
     assert roofline.fa_bytes(LARGE, 128) == 2 * 16 * 4096 * 128 * 2 * (2 + 2 * 32) + 2 * 16 * 4096 * 4
     assert roofline.max_rescales(LARGE, 128, 64) == 4096 // 64 - 1
-
-
-@pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
-def test_lines_show_the_numbers(arch) -> None:  # type: ignore[no-untyped-def]
-    found = roofline.roofline(LARGE, arch)
-    text = "\n".join(found.lines())
-    for shown in (found.bound, arch.gpu, f"{arch.ridge:.0f}", "274.878 GFLOP"):
-        assert shown in text
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 4, 8, 8, 16), (1, 4, 4, 0, 8, 16), (1, 4, 4, 8, 0, 16)])
