@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -89,6 +89,11 @@ def backward_keys(
     return gpu.host_calls
 
 
+def kernels_of(host_calls: Iterable[LaunchKey]) -> list[CompileKey]:
+    """The kernels that compiled functions launch, each once."""
+    return list(dict.fromkeys(key for call in host_calls for key in call.keys))
+
+
 def main_key(host_calls: list[LaunchKey]) -> CompileKey:
     """The kernel that computes attention, or its gradients."""
-    return next(key for call in host_calls for key in call.keys if key.kernel.startswith(("fwd_s", "bwd_sm")))
+    return next(key for key in kernels_of(host_calls) if key.kernel.startswith(("fwd_s", "bwd_sm")))

@@ -18,6 +18,7 @@ from profiling.peers.cute_flash import our_peer
 from profiling.peers.directions import calls_of
 from profiling.peers.sdpa import sdpa_peer
 from tests.fakes.cuda import claiming_cuda
+from tests.fakes.recording import kernels_of
 from tests.profiling.fakes import SETTINGS, SMALL, CpuGpu, FakePeer, FakeTimer, bench, failures, notes
 
 pytestmark = pytest.mark.usefixtures("few_calls")
@@ -207,7 +208,8 @@ def test_kernels_of_a_run_are_all_compiled_before_it(direction, kernels):
     settings, ours = replace(SETTINGS, direction=direction, kernels=kernels), [our_peer(kernels=kernels)]
     with use_gpu(CpuGpu(ARCHS["sm_90"], launch)), claiming_cuda():
         peers = [*ours, FakePeer("fa3", FakeTimer(), 1.0)]
-        keys = needed_kernels(calls_of(peers, shapes, (direction,), torch.bfloat16, torch.device("cpu")))
+        calls = calls_of(peers, shapes, (direction,), torch.bfloat16, torch.device("cpu"))
+        keys = kernels_of(needed_kernels(calls))
         assert not launched
         bench(FakeTimer(), ours, shapes, settings=settings)
     assert set(launched) == set(keys) and len(keys) == len(set(keys))

@@ -15,6 +15,7 @@ from profiling.peers.cute_flash import our_peer
 from profiling.studies import fp32
 from tests.fakes.cuda import claiming_cuda
 from tests.fakes.gpu import fake_gpu
+from tests.fakes.recording import kernels_of
 from tests.profiling.fakes import FakePeer, FakeTimer, tools
 
 SMALL = fp32.Settings(head_dims=(8,), lengths=(16, 32), rounds=2, ms=2.0)
@@ -133,7 +134,7 @@ def test_kernels_of_a_run_are_all_compiled_before_it(monkeypatch):
     """A run launches no kernel that `kernels` did not name."""
     monkeypatch.setattr(fp32, "peers", lambda: [our_peer(fp32.OURS)])
     with fake_gpu("sm_90") as gpu, claiming_cuda():
-        keys = fp32.kernels(SMALL, tools(FakeTimer()))
+        keys = kernels_of(fp32.kernels(SMALL, tools(FakeTimer())))
         assert not gpu.keys
         record = fp32.STUDY.measure(SMALL, tools(FakeTimer()))
     assert not fp32.failures(record)

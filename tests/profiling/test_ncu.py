@@ -27,6 +27,7 @@ from profiling.counters.ncu_metrics import COLLECTED, METRICS, SECTIONS, parse_r
 from profiling.measure import machine
 from profiling.measure.shapes import Shape
 from profiling.measure.study import FAILED, NOT_MEASURED, OK
+from tests.fakes.recording import kernels_of
 
 RAW = Path(__file__).with_name("data") / "ncu_raw.csv"
 SHAPE = Shape(2, 8, 8, 2048, 128, False)
@@ -128,7 +129,7 @@ def test_choose() -> None:
 def test_keys_are_all_that_is_launched() -> None:
     spec = arch.by_name("sm_90")
     assert [key.tile.layout for key in PLAIN.keys(spec)] == ["swizzled", "plain"]  # type: ignore[union-attr]
-    backward = Case("bwd-sm90", "swizzled", SHAPE).keys(spec)
+    backward = kernels_of(Case("bwd-sm90", "swizzled", SHAPE).keys(spec))
     names = ["fwd_sm90", "bwd_preprocess", "bwd_sm90", "bwd_postprocess_sm90"]
     assert [key.kernel for key in backward] == names
 

@@ -22,6 +22,7 @@ from profiling.studies.numerics import DISTRIBUTIONS, SMALL, WAYS
 from profiling.studies.numerics_report import pick
 from tests.fakes.cuda import claiming_cuda
 from tests.fakes.gpu import fake_gpu
+from tests.fakes.recording import kernels_of
 from tests.profiling.fakes import FakeTimer, tools
 
 
@@ -93,7 +94,7 @@ def test_the_gpu_part_in_a_dry_run(tmp_path, capsys, monkeypatch) -> None:
 def test_kernels_to_compile() -> None:
     settings = replace(numerics_gpu.SMALL, dtypes=("bf16", "fp32"))
     with fake_gpu("sm_90"), claiming_cuda():
-        names = {key.kernel for key in numerics_gpu.kernels(settings, tools(FakeTimer()))}
+        names = {key.kernel for key in kernels_of(numerics_gpu.kernels(settings, tools(FakeTimer())))}
     assert {"fwd_sm90", "bwd_sm90", "fwd_sm80_fp32", "bwd_sm80_fp32"} <= names
 
 

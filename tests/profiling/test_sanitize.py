@@ -19,6 +19,7 @@ from profiling.counters.sanitize_case import Launch, launches
 from profiling.measure import machine
 from profiling.measure.study import NOT_MEASURED, OK
 from tests.fakes.cuda import claiming_cuda, launching_operators
+from tests.fakes.recording import kernels_of
 from tests.profiling.fakes import CpuGpu
 
 TWO = launches(only="sm90-d64-*-dropout")
@@ -46,7 +47,7 @@ def test_the_launches_need_every_kernel() -> None:
     """Nothing runs: the kernels that the calls would launch are recorded."""
     gpu = CpuGpu(ARCHS["sm_90"], lambda key, operands: None)
     with use_gpu(gpu), claiming_cuda(), launching_operators():
-        keys = sanitize_case.needed_kernels(launches(), "cpu")
+        keys = kernels_of(sanitize_case.needed_kernels(launches(), "cpu"))
     assert {key.kernel for key in keys} == set(KERNELS)
     tiles = {type(key.tile).__name__ for key in keys}
     assert {"FwdTileSm80", "FwdTileSm90", "BwdTileSm80", "BwdTileSm90", "BwdTileSm90Wide"} <= tiles

@@ -26,6 +26,7 @@ from profiling.studies import standard, standard_bytes, standard_report
 from profiling.studies.standard import OURS, PEERS, STANDARD, Settings
 from tests.fakes.cuda import claiming_cuda
 from tests.fakes.gpu import fake_gpu
+from tests.fakes.recording import kernels_of
 from tests.profiling.fakes import FakePeer, FakeTimer, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
@@ -80,7 +81,7 @@ def test_bytes_by_definition() -> None:
 
 def test_kernels_to_compile() -> None:
     with fake_gpu("sm_90"), claiming_cuda():
-        names = {key.kernel for key in standard.kernels(TINY, tools(FakeTimer()))}
+        names = {key.kernel for key in kernels_of(standard.kernels(TINY, tools(FakeTimer())))}
     assert {"fwd_sm90", "bwd_sm90"} <= names
 
 

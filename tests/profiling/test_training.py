@@ -14,7 +14,7 @@ from profiling.documents import doc_results
 from profiling.peers.integrations import ATTENTIONS, ON_CPU, OURS, Attention
 from profiling.studies import training
 from tests.fakes.cuda import claiming_cuda, launching_operators
-from tests.fakes.recording import RecordingGpu
+from tests.fakes.recording import RecordingGpu, kernels_of
 from tests.profiling.fakes import FakeTimer, tools
 
 PEER = "SDPA"
@@ -110,7 +110,7 @@ def test_kernels_are_compiled_before_the_steps():
     )
     gpu = RecordingGpu(ARCHS["sm_90"])
     with use_gpu(gpu), claiming_cuda(), launching_operators():
-        keys = training.kernels(settings, tools(FakeTimer()))
+        keys = kernels_of(training.kernels(settings, tools(FakeTimer())))
     names = [key.kernel for key in keys]
     assert sum(name.startswith("fwd_sm90") for name in names) == 2
     assert sum(name.startswith("bwd_sm90") for name in names) == 2

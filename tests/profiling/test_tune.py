@@ -64,7 +64,7 @@ class World:
         return Variant(key.kernel, key.static.head_dim, key.tile).text
 
     def precompile(self, key: CompileKey) -> bool:
-        self.compiled_keys.add(key)
+        self.compiled_keys.update(key.keys)
         if key.kernel not in FAMILIES:
             return True
         text = self.text(key)
