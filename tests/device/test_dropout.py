@@ -18,7 +18,7 @@ from cutlass.cute.runtime import from_dlpack
 from cute_flash.device.memory.views import as_operand_a
 from cute_flash.device.mma.wgmma import make_mma
 from cute_flash.device.scores.dropout_mask import DropoutMaskPipeline
-from cute_flash.device.scores.philox import Dropout, DropoutOrigin, batch_head_index, philox_4x32
+from cute_flash.device.scores.philox import Dropout, DropoutOrigin, FourWords, PhiloxKey, batch_head_index, philox_4x32
 from cute_flash.device.scores.position import TilePosition
 from cute_flash.reference import dropout as philox
 from cute_flash.runtime.operands import dropout_origin_operands
@@ -34,7 +34,7 @@ from tests.reference.test_dropout import KNOWN, words
 def test_published_vectors(counter: str, key: str, expected: str) -> None:
     @cute.jit
     def program(out, counter, key):  # type: ignore[no-untyped-def]
-        found = philox_4x32(tuple(counter[i] for i in range(4)), tuple(key[i] for i in range(2)))
+        found = philox_4x32(FourWords(*(counter[i] for i in range(4))), PhiloxKey(key[0], key[1]))
         for i in cutlass.range_constexpr(4):
             out[i] = found[i]
 

@@ -24,7 +24,7 @@ from cutlass import Boolean, Float32, Int32
 
 from cute_flash.device.gradients.bias_bwd import BwdBiasParams, BwdBlockBias, BwdSmemBias, Lengths, ThreadSize
 from cute_flash.device.gradients.gradient_sums import GradientSums
-from cute_flash.device.gradients.score_bwd import BlockScores, PlainScores, store_pair
+from cute_flash.device.gradients.score_bwd import BlockScores, PlainScores, ProbPair, store_pair
 from cute_flash.device.memory.views import as_mn
 from cute_flash.device.ptx import bits_and, select_if, store_if, tanh_derivative
 from cute_flash.device.scheduling.block_sparse import BwdBlockIndices
@@ -302,7 +302,7 @@ class ModScores:
                         S_mn[r, c + j] = P * tanh_derivative(x) if cutlass.const_expr(self.has_softcap) else P
                     pair.append(P)
                 if cutlass.const_expr(not self.masks_probs):
-                    self.pack_pair(rP, pair, S_mn, r, c)
+                    self.pack_pair(rP, ProbPair(*pair), S_mn, r, c)
         if cutlass.const_expr(isinstance(self.bias, BwdSmemBias) and not self.keeps_tanh):
             self.bias.release()
 
@@ -312,12 +312,12 @@ class ModScores:
         P_mn = as_mn(acc_P)
         for c in cutlass.range_constexpr(0, self.size.columns, 2):
             for r in cutlass.range_constexpr(self.size.rows):
-                self.pack_pair(rP, [P_mn[r, c + j] for j in range(2)], P_mn, r, c)
+                self.pack_pair(rP, ProbPair(P_mn[r, c], P_mn[r, c + 1]), P_mn, r, c)
 
-    def pack_pair(self, rP: cute.Tensor, pair: list[Float32], S_mn: cute.Tensor, r: int, c: int) -> None:
+    def pack_pair(self, rP: cute.Tensor, pair: ProbPair, S_mn: cute.Tensor, r: int, c: int) -> None:
         dropout = self.plain.dropout_bits
         if dropout is not None:
-            pair = [dropout.select(P, r, c + j) for j, P in enumerate(pair)]
+            pair = ProbPair(*(dropout.select(P, r, c + j) for j, P in enumerate(pair)))
         store_pair(rP, pair, cute.crd2idx((r, c), S_mn.layout))
 
     def mod(self, name: str) -> ModEvaluator | None:

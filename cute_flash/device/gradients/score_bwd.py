@@ -24,7 +24,7 @@ of the slope needs dS'. P is not scaled by 1 / (1 - dropout); dV is scaled at th
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -211,8 +211,15 @@ def apply_band(acc_S: cute.Tensor, mask: Mask, first_col: Int32, is_transposed: 
         mask.apply_to_tail_rows(as_mn(acc_S))
 
 
-def store_pair(rP: cute.Tensor, pair: list[Float32], index: int, mask: Callable[[], Int32] | None = None) -> None:
-    """Store P of two neighbouring columns, which are neighbouring registers, in the type of rP.
+class ProbPair(NamedTuple):
+    """P of two neighbouring columns, which are neighbouring registers."""
+
+    first: Float32
+    second: Float32
+
+
+def store_pair(rP: cute.Tensor, pair: ProbPair, index: int, mask: Callable[[], Int32] | None = None) -> None:
+    """Store a pair in the type of rP.
 
     `mask`: computes the bits to keep of a packed pair.
     """
@@ -270,7 +277,7 @@ class BlockScores(NoMods):
                     mask = partial(self.dropout_bits.pair_mask, r, c)
                     if cutlass.const_expr(rP.element_type is Float32):
                         pair = [self.dropout_bits.select(P, r, c + j) for j, P in enumerate(pair)]
-                store_pair(rP, pair, cute.crd2idx((r, c), S_mn.layout), mask)
+                store_pair(rP, ProbPair(*pair), cute.crd2idx((r, c), S_mn.layout), mask)
 
     def prob_after_dropout(self, S_mn: cute.Tensor, r: int, c: int, rLSE: cute.Tensor) -> Float32:
         """P of one element. The register of S then holds P, P (1 - t²) or t.

@@ -94,7 +94,11 @@ FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED = 1, 3, 4, 6
 MIN_STEPS = 8
 
 
-Halves = tuple[cute.Tensor, cute.Tensor]  # of a warpgroup's columns, 64 columns each
+class Halves(NamedTuple):
+    """Descriptors or accumulators of the halves of a warpgroup's columns, 64 columns each."""
+
+    first: cute.Tensor
+    second: cute.Tensor
 
 
 class WideVisit(NamedTuple):
@@ -394,11 +398,11 @@ class BwdSm90Wide(Kernel):
         def columns_a(sX: cute.Tensor) -> Halves:
             """Both halves of this warpgroup's columns of sX, transposed, as operands A."""
             parts = (part(sX, tile.tile_m, half) for half in range(HALVES))
-            return tuple(dkv.make_fragment_A(dkv.partition_A(sY)) for sY in parts)
+            return Halves(*(dkv.make_fragment_A(dkv.partition_A(sY)) for sY in parts))
 
         def accumulators() -> Halves:
             shape = dkv.partition_shape_C((columns, tile.tile_n))
-            return tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(HALVES))
+            return Halves(*(cute.make_rmem_tensor(shape, Float32) for _ in range(HALVES)))
 
         acc_S, acc_dP, acc_dQ = self._temporaries(p)
         return MmaState(
@@ -414,9 +418,7 @@ class BwdSm90Wide(Kernel):
             rP=dkv.make_fragment_B(dkv.partition_B(storage.sP)),
             rdS=dkv.make_fragment_B(dkv.partition_B(storage.sdS)),
             rdSt=dq.make_fragment_A(dq.partition_A(transposed(storage.sdS))),
-            rKt=tuple(
-                dq.make_fragment_B(dq.partition_B(part(storage.sK, tile.tile_n, half))) for half in range(HALVES)
-            ),
+            rKt=Halves(*(dq.make_fragment_B(dq.partition_B(part(storage.sK, tile.tile_n, i))) for i in range(HALVES))),
             acc_dK=accumulators(),
             acc_dV=accumulators(),
             acc_S=acc_S,
