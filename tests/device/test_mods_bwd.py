@@ -17,7 +17,7 @@ from cutlass.cute.runtime import from_dlpack
 from cute_flash.device.gradients import gradient_sums, mods_bwd
 from cute_flash.device.gradients.bias_bwd import BwdBiasParams, BwdBlockBias
 from cute_flash.device.gradients.mods_bwd import BwdGraphs, BwdModParams, CaptureTerms, ModArguments
-from cute_flash.device.gradients.score_bwd import BwdScoreParams
+from cute_flash.device.gradients.score_bwd import BwdScoreParams, GradientBlock
 from cute_flash.device.memory.views import as_mn
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.mask import Mask
@@ -192,7 +192,7 @@ def block(  # type: ignore[no-untyped-def]
                 scores.exponentiate(acc_S, rP, lse)
             total = cute.make_rmem_tensor(1, Float32)
             total.fill(0.0)
-            scores.differentiate(acc_S, acc_dP, lse, d, total).finish()
+            scores.differentiate(GradientBlock(acc_S, acc_dP, lse, d, total)).finish()
             dalibi[thread] = total[0]
             for i in cutlass.range_constexpr(cute.size(acc_S)):
                 P[at[i]], dS[at[i]] = rP[i].to(Float32), acc_S[i]

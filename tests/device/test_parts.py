@@ -53,7 +53,7 @@ def tile_coords(
     def program(out, num_m_blocks, heads, batch, group, is_inner):  # type: ignore[no-untyped-def]
         scheduler = StaticTileScheduler(num_m_blocks, heads, batch, group, longest_first, is_inner == 1)
         for i in range(out.shape[0]):
-            m_block, head, batch_index = scheduler.tile_coord(Int32(i))
+            m_block, head, (batch_index,) = scheduler.tile_coord(Int32(i))
             out[i, 0], out[i, 1], out[i, 2] = m_block, head, batch_index
 
     out = torch.full((num_m_blocks * heads * batch, 3), -1, dtype=torch.int32)

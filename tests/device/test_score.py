@@ -215,7 +215,7 @@ def test_fused_exp2_of_products(softcap: float | None, slope: float | None, plac
             mask, acc_P = Mask(band, sizes[0], sizes[1], sizes[2], tScS), cute.make_fragment_like(acc)
             tile = ScoreTile(mask, sizes[3], rows, columns, has_alibi_step=step != "")
             if cutlass.const_expr(step != ""):
-                word = cutlass.select_(fits(score.slope_log2, score.scale_log2), Int32(1), Int32(0))
+                word = cutlass.select_(fits(score.alibi.slope_log2, score.scale_log2), Int32(1), Int32(0))
                 signs[0] = score.alibi.step_word(word, tile)
             fused = score.fused_exp2(as_mn(acc), tile)
             for i in cutlass.range_constexpr(cute.size(acc)):

@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.device.gradients import score_bwd
-from cute_flash.device.gradients.score_bwd import BwdScoreParams
+from cute_flash.device.gradients.score_bwd import BwdScoreParams, GradientBlock
 from cute_flash.device.memory.views import as_mn
 from cute_flash.device.mma.wgmma import make_mma
 from cute_flash.device.scores import dropout_bits
@@ -134,7 +134,7 @@ def block(
             scores.exponentiate(acc_S, rP, lse)
             total = cute.make_rmem_tensor(1, Float32)
             total.fill(0.0)
-            scores.differentiate(acc_S, acc_dP, lse, d, total)
+            scores.differentiate(GradientBlock(acc_S, acc_dP, lse, d, total))
             dalibi[thread] = total[0]
             for i in cutlass.range_constexpr(cute.size(acc_S)):
                 P[tScS[i]], dS[tScS[i]] = rP[i].to(Float32), acc_S[i]

@@ -20,12 +20,12 @@ LANES = {ROW: (4, 8, 16), COLUMN: (1, 2), 0: (1, 2, 4, 8, 16)}
 BOTH = ROW | COLUMN
 
 
-class EntrySum(NamedTuple):
-    """The sum that is added to an entry of a gradient."""
+class ElementSum(NamedTuple):
+    """The sum that is added to an element of a gradient."""
 
     value: Float32
     gradient: cute.Tensor
-    coord: Any  # of the entry
+    coord: Any  # of the element
 
 
 class GradientSums:
@@ -33,7 +33,7 @@ class GradientSums:
 
     def __init__(self, is_transposed: bool = True) -> None:
         self.is_transposed = is_transposed  # rows are keys
-        self.sums: dict[tuple[Any, int], EntrySum] = {}  # by name and row
+        self.sums: dict[tuple[Any, int], ElementSum] = {}  # by name and row
         self.depends: dict[Any, int] = {}
 
     def add(self, name: Any, depends: int, r: int, value: Float32, gradient: cute.Tensor, coord: Any) -> None:
@@ -52,7 +52,7 @@ class GradientSums:
             depends ^= BOTH
         key = name, r if depends == COLUMN else 0
         old = self.sums.get(key)
-        self.sums[key] = EntrySum(value if old is None else old.value + value, gradient, coord)
+        self.sums[key] = ElementSum(value if old is None else old.value + value, gradient, coord)
         self.depends[name] = depends
 
     def finish_column(self) -> None:
@@ -67,7 +67,7 @@ class GradientSums:
             for value, gradient, coord in self._finished(depends):
                 add_once(gradient, coord, value, sum(LANES[depends]))
 
-    def _finished(self, depends: int) -> Iterator[EntrySum]:
+    def _finished(self, depends: int) -> Iterator[ElementSum]:
         """Remove the sums with these bits, and add each over the lanes that share its entry."""
         for key in [key for key in self.sums if self.depends[key[0]] == depends]:
             found = self.sums.pop(key)

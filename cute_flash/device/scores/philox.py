@@ -115,7 +115,7 @@ class Dropout:
 
         A mask has 16 bits for each of two neighbouring keys: 0 if dropout drops the score, else all set.
         """
-        scaled = words if factor is None else (word * factor for word in words)
+        scaled = words if factor is None else [word * factor for word in words]
         return FourWords(*(keep_masks(word, self.threshold) for word in scaled))
 
     @cute.jit

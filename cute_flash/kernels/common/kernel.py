@@ -25,6 +25,14 @@ _WITH_ROWS = {
 }
 
 
+def starts_last_tiles(static: Static) -> bool:
+    """Whether the grid of a backward kernel starts with the last K/V tiles.
+
+    With a left bound they are the longest. With a semaphore, a tile that others wait for must have started.
+    """
+    return static.has_left or static.deterministic
+
+
 class Grid(NamedTuple):
     """The numbers of CTAs of a launch."""
 
@@ -105,7 +113,7 @@ class MBlockKernel(Kernel):
         if cutlass.const_expr(self.static.varlen):
             if index < p.q_tile_list[0, 0]:
                 m_block, seqlen_values = read_tile(p.q_tile_list, index)
-                self.process_block(p, m_block, head, SeqlenInfo.of_values(*seqlen_values))
+                self.process_block(p, m_block, head, SeqlenInfo.of_values(seqlen_values))
         else:
             seqlen = SeqlenInfo(batch, getattr(p, self.rows).shape[2], Int32(0))
             self.process_block(p, index, head, seqlen)

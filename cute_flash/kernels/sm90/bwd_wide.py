@@ -54,24 +54,21 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cute_flash.device.gradients.bias_bwd import publish_gradient
 from cute_flash.device.gradients.mods_bwd import AnyScores, ModScores
-from cute_flash.device.gradients.score_bwd import PlainScores, compute_probs
+from cute_flash.device.gradients.score_bwd import GradientBlock, PlainScores, compute_probs
 from cute_flash.device.memory.stmatrix import store_transposed
-from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
+from cute_flash.device.memory.tma import TmaTiles
 from cute_flash.device.memory.views import as_mn, transposed
 from cute_flash.device.mma.wgmma import convert, make_mma, start_gemm
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, WarpgroupOrder
-from cute_flash.device.scheduling.semaphore import DQSemaphore
 from cute_flash.device.scheduling.seqlen import HeadBlock, SeqlenInfo
-from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.mask import Mask
 from cute_flash.kernels.common.kernel import Grid, Kernel
-from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm90.bwd_producer import (
     for_each_block_of_tile,
     load_first_block,
@@ -153,50 +150,21 @@ class BwdSm90Wide(Kernel):
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
         """The operands are those of `BwdSm90`. `tile_counter` is not used: a CTA has one tile."""
-        tile, static, config, args = self.tile, self.static, self.config, self.read_operands(operands)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tma, tile_list = VarlenTmaTiles if static.varlen else TmaTiles, None
-        if cutlass.const_expr(static.varlen):
-            tile_list = VarlenTileList(args.kv_tile_list, args.k.shape[1], args.heads_per_l2_group)
-        batch, heads_kv, seqlen_k, _ = args.k.shape
-        num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
+        tile, config, args = self.tile, self.config, self.read_operands(operands)
+        MN, K = OperandMajorMode.MN, OperandMajorMode.K
         # A missing right bound is replaced by one that masks nothing: a kernel without a bound needs too many
         # registers, and ptxas serialises its products.
         band = self.band(args)
         band = Band(band.left, Int32(FAR) if band.right is None else band.right)
-        # With a left bound, the last tiles take longest and are scheduled first. With a semaphore, the last tiles are
-        # scheduled first too, because a tile must have started before others wait for it.
-        descends, semaphore = static.has_left or static.deterministic, None
-        if cutlass.const_expr(static.deterministic):
-            lengths = args.q.shape[2], seqlen_k
-            semaphore = DQSemaphore(args.dq_progress, band, *lengths, tile.tile_m, tile.tile_n)
-        MN, K = OperandMajorMode.MN, OperandMajorMode.K
-        params = Params(
-            config=config,
-            q=tma.of(load, args.q, config.q),
-            do=tma.of(load, args.dout_cast, config.q),
-            k=tma.of(load, args.k, config.k),
-            v=tma.of(load, args.v, config.k),
-            dk=tma.of(store, args.dk, config.out),
-            dv=tma.of(store, args.dv, config.out),
-            mLSE=args.lse_log2,
-            mDelta=args.delta,
-            mdQ_accum=args.dq_accum,
-            dq_semaphore=semaphore,
-            mClaims=None if static.deterministic else args.dq_progress,
-            seqlen_q=args.q.shape[2],
-            seqlen_k=seqlen_k,
-            heads_per_kv=args.q.shape[1] // heads_kv,
-            scale=args.scale,
+        params = Params.of(
+            config,
+            args,
+            band,
             band=band,
-            scheduler=StaticTileScheduler(num_n_blocks, heads_kv, batch, args.heads_per_l2_group, descends),
-            tile_list=tile_list,
+            scheduler=None,
             mma_s=make_mma(self.dtype, self.keys, False, K, K),
             mma_dkv=make_mma(self.dtype, tile.tile_n, False, MN, K),
             mma_dq=make_mma(self.dtype, WARPGROUP_ROWS, False, MN, MN),
-            score_params=bwd_score_params(static, tile, args),
-            bias=None if config.bias is None else TmaTiles.of(load, args.bias, config.bias),
-            dbias=TmaTiles.of(store, args.dbias, config.bias) if config.stores_dbias else None,
         )
         options = {"min_blocks_per_mp": 1, "use_pdl": True}
         self.launch(self.symbol("bwd_sm90_wide"), params, Grid(args.num_ctas), tile.num_threads, stream, **options)
@@ -749,7 +717,7 @@ class BwdSm90Wide(Kernel):
         sLSE = None
         if cutlass.const_expr(p.score_params is not None):
             sLSE = self.row_statistic(state, storage.sLSE[None, storage.q.stage(iteration)])
-        sums = scores.differentiate(state.acc_S, state.acc_dP, sLSE, rDelta, state.dalibi)
+        sums = scores.differentiate(GradientBlock(state.acc_S, state.acc_dP, sLSE, rDelta, state.dalibi))
         rdS = cute.make_fragment_like(state.acc_S, self.dtype)
         convert(state.acc_S, rdS)
         self.stage_transposed(state, rdS, storage.sdS)

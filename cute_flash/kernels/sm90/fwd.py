@@ -215,7 +215,7 @@ class FwdSm90(Kernel):
         alibi_word = None
         if state.alibi_step is not None:
             score = score_params.score
-            alibi_word = row_word(score.slope_log2, score.scale_log2, state.thread, self.dtype)
+            alibi_word = row_word(score.alibi.slope_log2, score.scale_log2, state.thread, self.dtype)
         return MmaTile(count, iteration, head, seqlen, mask, block_iter, score_params, alibi_word)
 
     def _seqlen_at_end(self, p: Params, state: MmaState, tile: MmaTile) -> SeqlenInfo:
