@@ -70,8 +70,8 @@ class GradientSums:
     def _finished(self, depends: int) -> Iterator[ElementSum]:
         """Remove the sums with these bits, and add each over the lanes that share its entry."""
         for key in [key for key in self.sums if self.depends[key[0]] == depends]:
-            found = self.sums.pop(key)
-            yield found._replace(value=sum_lanes(found.value, LANES[depends]))
+            own = self.sums.pop(key)
+            yield own._replace(value=sum_lanes(own.value, LANES[depends]))
 
 
 def sum_lanes(value: Float32, offsets: tuple[int, ...]) -> Float32:

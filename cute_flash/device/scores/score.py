@@ -37,8 +37,8 @@ class Score:
     @staticmethod
     def of(scale: Float32, softcap: Float32 | None = None, returns_tanh: bool = False, unit: float = LOG2_E) -> "Score":
         """The transform without a slope, computed on the host. `returns_tanh`: softcap omits the factor softcap."""
-        found = None if softcap is None else Softcap.of(scale, softcap, returns_tanh, unit)
-        return Score(scale * unit, found, unit=unit)
+        formula = None if softcap is None else Softcap.of(scale, softcap, returns_tanh, unit)
+        return Score(scale * unit, formula, unit=unit)
 
     def for_head(self, slope: Float32 | None) -> "Score":
         """The transform with the ALiBi slope of a head."""

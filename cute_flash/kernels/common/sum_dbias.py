@@ -90,10 +90,10 @@ class SumDbias(Kernel):
             total.fill(0.0)
         for term in cutlass.range(num_terms, unroll=TERMS_AT_ONCE):
             for row, total in zip(rows, sums):
-                found = cute.make_rmem_tensor(VECTOR, gTerms.element_type)
+                terms = cute.make_rmem_tensor(VECTOR, gTerms.element_type)
                 row = cutlass.min(row, seqlen_q - 1)
-                cute.autovec_copy(row_vector(gTerms, row, inside, VECTOR, term * p.term_stride), found)
-                total.store(total.load() + found.load().to(Float32))
+                cute.autovec_copy(row_vector(gTerms, row, inside, VECTOR, term * p.term_stride), terms)
+                total.store(total.load() + terms.load().to(Float32))
         for row, total in zip(rows, sums):
             if row < seqlen_q and key < seqlen_k:
                 rounded = cute.make_rmem_tensor(VECTOR, gSums.element_type)

@@ -479,7 +479,7 @@ class BwdSm90Wide(Kernel):
         """
         storage = state.storage
         # dQ = dS K and dK += dS^T Q of the block
-        self.start_dq(p, state, iteration, 0)
+        self.start_dq(p, state, 0)
         self.start_dk(p, state, iteration, 0)
         # wait for dV
         warpgroup.wait_group(2)
@@ -495,7 +495,7 @@ class BwdSm90Wide(Kernel):
         # S = Q K^T of the next block
         self.start_s(p, state, iteration + 1)
         self.start_dk(p, state, iteration, 1)
-        self.start_dq(p, state, iteration, 1)
+        self.start_dq(p, state, 1)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.add_rest(p, state, rest, wide.accum_block, 0)
         self.publish_dq(state, iteration, 0)
@@ -546,12 +546,12 @@ class BwdSm90Wide(Kernel):
     @cute.jit
     def last_block(self, p: Params, state: MmaState, iteration: Int32, accum_block: Int32):
         """Compute the gradients of the tile's last block. `accum_block`: its index in mdQ_accum."""
-        self.start_dq(p, state, iteration, 0)
+        self.start_dq(p, state, 0)
         for half in cutlass.range_constexpr(HALVES):
             self.start_dk(p, state, iteration, half)
         warpgroup.wait_group(HALVES)
         rest = self.stage_dq(state, iteration, 0)
-        self.start_dq(p, state, iteration, 1)
+        self.start_dq(p, state, 1)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.publish_dq(state, iteration, 0)
         self.add_rest(p, state, rest, accum_block, 0)
@@ -590,7 +590,7 @@ class BwdSm90Wide(Kernel):
         start_gemm(p.mma_dkv, state.acc_dK[half], rQt, state.rdS, True)
 
     @cute.jit
-    def start_dq(self, p: Params, state: MmaState, iteration: Int32, half: cutlass.Constexpr):
+    def start_dq(self, p: Params, state: MmaState, half: cutlass.Constexpr):
         """Start a half of dQ = dS K."""
         start_gemm(p.mma_dq, state.acc_dQ, state.rdSt, state.rKt[half], False)
 
