@@ -73,12 +73,16 @@ class Kernel:
         """The mask in a symbol: "l", "r" or "lr" for the bounded sides, or "full"."""
         return ("l" if self.static.has_left else "") + ("r" if self.static.has_right else "") or "full"
 
+    @property
+    def size_name(self) -> str:
+        """The tile in a symbol."""
+        return f"{self.tile.tile_m}x{self.tile.tile_n}"
+
     def symbol(self, kernel: str) -> str:
         """The symbol of an attention kernel, which names its head dims, dtype, mask, tile and features."""
-        static, tile = self.static, self.tile
-        layout = getattr(tile, "layout", "swizzled")
+        static, layout = self.static, getattr(self.tile, "layout", "swizzled")
         tags = "".join(f"_{tag}" for tag in (*static.tags, *(() if layout == "swizzled" else (layout,))))
-        return f"cute_flash_{kernel}_d{static.widths}_{static.dtype}_{self.mask_name}_{tile.tile_m}x{tile.tile_n}{tags}"
+        return f"cute_flash_{kernel}_d{static.widths}_{static.dtype}_{self.mask_name}_{self.size_name}{tags}"
 
     def launch(self, symbol: str, params: Any, grid: Grid, num_threads: int, stream: CUstream, **options: Any):
         """Launch `kernel` under the name `symbol`.

@@ -58,7 +58,7 @@ class SumDbias(Kernel):
             band=Band(band.right, band.left),
         )
         num_blocks = cute.ceil_div(seqlen_q, self.tile.tile_m) * cute.ceil_div(seqlen_k, self.tile.tile_n)
-        symbol = f"cute_flash_bwd_sum_dbias_{self.static.dtype}_{self.mask_name}_{self.tile.tile_m}x{self.tile.tile_n}"
+        symbol = f"cute_flash_bwd_sum_dbias_{self.static.dtype}_{self.mask_name}_{self.size_name}"
         self.launch(symbol, params, Grid(num_blocks, sum_heads, sum_batch), self.tile.num_threads, stream)
 
     @cute.kernel

@@ -199,7 +199,7 @@ class BwdSm80(TileKernel):
         return thread % (32 * self.tile.warps_per_gradient) if self.tile.splits_kv else thread
 
     def gradients(self, p: Params, ds: MmaOperand, q_t: MmaOperand, thread: Int32) -> tuple[GradientKV, ...]:
-        """dK and dV, or the one of them that this thread computes. `ds`, `q_t`: the operands of dK."""
+        """dK and dV; with `splits_kv`, the one that this thread computes. `ds`, `q_t`: the operands of dK."""
         tile = self.tile
         shape = p.mma_kv.get_slice(thread).partition_shape_C((tile.tile_n, tile.head_dim))
         # P and dO come `pieces` and `stages` tiles after dS and Q.

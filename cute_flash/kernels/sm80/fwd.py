@@ -199,7 +199,7 @@ class FwdSm80(TileKernel):
     def block_iterator(
         self, p: Params, m_block: Int32, head: Int32, seqlen: SeqlenInfo, blocks: BlockRange
     ) -> BlockSparseIterator | None:
-        """The iterator of a block mask; None without one. `blocks`: those of the band."""
+        """The iterator of a block mask; None without one. `blocks`: the K/V blocks that the band does not hide."""
         indices = p.score_params.block_indices
         if indices is None:
             return None

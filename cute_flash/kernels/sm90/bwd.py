@@ -277,7 +277,7 @@ class BwdSm90(Kernel):
         dV and dK follow one block late, and dQ two blocks late, so that no warpgroup waits for the dS of the other.
 
         Args:
-            operands: those of the previous block on entry, of this block on return.
+            operands: P^T and dS^T of the previous block on entry. On return they hold this block's.
             blocks_before: the number of blocks of the tile before this one; 2 stands for 2 or more.
 
         Returns:

@@ -63,7 +63,7 @@ class Config:
 
     @property
     def seqlen_end(self) -> int:
-        """The number of integers up to and including those of the sequence."""
+        """The number of integers before the counts of a block mask: m_block, head and sequence."""
         return 2 + (NUM_VALUES if self.static.varlen else 1)
 
     @property
