@@ -6,21 +6,22 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 # Instructions that convert one fp32 value, or two (x2), to a 16-bit type.
 _ROUND = {cutlass.BFloat16: "cvt.rn.bf16{}.f32", cutlass.Float16: "cvt.rn.f16{}.f32"}
+Scalar = Float32 | Int32 | Uint32 | Int64
 # Declares the predicate p, which is true if the first argument is not 0.
 _PREDICATE = ".reg .pred p;\n\tsetp.ne.s32 p, {$r0}, 0;\n\t"
 
 
-def instruction(text: str, dtype, *args):
+def instruction(text: str, dtype: type, *args: Scalar) -> Scalar:
     """Emit PTX that reads `args`, and return its result of type `dtype`."""
     return cute.arch.inline_ptx(text, write_only_types=[dtype], read_only_args=list(args))
 
 
-def pack(low: Float32, high: Float32, dtype) -> Int32:
+def pack(low: Float32, high: Float32, dtype: type) -> Int32:
     """Convert two values to a 16-bit type in one register. The compiler does not move the conversion."""
     return instruction(_ROUND[dtype].format("x2") + " {$w0}, {$r1}, {$r0};", Int32, low, high)
 
 
-def rederived(value: Int32 | Float32) -> Int32 | Float32:
+def rederived(value: Scalar) -> Scalar:
     """The same value, opaque to the compiler.
 
     The compiler then recomputes values that depend on it at each use, instead of keeping them in registers over a loop.
@@ -28,7 +29,7 @@ def rederived(value: Int32 | Float32) -> Int32 | Float32:
     return instruction("mov.b32 {$w0}, {$r0};", Float32 if isinstance(value, Float32) else Int32, value)
 
 
-def select_if(condition: Boolean, a, b):
+def select_if(condition: Boolean, a: Scalar, b: Scalar) -> Scalar:
     """`a` if the condition holds, else `b`, by one selp.
 
     The compiler would turn a compound condition into a chain of selects, which needs more registers.
@@ -73,7 +74,7 @@ def add_if(condition: Int32, address: Int64, value: Float32):
     cute.arch.inline_ptx(text, read_only_args=[condition, address, value])
 
 
-def store_if(condition: Int32, address: Int64, value: Float32 | Int32, dtype):
+def store_if(condition: Int32, address: Int64, value: Float32 | Int32, dtype: type):
     """Store a value to global memory, converted to `dtype`, if the condition is not 0, without a branch."""
     store = f"@p st.global.{'s32' if dtype is Int32 else 'f32'} [{{$r1}}], {{$r2}};"
     if dtype in _ROUND:

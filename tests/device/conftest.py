@@ -1,4 +1,4 @@
-"""Symbols that the CPU code of device functions needs and an x86_64 machine may not have."""
+"""Stand-ins on the CPU: for instructions of the GPU, and for symbols that an x86_64 machine may not have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import platform
 import shutil
 import subprocess
+from typing import Any
 
 import pytest
 
@@ -36,3 +37,41 @@ def conversion_to_bf16(tmp_path_factory: pytest.TempPathFactory) -> None:
     source.write_text(TO_BF16)
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+
+
+@pytest.fixture
+def on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace GPU-only instructions by their effect on a single thread.
+
+    All threads of a row hold the same values, so a shuffle returns the thread's own value.
+    """
+    import cutlass
+    from cutlass import Float32, cute
+
+    from cute_flash.device.scores import philox
+
+    def fmin(a: Any, b: Any, nan: bool = False) -> Any:
+        return cutlass.min(a, Float32(b))
+
+    def fmax(a: Any, b: Any, nan: bool = False) -> Any:
+        return cutlass.max(a, b)
+
+    for name in ("make_warp_uniform", "vote_all_sync", "vote_any_sync"):
+        monkeypatch.setattr(cute.arch, name, lambda value: value)
+    monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
+    monkeypatch.setattr(cute.arch, "fmin", fmin)
+    monkeypatch.setattr(cute.arch, "fmax", fmax)
+    monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
+    monkeypatch.setattr(philox, "keep_masks", keep_masks)
+
+
+def keep_masks(word: Any, threshold: Any) -> Any:
+    """`philox.keep_masks` by integer comparisons: a number is kept if it is not below the threshold."""
+    import cutlass
+    from cutlass import Int32
+
+    halves = [((word >> shift) & 0x7FFF) >= ((threshold >> shift) & 0x7FFF) for shift in (0, 16)]
+    low, high = (
+        cutlass.select_(half, Int32(bits), Int32(0)) for half, bits in zip(halves, (0xFFFF, -65536), strict=True)
+    )
+    return low | high

@@ -18,15 +18,17 @@ from cutlass.cute.runtime import from_dlpack
 from cute_flash.device.memory.views import as_operand_a
 from cute_flash.device.mma.wgmma import make_mma
 from cute_flash.device.scores.dropout_mask import DropoutMaskPipeline
-from cute_flash.device.scores.philox import Dropout, DropoutOrigin, batch_head_index, philox_4x32
+from cute_flash.device.scores.philox import Dropout, DropoutOrigin, FourWords, PhiloxKey, batch_head_index, philox_4x32
 from cute_flash.device.scores.position import TilePosition
 from cute_flash.reference import dropout as philox
 from cute_flash.runtime.operands import dropout_origin_operands
 from cute_flash.spec.dropout import threshold as dropout_threshold
 from tests.combinations import RNG
-from tests.device.test_score import FOR_HOPPER, shapes
-from tests.device.test_score import on_one_thread as on_one_thread
+from tests.device.test_score import shapes
+from tests.device.tiles import FOR_HOPPER, accumulators, coordinates, store
 from tests.reference.test_dropout import KNOWN, words
+
+pytestmark = pytest.mark.usefixtures("on_one_thread")
 
 
 @pytest.mark.compiles
@@ -34,7 +36,7 @@ from tests.reference.test_dropout import KNOWN, words
 def test_published_vectors(counter: str, key: str, expected: str) -> None:
     @cute.jit
     def program(out, counter, key):  # type: ignore[no-untyped-def]
-        found = philox_4x32(tuple(counter[i] for i in range(4)), tuple(key[i] for i in range(2)))
+        found = philox_4x32(FourWords(*(counter[i] for i in range(4))), PhiloxKey(key[0], key[1]))
         for i in cutlass.range_constexpr(4):
             out[i] = found[i]
 
@@ -58,17 +60,14 @@ def after_dropout(shape: Any, draws: list[Draw], origin: tuple[int, ...] = ()) -
         dropout = Dropout.read(rng, threshold, shard)
         batch_head = batch_head_index(shard, Int32(1), Int32(3), Int32(5))
         for thread in range(threads):
-            thr_mma = mma.get_slice(Int32(thread))
-            tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
-            rP = cute.make_rmem_tensor(thr_mma.partition_shape_C((rows, columns)), cutlass.BFloat16)
+            tScS = coordinates(mma, Int32(thread), (rows, columns))
+            rP = accumulators(mma, Int32(thread), (rows, columns), cutlass.BFloat16)
             rP.fill(7.0)
             position = TilePosition(batch_head, first_row, first_column, tScS)
             masks, packed = dropout.masks_of(as_operand_a(rP), position), cute.recast_tensor(rP, Int32)
             for i in cutlass.range_constexpr(cute.size(packed)):
                 packed[i] = packed[i] & masks[i]
-            for i in cutlass.range_constexpr(cute.size(rP)):
-                row, col = tScS[i]
-                out[row, col] = rP[i].to(Float32)
+            store(rP, tScS, out)
 
     compiled = None
     shard = tuple(map(Int32, dropout_origin_operands(origin))) if origin else None
@@ -83,25 +82,13 @@ def after_dropout(shape: Any, draws: list[Draw], origin: tuple[int, ...] = ()) -
 
 @pytest.mark.compiles
 @shapes
-def test_every_score_has_its_random_number(shape: Any) -> None:
-    """For tiles of queries x keys; `test_score_bwd` tests keys x queries."""
-    rows, columns, *_ = shape
-    draws = [((0, 0), 0.3), ((128, 48), 0.8)]
-    for (first, p), found in zip(draws, after_dropout(shape, draws), strict=True):
-        mask = philox.Dropout(p, torch.tensor(RNG), 5)
-        ranges = [range(start, start + size) for start, size in zip(first, (rows, columns), strict=True)]
-        kept = mask.keep_mask(range(1, 2), range(3, 4), *ranges)[0, 0]
-        assert torch.equal(found, torch.where(kept, 7.0, 0.0))
-
-
-@pytest.mark.compiles
-@shapes
-def test_a_shard_has_the_mask_of_the_full_call(shape: Any) -> None:
-    rows, columns, *_ = shape
-    draws, origin = [((0, 0), 0.5), ((64, 32), 0.3)], (96, 48, 2, 9)
+@pytest.mark.parametrize("origin", [(), (96, 48, 2, 9)], ids=["whole call", "shard"])
+def test_every_score_has_its_random_number(shape: Any, origin: tuple[int, ...]) -> None:
+    """For tiles of queries x keys; `test_score_bwd` tests keys x queries. A shard has the mask of the full call."""
+    draws = [((0, 0), 0.5), ((64, 32), 0.3), ((128, 48), 0.8)]
     for (first, p), found in zip(draws, after_dropout(shape, draws, origin), strict=True):
-        ranges = [range(start, start + size) for start, size in zip(first, (rows, columns), strict=True)]
-        mask = philox.Dropout(p, torch.tensor(RNG), 9, origin[:3])
+        mask = philox.Dropout(p, torch.tensor(RNG), *((9, origin[:3]) if origin else (5,)))
+        ranges = [range(start, start + size) for start, size in zip(first, shape[:2], strict=True)]
         kept = mask.keep_mask(range(1, 2), range(3, 4), *ranges)[0, 0]
         assert torch.equal(found, torch.where(kept, 7.0, 0.0))
 
@@ -124,10 +111,9 @@ def produced_masks(draws: list[Draw]) -> Iterator[torch.Tensor]:
                 pipeline.produce(dropout, Int32(8), rectangle, first_column, 1, w, warp, lane)
         mma = make_mma(cutlass.BFloat16, columns, True, OperandMajorMode.K, OperandMajorMode.K)
         for thread in cutlass.range(128, unroll=1):
-            thr_mma = mma.get_slice(thread)
-            tScS = thr_mma.partition_C(cute.make_identity_tensor((64, columns)))
+            tScS = coordinates(mma, thread, (64, columns))
             for w in cutlass.range_constexpr(2):
-                rP = cute.make_rmem_tensor(thr_mma.partition_shape_C((64, columns)), cutlass.BFloat16)
+                rP = accumulators(mma, thread, (64, columns), cutlass.BFloat16)
                 rP.fill(1.0)
                 for steps in (range(2), range(2, STEPS)):
                     pipeline.apply(cute.recast_tensor(rP, Int32), steps, w, thread, Int32(3))

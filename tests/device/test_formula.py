@@ -29,7 +29,10 @@ from cute_flash.device.softmax.softmax import LN_2, Softmax
 from cute_flash.kernels.common.params import HeadScoreParams
 from cute_flash.kernels.sm90 import fwd_scores
 from cute_flash.kernels.sm90.fwd_scores import KvBlock
-from tests.device.test_score import FOR_HOPPER, SCALE, exact_scores, on_one_thread  # noqa: F401
+from tests.device.test_score import SCALE, exact_scores
+from tests.device.tiles import FOR_HOPPER, coordinates, load, store
+
+pytestmark = pytest.mark.usefixtures("on_one_thread")
 
 ROWS, COLUMNS, THREADS = 64, 96, 128
 SEQLEN, FIRST_ROW, N_BLOCK = 500, 64, 2
@@ -91,11 +94,8 @@ def test_a_new_formula_reaches_every_path(monkeypatch: pytest.MonkeyPatch, path:
         mma = make_mma(cutlass.BFloat16, COLUMNS, True, OperandMajorMode.K, OperandMajorMode.K)
         score = Score.of(numbers[0], numbers[1])
         for thread in range(THREADS):
-            thr_mma = mma.get_slice(Int32(thread))
-            tScS = thr_mma.partition_C(cute.make_identity_tensor((ROWS, COLUMNS)))
-            acc_S = cute.make_rmem_tensor(thr_mma.partition_shape_C((ROWS, COLUMNS)), Float32)
-            for i in cutlass.range_constexpr(cute.size(acc_S)):
-                acc_S[i] = products[tScS[i]]
+            tScS = coordinates(mma, Int32(thread), (ROWS, COLUMNS))
+            acc_S = load(mma, Int32(thread), products, (ROWS, COLUMNS))
             mask = Mask(Band(), Int32(SEQLEN), Int32(SEQLEN), Int32(FIRST_ROW), tScS)
             softmax = Softmax.start(as_mn(acc_S), Float32(1.0))
             softmax.row_max.fill(ROW_MAX)
@@ -109,8 +109,7 @@ def test_a_new_formula_reaches_every_path(monkeypatch: pytest.MonkeyPatch, path:
             passes.append(exp2)
             block = ProbBlock.of(acc_S, softmax)
             exp2.exponentiate(softmax, block, range(steps), False)
-            for i in cutlass.range_constexpr(cute.size(acc_S)):
-                out[tScS[i]] = block.acc_P[i]
+            store(block.acc_P, tScS, out)
 
     products = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1)) * 4
     out, softcap = torch.full((ROWS, COLUMNS), torch.nan), 3.0

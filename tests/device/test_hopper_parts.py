@@ -29,12 +29,11 @@ from cute_flash.device.softmax.exp2 import PlainExp2, ProbBlock
 from cute_flash.device.softmax.softmax import LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.device.softmax.speculative import MAX_BLOCK_SUM, SpeculativeMax
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
+from tests.device.tiles import FOR_HOPPER, coordinates
 
 # Widths N of m64nN: powers of two, and one other.
 widths = pytest.mark.parametrize("width", [16, 80, 128])
 THREADS = torch.arange(WARPGROUP_THREADS)
-# The DSL refuses wgmma on other architectures, although no wgmma runs here.
-FOR_HOPPER = "--gpu-arch sm_90a"
 
 
 def tiled_mma(width: int):  # type: ignore[no-untyped-def]
@@ -54,8 +53,7 @@ def test_accumulators_as_rows_and_columns(width: int) -> None:
     def program(out):  # type: ignore[no-untyped-def]
         mma = tiled_mma(width)
         for thread in range(WARPGROUP_THREADS):
-            whole = cute.make_identity_tensor((WARPGROUP_ROWS, width))
-            coords = as_mn(mma.get_slice(Int32(thread)).partition_C(whole))
+            coords = as_mn(coordinates(mma, Int32(thread), (WARPGROUP_ROWS, width)))
             for r in cutlass.range_constexpr(cute.size(coords, mode=[0])):
                 for c in cutlass.range_constexpr(cute.size(coords, mode=[1])):
                     out[thread, r, c, 0], out[thread, r, c, 1] = coords[r, c]
@@ -82,8 +80,7 @@ def test_accumulators_are_operand_a(width: int) -> None:
     def program(out):  # type: ignore[no-untyped-def]
         mma = tiled_mma(width)
         for thread in range(WARPGROUP_THREADS):
-            whole = cute.make_identity_tensor((WARPGROUP_ROWS, width))
-            held = as_operand_a(mma.get_slice(Int32(thread)).partition_C(whole))
+            held = as_operand_a(coordinates(mma, Int32(thread), (WARPGROUP_ROWS, width)))
             for k in cutlass.range_constexpr(cute.size(held, mode=[2])):
                 for i in cutlass.range_constexpr(cute.size(held, mode=[0])):
                     out[thread, k, i, 0], out[thread, k, i, 1] = held[i, 0, k]
@@ -125,8 +122,7 @@ def test_only_rows_and_columns_of_the_output_are_stored(
         mma = tiled_mma(width)
         for thread in range(WARPGROUP_THREADS):
             now["lane"] = Int32(thread) % 32
-            whole = cute.make_identity_tensor((WARPGROUP_ROWS, width))
-            coords = as_mn(mma.get_slice(Int32(thread)).partition_C(whole))
+            coords = as_mn(coordinates(mma, Int32(thread), (WARPGROUP_ROWS, width)))
             packed = cute.make_rmem_tensor((2, width // 8), Int32)
             for r, t in itertools.product(range(2), range(width // 8)):
                 row, col = coords[r, 2 * t]
@@ -148,18 +144,14 @@ def test_only_rows_and_columns_of_the_output_are_stored(
 
 
 @pytest.mark.compiles
+@pytest.mark.usefixtures("on_one_thread")
 @pytest.mark.parametrize("speculative_max", [False, True])
 @pytest.mark.parametrize("slope", [0.0, 0.5, 60.0, -60.0])
-def test_softmax_in_steps(monkeypatch: pytest.MonkeyPatch, slope: float, speculative_max: bool) -> None:
+def test_softmax_in_steps(slope: float, speculative_max: bool) -> None:
     """As in the main loop.
 
     With a speculative row max, P is computed again if the block sums show that the max was too small.
     """
-    monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
-    monkeypatch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
-    monkeypatch.setattr(cute.arch, "fmax", lambda a, b: cutlass.max(a, b))
-    monkeypatch.setattr(cute.arch, "fmin", lambda a, b: cutlass.min(a, Float32(b)))
-    monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
     rows, cols, steps = 2, 8, 2
 
     @cute.jit

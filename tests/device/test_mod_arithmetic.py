@@ -34,11 +34,7 @@ COUNT, RATE = 3, 2.5
 
 
 @pytest.fixture
-def host_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace GPU-only instructions by host code."""
-    monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan: cutlass.min(a, b))
-    monkeypatch.setattr(cute.arch, "fmax", lambda a, b, nan: cutlass.max(a, b))
-    monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
+def host_instructions(monkeypatch: pytest.MonkeyPatch, on_one_thread: None) -> None:
     monkeypatch.setitem(OPS, "erf", host_erf)
 
 

@@ -25,23 +25,15 @@ from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.reference.user_mods import UserMods
 from cute_flash.spec.describe import describe
 from cute_flash.spec.features import BIAS, capture_operand
-from tests.device.test_score import FOR_HOPPER, SHAPES, shapes
+from tests.device.test_score import SHAPES, shapes
+from tests.device.tiles import FOR_HOPPER, coordinates, load, store
 from tests.mod_cases import Case, Kind, Sizes
 
-pytestmark = pytest.mark.usefixtures("conversion_to_bf16")
+pytestmark = pytest.mark.usefixtures("conversion_to_bf16", "on_one_thread")
 
 BATCH, HEAD, SCALE = 1, 2, 0.25
 # The sequences end inside the tile that starts at FIRST.
 FIRST, SIZES = (64, 96), Sizes(2, 3, 3, 64 + 50, 96 + 30)
-
-
-@pytest.fixture(autouse=True)
-def on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace GPU-only instructions by their effect on a single thread."""
-    monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda value: value)
-    monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan=False: cutlass.min(a, Float32(b)))
-    monkeypatch.setattr(cute.arch, "fmax", lambda a, b, nan=False: cutlass.max(a, b))
-    monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
 
 
 @cute.jit
@@ -79,11 +71,8 @@ def of_threads(
         arguments = (None if x is None else tuple(x) for x in (captures, scalars))
         head = ModParams(mods, bias, *arguments).for_head(Int32(HEAD), Int32(BATCH))
         for thread in range(threads):
-            thr_mma = mma.get_slice(Int32(thread))
-            tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
-            acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((rows, columns)), Float32)
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] = S[tScS[i]]
+            tScS = coordinates(mma, Int32(thread), (rows, columns))
+            acc = load(mma, Int32(thread), S, (rows, columns))
             mask = Mask(Band(), Int32(sizes.seqlen_q), Int32(sizes.seqlen_k), Int32(first[0]), tScS)
             block_bias = head.load_bias(mask, Int32(first[1]), is_full)
             if cutlass.const_expr(is_fused):
@@ -91,8 +80,7 @@ def of_threads(
             else:
                 head.transform(as_mn(acc), mask, Int32(first[1]), block_bias)
                 head.apply_mask(as_mn(acc), mask, Int32(first[1]))
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                out[tScS[i]] = acc[i]
+            store(acc, tScS, out)
 
     def passed(x: Any) -> Any:
         if x is None or isinstance(x, (int, float)):
@@ -191,7 +179,3 @@ def test_iterator_of_a_block_mask(parts: int) -> None:
             num, full_end, *blocks = out.tolist()
             assert (num, full_end) == (len(expected), len(chosen[0]) * parts)
             assert blocks[:num] == expected and all(x == -1 for x in blocks[num:])
-
-
-def test_shapes_are_those_of_both_families() -> None:
-    assert {"wgmma", "two row tiles"} <= set(SHAPES)

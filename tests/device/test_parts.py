@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +26,12 @@ from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.mask import Mask, column_offset
 from cute_flash.device.softmax.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
+from cute_flash.kernels.sm80.bwd import BwdSm80
 from cute_flash.kernels.sm80.fwd import FwdSm80
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.problem import Static
+from tests.device.tiles import accumulators, coordinates, store
 
 # Traced functions have no annotations here: `from __future__ import annotations` makes them strings, but the DSL needs
 # types. Without them, it uses the types of the arguments.
@@ -53,7 +58,7 @@ def tile_coords(
     def program(out, num_m_blocks, heads, batch, group, is_inner):  # type: ignore[no-untyped-def]
         scheduler = StaticTileScheduler(num_m_blocks, heads, batch, group, longest_first, is_inner == 1)
         for i in range(out.shape[0]):
-            m_block, head, batch_index = scheduler.tile_coord(Int32(i))
+            m_block, head, (batch_index,) = scheduler.tile_coord(Int32(i))
             out[i, 0], out[i, 1], out[i, 2] = m_block, head, batch_index
 
     out = torch.full((num_m_blocks * heads * batch, 3), -1, dtype=torch.int32)
@@ -81,20 +86,15 @@ def expected_order(
 
 
 @pytest.mark.compiles
+@pytest.mark.usefixtures("on_one_thread")
 @pytest.mark.parametrize("batch_is_inner", [False, True])
 @pytest.mark.parametrize("longest_first", [False, True])
 @pytest.mark.parametrize(
     ("shape", "groups"), [((3, 4, 2), (1, 3, 4, 5, 8)), ((1, 1, 1), (1,)), ((5, 3, 3), (2, 9)), ((2, 7, 1), (7, 4))]
 )
 def test_grid_order(
-    monkeypatch: pytest.MonkeyPatch,
-    shape: tuple[int, int, int],
-    groups: tuple[int, ...],
-    longest_first: bool,
-    batch_is_inner: bool,
+    shape: tuple[int, int, int], groups: tuple[int, ...], longest_first: bool, batch_is_inner: bool
 ) -> None:
-    # `make_warp_uniform` returns its argument; it is only a hint to the compiler.
-    monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda value: value)
     for group in groups:
         found = tile_coords(shape, group, longest_first, batch_is_inner)
         assert found == expected_order(shape, group, longest_first, batch_is_inner)
@@ -113,8 +113,7 @@ def test_accumulators_as_rows_and_columns(tile: FwdTileSm80) -> None:
     def program(out):  # type: ignore[no-untyped-def]
         mma = tiled_mma(tile)
         for thread in range(tile.num_threads):
-            whole = cute.make_identity_tensor((tile.tile_m, tile.tile_n))
-            coords = as_mn(mma.get_slice(Int32(thread)).partition_C(whole))
+            coords = as_mn(coordinates(mma, Int32(thread), (tile.tile_m, tile.tile_n)))
             for r in cutlass.range_constexpr(cute.size(coords, mode=[0])):
                 for c in cutlass.range_constexpr(cute.size(coords, mode=[1])):
                     out[thread, r, c, 0], out[thread, r, c, 1] = coords[r, c]
@@ -135,24 +134,30 @@ def test_accumulators_as_rows_and_columns(tile: FwdTileSm80) -> None:
     assert torch.equal(out[:, 0, :, 1] - out[:, 0, :1, 1], torch.tensor(offsets).expand(tile.num_threads, -1))
 
 
+# Tiles of the forward: Q K^T, then P V. A tile of the backward: S^T, then dV; it keeps P in registers.
+BWD = BwdSm80(Static("bfloat16", 96, True, True), BwdTileSm80(96, 64, 128, 1, 8, 8, 4))
+OPERANDS_A = {
+    **{str(tile): (tile.tile_m, tile.tile_n, tile.num_threads, *[partial(tiled_mma, tile)] * 2) for tile in TILES},
+    "bwd": (BWD.tile.tile_n, BWD.tile.tile_m, BWD.tile.num_threads, BWD.s_grid.mma, BWD.kv_grid.mma),
+}
+
+
 @pytest.mark.compiles
-@tiles
-def test_accumulators_are_operand_a(tile: FwdTileSm80) -> None:
-    """P stays in registers: a thread holds the elements of S that it needs as operand A, in the same order."""
+@pytest.mark.parametrize(("rows", "columns", "threads", "mma_s", "mma_next"), OPERANDS_A.values(), ids=OPERANDS_A)
+def test_accumulators_are_operand_a(rows: int, columns: int, threads: int, mma_s: Any, mma_next: Any) -> None:
+    """P stays in registers: a thread holds the elements that the next product needs as operand A, in the same order."""
 
     @cute.jit
     def program(out):  # type: ignore[no-untyped-def]
-        mma = tiled_mma(tile)
-        for thread in range(tile.num_threads):
-            thr_mma = mma.get_slice(Int32(thread))
-            whole = cute.make_identity_tensor((tile.tile_m, tile.tile_n))
-            held, wanted = as_operand_a(thr_mma.partition_C(whole)), thr_mma.partition_A(whole)
+        first, following = mma_s(), mma_next()
+        for thread in range(threads):
+            held = as_operand_a(coordinates(first, Int32(thread), (rows, columns)))
+            wanted = following.get_slice(Int32(thread)).partition_A(cute.make_identity_tensor((rows, columns)))
             for i in cutlass.range_constexpr(cute.size(wanted)):
                 out[0, thread, i, 0], out[0, thread, i, 1] = held[i]
                 out[1, thread, i, 0], out[1, thread, i, 1] = wanted[i]
 
-    elements = tile.tile_m * tile.tile_n // tile.num_threads
-    out = torch.full((2, tile.num_threads, elements, 2), -1, dtype=torch.int32)
+    out = torch.full((2, threads, rows * columns // threads, 2), -1, dtype=torch.int32)
     program(from_dlpack(out))
     assert out.min() >= 0
     assert torch.equal(out[0], out[1])
@@ -169,14 +174,11 @@ def masked_tile(tile: FwdTileSm80, has_left: bool, has_right: bool, wraps: bool 
         mma = tiled_mma(tile)
         band = Band(left if has_left else None, right if has_right else None)
         for thread in range(tile.num_threads):
-            thr_mma = mma.get_slice(Int32(thread))
-            tScS = thr_mma.partition_C(cute.make_identity_tensor((tile.tile_m, tile.tile_n)))
-            acc_S = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
+            tScS = coordinates(mma, Int32(thread), (tile.tile_m, tile.tile_n))
+            acc_S = accumulators(mma, Int32(thread), (tile.tile_m, tile.tile_n))
             acc_S.fill(1.0)
             Mask(band, sq, sk, first_row, tScS, wraps).apply(as_mn(acc_S), first_col)
-            for i in cutlass.range_constexpr(cute.size(acc_S)):
-                row, col = tScS[i]
-                out[row, col] = acc_S[i]
+            store(acc_S, tScS, out)
 
     empty = torch.full((tile.tile_m, tile.tile_n), torch.nan)
     compiled = cute.compile(program, from_dlpack(empty), *map(Int32, (0,) * 6))
@@ -262,15 +264,6 @@ def online_softmax(
     return out, lse
 
 
-@pytest.fixture
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All threads of a row hold the same scores, so a shuffle returns the thread's own value."""
-    monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
-    monkeypatch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
-    monkeypatch.setattr(cute.arch, "fmax", lambda a, b: cutlass.max(a, b))
-    monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
-
-
 def block_scores(name: str) -> torch.Tensor:
     scores = torch.randn((6, ROWS, COLS), generator=torch.Generator().manual_seed(3))
     ramp = torch.arange(6.0)[:, None, None]
@@ -291,7 +284,7 @@ def block_scores(name: str) -> torch.Tensor:
 
 
 @pytest.mark.compiles
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("on_one_thread")
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 # The result is the same whether every rise of the maximum rescales, or only large ones.
 @pytest.mark.parametrize("keys_per_block", [0, 1 << 20])

@@ -19,7 +19,6 @@ from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.device.memory.views import as_mn
 from cute_flash.device.mma.wgmma import make_mma
-from cute_flash.device.scores import philox as device_philox
 from cute_flash.device.scores.alibi_step import SIGNS, fits
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.formula import ScoreTile
@@ -30,8 +29,8 @@ from cute_flash.device.softmax.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Sof
 from cute_flash.kernels.sm80.fwd import FwdSm80
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.problem import Static
+from tests.device.tiles import FOR_HOPPER, coordinates, load, store
 
-FOR_HOPPER = "--gpu-arch sm_90a"
 # (rows, columns, threads, MMA) of a tile of scores: mma.sync with one and two row tiles per warp, and wgmma.
 ONE, TWO = FwdTileSm80(64, 64, 32, 4, 1), FwdTileSm80(64, 128, 48, 4, 1)
 SHAPES: dict[str, tuple[int, int, int, Callable[[], Any]]] = {
@@ -45,26 +44,7 @@ SHAPES: dict[str, tuple[int, int, int, Callable[[], Any]]] = {
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-@pytest.fixture(autouse=True)
-def on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace GPU-only instructions by their effect on a single thread."""
-    monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda value: value)
-    monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan=False: cutlass.min(a, Float32(b)))
-    monkeypatch.setattr(cute.arch, "fmax", lambda a, b: cutlass.max(a, b))
-    monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
-    monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
-    monkeypatch.setattr(cute.arch, "vote_all_sync", lambda predicate: predicate)
-    monkeypatch.setattr(device_philox, "keep_masks", keep_masks)
-
-
-def keep_masks(word: Any, threshold: Any) -> Any:
-    """`philox.keep_masks` by integer comparisons: a number is kept if it is not below the threshold."""
-    halves = [((word >> shift) & 0x7FFF) >= ((threshold >> shift) & 0x7FFF) for shift in (0, 16)]
-    low, high = (
-        cutlass.select_(half, Int32(bits), Int32(0)) for half, bits in zip(halves, (0xFFFF, -65536), strict=True)
-    )
-    return low | high
-
+pytestmark = pytest.mark.usefixtures("on_one_thread")
 
 # Scores
 
@@ -82,11 +62,8 @@ def scoring(shape: Any, has_softcap: bool, has_slope: bool, reference: float | N
         score = Score.of(numbers[0], numbers[1] if has_softcap else None)
         score = score.for_head(numbers[2] if has_slope else None)
         for thread in range(threads):
-            thr_mma = mma.get_slice(Int32(thread))
-            tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
-            acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((rows, columns)), Float32)
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] = products[tScS[i]]
+            tScS = coordinates(mma, Int32(thread), (rows, columns))
+            acc = load(mma, Int32(thread), products, (rows, columns))
             mask, acc_mn = Mask(Band(), sizes[0], sizes[1], sizes[2], tScS), as_mn(acc)
             if cutlass.const_expr(reference is None):
                 score.apply(acc_mn, mask, sizes[3])
@@ -95,8 +72,7 @@ def scoring(shape: Any, has_softcap: bool, has_slope: bool, reference: float | N
                 of_rows = (Float32(coords[r, 0][0]) for r in range(cute.size(acc_mn, mode=[0])))
                 references = tuple((row + Float32(reference)) * LOG2_E for row in of_rows)
                 score.apply_relative(acc_mn, ScoreTile(mask, sizes[3], rows, columns), references)
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                out[tScS[i]] = acc[i] * LN_2
+            store(acc, tScS, out, LN_2)
 
     tile = torch.zeros(rows, columns)
     some = map(from_dlpack, (tile, tile, torch.zeros(3), torch.zeros(4, dtype=torch.int32)))
@@ -206,16 +182,13 @@ def test_fused_exp2_of_products(softcap: float | None, slope: float | None, plac
         score = Score.of(numbers[0], None if softcap is None else numbers[1])
         score = score.for_head(None if slope is None else numbers[2])
         for thread in range(threads):
-            thr_mma = mma.get_slice(Int32(thread))
-            tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
-            acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((rows, columns)), Float32)
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] = products[tScS[i]]
+            tScS = coordinates(mma, Int32(thread), (rows, columns))
+            acc = load(mma, Int32(thread), products, (rows, columns))
             band = Band(None, Int32(0)) if cutlass.const_expr(step == "causal k-step") else Band()
             mask, acc_P = Mask(band, sizes[0], sizes[1], sizes[2], tScS), cute.make_fragment_like(acc)
             tile = ScoreTile(mask, sizes[3], rows, columns, has_alibi_step=step != "")
             if cutlass.const_expr(step != ""):
-                word = cutlass.select_(fits(score.slope_log2, score.scale_log2), Int32(1), Int32(0))
+                word = cutlass.select_(fits(score.alibi.slope_log2, score.scale_log2), Int32(1), Int32(0))
                 signs[0] = score.alibi.step_word(word, tile)
             fused = score.fused_exp2(as_mn(acc), tile)
             for i in cutlass.range_constexpr(cute.size(acc)):
@@ -229,8 +202,7 @@ def test_fused_exp2_of_products(softcap: float | None, slope: float | None, plac
             row_max, steps = (Float32(1.5), Float32(-0.5)), columns // 16
             for part in (range(3), range(3, steps)):
                 fused.exponentiate_steps(block, part, row_max)
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                out[tScS[i]] = acc_P[i]
+            store(acc_P, tScS, out)
             for r in cutlass.range_constexpr(2):
                 row, column = as_mn(tScS)[r, 0]
                 largest[row, column // 2] = block.block_max[r] * LN_2
@@ -288,9 +260,8 @@ def test_a_steep_cap_has_no_polynomial() -> None:
 @pytest.mark.compiles
 @pytest.mark.parametrize("sink", [-torch.inf, -50.0, 0.3, 2.0, 300.0])
 @pytest.mark.parametrize("dropout_scale", [None, 2.5])
-def test_sinks(monkeypatch: pytest.MonkeyPatch, sink: float, dropout_scale: float | None) -> None:
+def test_sinks(sink: float, dropout_scale: float | None) -> None:
     """A row with scores and a row without keys. All four threads of a row have the same scores."""
-    monkeypatch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
     columns = 8
 
     @cute.jit

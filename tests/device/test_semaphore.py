@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +17,11 @@ from cute_flash.device.scheduling.block_iterator import BlockIterator
 from cute_flash.device.scheduling.semaphore import DQSemaphore
 from cute_flash.device.scores.band import Band
 from cute_flash.kernels.sm90.bwd_storage import KVTile
-from cute_flash.planning.plan import plan_backward
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, SM80_BWD_SCORE
 from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD, SM90_BWD_SCORE
 from cute_flash.score_mod.block_mask import BlockMask
 from cute_flash.score_mod.block_sparse import HEAD_SHIFT, M_BLOCK_SHIFT, query_block_indices
-from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import FAR, BlockRange, ceil_div
-from cute_flash.spec.problem import Problem
-from tests.jit.gates import kernel_resources
 
 Ask = Callable[..., list[int]]
 
@@ -155,27 +150,3 @@ def test_tiles_without_a_mask_begin_at_different_blocks(num_tiles: int, num_bloc
         assert sorted(visited) == list(range(num_blocks))
         found.append(visited[0])
     assert len(set(found)) == min(num_tiles, num_blocks)
-
-
-@pytest.mark.kernels("bwd_sm80")
-@pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("target", "head_dim", "band", "varlen"),
-    [
-        ("sm_80", 128, Band(), False),
-        ("sm_80", 64, Band(128, 64), False),
-        ("sm_86", 192, Band(None, 0), False),
-        ("sm_90", 256, Band(128, 64), True),
-        ("sm_90", 128, Band(None, 0), True),
-    ],
-    ids=str,
-)
-def test_mma_sync_kernels_keep_everything_in_registers(target: str, head_dim: int, band: Band, varlen: bool) -> None:
-    problem = Problem(2, 8, 4, 1000, 1000, head_dim, "bfloat16", band, varlen=varlen)
-    plan = plan_backward(problem, ARCHS[target], deterministic=True, family="sm80")
-    found = kernel_resources(plan.main)
-    assert "_deterministic" in found.symbol
-    assert (found.spill_bytes, found.stack_bytes) == (0, 0)
-    # One thread waits and one thread arrives, without TMA.
-    assert len(re.findall(r"ld\.acquire\.gpu", found.ptx)) == len(re.findall(r"st\.release\.gpu", found.ptx)) == 1
-    assert "fence.proxy" not in found.ptx

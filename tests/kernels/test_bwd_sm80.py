@@ -12,18 +12,19 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.device.memory import ldmatrix
 from cute_flash.device.memory.smem import byte_swizzle
-from cute_flash.device.memory.views import as_mn, as_operand_a
+from cute_flash.device.memory.views import as_mn
 from cute_flash.device.scores.mask import column_offset
 from cute_flash.kernels.sm80.bwd import BwdSm80
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Static
 from layouts.layout import layout_of
+from tests.device.tiles import accumulators, coordinates
 
 # Traced functions have no annotations here: `from __future__ import annotations` makes them strings, but the DSL needs
 # types. Without them, it uses the types of the arguments.
@@ -182,11 +183,9 @@ def test_scores_land_where_they_are_read(tile: BwdTileSm80) -> None:
     def program(out):  # type: ignore[no-untyped-def]
         mma = bwd.s_grid.mma()
         for thread in range(tile.num_threads):
-            thr_mma = mma.get_slice(Int32(thread))
-            whole = cute.make_identity_tensor((tile.tile_n, tile.tile_m))
-            held = thr_mma.partition_C(whole)
+            held = coordinates(mma, Int32(thread), (tile.tile_n, tile.tile_m))
             store = bwd.s_grid.store(mma, Int32(thread), tensor_at_0(smem, 2), smem).shifted(1)
-            fragment = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_n, tile.tile_m)), Float32)
+            fragment = accumulators(mma, Int32(thread), (tile.tile_n, tile.tile_m))
             for pair, element in stores(store, fragment):
                 row, col = held[2 * pair]
                 out[thread, pair, 0], out[thread, pair, 1] = row, col
@@ -213,8 +212,7 @@ def test_queries_of_a_thread_lie_as_the_mask_says(tile: BwdTileSm80) -> None:
     def program(out):  # type: ignore[no-untyped-def]
         mma = bwd.s_grid.mma()
         for thread in range(tile.num_threads):
-            whole = cute.make_identity_tensor((tile.tile_n, tile.tile_m))
-            coords = as_mn(mma.get_slice(Int32(thread)).partition_C(whole))
+            coords = as_mn(coordinates(mma, Int32(thread), (tile.tile_n, tile.tile_m)))
             for c in cutlass.range_constexpr(cute.size(coords, mode=[1])):
                 out[thread, c] = coords[0, c][1] - coords[0, 0][1]
 
@@ -222,30 +220,6 @@ def test_queries_of_a_thread_lie_as_the_mask_says(tile: BwdTileSm80) -> None:
     out = torch.full((tile.num_threads, columns), -1, dtype=torch.int32)
     program(from_dlpack(out))
     assert torch.equal(out, torch.tensor([column_offset(c) for c in range(columns)]).expand_as(out).int())
-
-
-@pytest.mark.compiles
-def test_accumulators_are_operand_a() -> None:
-    """If all warps are along the keys, a thread holds the elements of S^T that it needs as operand A, in order."""
-    tile = next(tile for tile in TILES if tile.p_in_registers)
-    bwd = kernel(tile)
-
-    @cute.jit
-    def program(out):  # type: ignore[no-untyped-def]
-        s, kv = bwd.s_grid.mma(), bwd.kv_grid.mma()
-        for thread in range(tile.num_threads):
-            whole = cute.make_identity_tensor((tile.tile_n, tile.tile_m))
-            held = as_operand_a(s.get_slice(Int32(thread)).partition_C(whole))
-            wanted = kv.get_slice(Int32(thread)).partition_A(whole)
-            for i in cutlass.range_constexpr(cute.size(wanted)):
-                out[0, thread, i, 0], out[0, thread, i, 1] = held[i]
-                out[1, thread, i, 0], out[1, thread, i, 1] = wanted[i]
-
-    elements = tile.tile_m * tile.tile_n // tile.num_threads
-    out = torch.full((2, tile.num_threads, elements, 2), -1, dtype=torch.int32)
-    program(from_dlpack(out))
-    assert out.min() >= 0
-    assert torch.equal(out[0], out[1])
 
 
 @pytest.mark.compiles
@@ -262,9 +236,8 @@ def test_gradients_leave_in_order(tile: BwdTileSm80, product: str) -> None:
         mma = grid.mma()
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), cutlass.Int32), mma)
         for thread in range(tile.num_threads):
-            thr_mma, thr_copy = mma.get_slice(Int32(thread)), copy.get_slice(Int32(thread))
-            codes = cute.make_rmem_tensor(thr_mma.partition_shape_C(shape), Int32)
-            held = thr_mma.partition_C(cute.make_identity_tensor(shape))
+            thr_copy, held = copy.get_slice(Int32(thread)), coordinates(mma, Int32(thread), shape)
+            codes = accumulators(mma, Int32(thread), shape, Int32)
             for i in cutlass.range_constexpr(cute.size(codes)):
                 row, col = held[i]
                 codes[i] = row * 1024 + col

@@ -25,7 +25,8 @@ from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.smem.tile import SmemTile
 from layouts.banks import Phase
 from layouts.layout import layout_of
-from tests.device.test_hopper_parts import FOR_HOPPER, tiled_mma
+from tests.device.test_hopper_parts import tiled_mma
+from tests.device.tiles import FOR_HOPPER
 from tests.jit.gates import kernel_resources
 from tests.lock.cases import HOPPER, bwd, compile_key
 

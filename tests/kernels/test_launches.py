@@ -31,15 +31,15 @@ from tests.mod_cases import Sizes
 CASES = {case.name: case for case in cases()}
 SIZES = Sizes(3, 6, 2, 333, 4008)
 
-FORWARD = {
-    "sm80": (
+LAUNCHED = {
+    "fwd-sm80": (
         "fwd/sm80/sm_80/d64/bf16/window/plain/main",
         "fwd/sm80/sm_80/d128/bf16/full/plain/main",
         "fwd/sm80/sm_80/d128/bf16/window/varlen+softcap+alibi+sinks+dropout+max_logit/main",
         "fwd/sm80/sm_80/d128/bf16/causal/score_mod-relative/main",
         "fwd/sm80/sm_86/d192/bf16/full/score_mod-capped+mask_mod-prefix+bias-fp16-bhqk-pairs/main",
     ),
-    "sm90": (
+    "fwd-sm90": (
         "fwd/sm90/sm_90/d128/bf16/causal/plain/main",
         "fwd/sm90/sm_90/d192v128/bf16/full/plain/main",
         "fwd/sm90/sm_90/d128/bf16/causal/pack_gqa+q4/main",
@@ -49,16 +49,14 @@ FORWARD = {
         "fwd/sm90/sm_90/d64/bf16/full/score_mod-gated+mask_mod-by_head/main",
         "fwd/sm90/sm_90/d64/bf16/full/bias-bf16-bhqk-aligned/main",
     ),
-}
-BACKWARD = {
-    "sm80": (
+    "bwd-sm80": (
         "bwd/sm80/sm_80/d64/bf16/causal/plain/main",
         "bwd/sm80/sm_86/d72v256/bf16/window/plain/main",
         "bwd/sm80/sm_80/d64/bf16/window/softcap+alibi+dropout/main",
         "bwd/sm80/sm_80/d128/bf16/window/varlen+deterministic/main",
         "bwd/sm80/sm_80/d128/bf16/window/score_mod-alibi+mask_mod-window+bias-bf16-bhqk-pairs/main",
     ),
-    "sm90": (
+    "bwd-sm90": (
         "bwd/sm90/sm_90/d128/bf16/window/plain/main",
         "bwd/sm90/sm_90/d256/bf16/window/plain/main",
         "bwd/sm90/sm_90/d256/bf16/window/softcap+alibi+dropout/main",
@@ -74,7 +72,11 @@ BACKWARD = {
 
 
 def request_of(case: Case, number: int) -> Request:
-    """A request with sizes that select the same kernel. Every other request has permuted strides."""
+    """A request with sizes that select the same kernel.
+
+    Every other request has permuted strides; the others have the gradient of the LSE, if the case is a backward.
+    """
+    case = replace(case, has_dlse=case.direction == "bwd" and number % 2 == 0)
     sizes = replace(SIZES, seqlen_q=case.seqlen_q) if "pack_gqa" in case.features else SIZES
     is_bshd = number % 2 == 1 and not {"varlen", "pack_gqa"} & set(case.features)
     return Request(case, sizes, is_bshd)
@@ -114,20 +116,9 @@ def check(request: Request, launches: list[Launch]) -> None:
 
 @pytest.mark.compiles
 @pytest.mark.skipif(not has_compiler(), reason="no C compiler for the stub of the CUDA runtime")
-@pytest.mark.parametrize("names", [FORWARD["sm80"], FORWARD["sm90"]], ids=FORWARD)
-def test_forward_launches_are_as_planned(names: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", LAUNCHED.values(), ids=LAUNCHED)
+def test_launches_are_as_planned(names: tuple[str, ...], tmp_path: Path) -> None:
     requests = [request_of(CASES[name], i) for i, name in enumerate(names) if is_reached(name)]
-    for request, launches in zip(requests, capture(requests, tmp_path), strict=True):
-        check(request, [Launch(*launch) for launch in launches])
-
-
-@pytest.mark.compiles
-@pytest.mark.skipif(not has_compiler(), reason="no C compiler for the stub of the CUDA runtime")
-@pytest.mark.parametrize("names", [BACKWARD["sm80"], BACKWARD["sm90"]], ids=BACKWARD)
-def test_backward_launches_are_as_planned(names: tuple[str, ...], tmp_path: Path) -> None:
-    # With and without the gradient of the LSE.
-    found = [(i, replace(CASES[name], has_dlse=i % 2 == 0)) for i, name in enumerate(names) if is_reached(name)]
-    requests = [request_of(case, i) for i, case in found]
     for request, launches in zip(requests, capture(requests, tmp_path), strict=True):
         check(request, [Launch(*launch) for launch in launches])
 
@@ -185,5 +176,4 @@ def test_every_hopper_row_has_room_for_varlen_tiles_and_block_masks(table: tuple
 
 
 def test_gates_compile_the_kernels_that_are_launched() -> None:
-    names = {name for by_family in (FORWARD, BACKWARD) for names in by_family.values() for name in names}
-    assert names <= {*SAMPLE, *RISKY}
+    assert {name for names in LAUNCHED.values() for name in names} <= {*SAMPLE, *RISKY}

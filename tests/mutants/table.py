@@ -89,10 +89,10 @@ MUTANTS: tuple[Mutant, ...] = (
     *_mutants(
         "cute_flash/device/gradients/score_bwd.py",
         _SCORE_BWD,
-        ("dS = P * (dP - self.of_query(rDelta, r, c))", "dS = P * (dP + self.of_query(rDelta, r, c))"),
+        ("(dP - self.of_query(block.rDelta, r, c))", "(dP + self.of_query(block.rDelta, r, c))"),
         ("self.dropout_bits.select(dP, r, c) * self.dropout_scale", "self.dropout_bits.select(dP, r, c)"),
         ("dalibi[0] - dS * opaque.distance(r, c)", "dalibi[0] + dS * opaque.distance(r, c)"),
-        ("P if self.score.rate is None else P * tanh_derivative(x)", "P"),
+        ("P * tanh_derivative(x) if self.has_softcap else P", "P"),
     ),
     # Scores of the CPU path.
     *_mutants(

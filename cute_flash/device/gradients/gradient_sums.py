@@ -5,7 +5,7 @@ Rows are keys and columns are queries, or the other way round.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -20,13 +20,20 @@ LANES = {ROW: (4, 8, 16), COLUMN: (1, 2), 0: (1, 2, 4, 8, 16)}
 BOTH = ROW | COLUMN
 
 
+class ElementSum(NamedTuple):
+    """The sum that is added to an element of a gradient."""
+
+    value: Float32
+    gradient: cute.Tensor
+    coord: Any  # of the element
+
+
 class GradientSums:
     """This thread's sums over one block. Elements must be added column by column, and row by row within a column."""
 
     def __init__(self, is_transposed: bool = True) -> None:
         self.is_transposed = is_transposed  # rows are keys
-        # (name, row) -> (sum, coordinate of the entry, gradient tensor)
-        self.sums: dict[tuple[Any, int], tuple[Float32, Any, cute.Tensor]] = {}
+        self.sums: dict[tuple[Any, int], ElementSum] = {}  # by name and row
         self.depends: dict[Any, int] = {}
 
     def add(self, name: Any, depends: int, r: int, value: Float32, gradient: cute.Tensor, coord: Any) -> None:
@@ -45,25 +52,26 @@ class GradientSums:
             depends ^= BOTH
         key = name, r if depends == COLUMN else 0
         old = self.sums.get(key)
-        self.sums[key] = value if old is None else old[0] + value, coord, gradient
+        self.sums[key] = ElementSum(value if old is None else old.value + value, gradient, coord)
         self.depends[name] = depends
 
     def finish_column(self) -> None:
         """Add the sums whose entries depend on the thread's column to global memory. Call it after each column."""
         # All lanes add, most of them 0, because a branch in the middle of a block would cost registers.
-        for value, coord, gradient, lanes in self._finished(ROW):
-            add_at(gradient, coord, cutlass.select_(is_first(lanes), value, Float32(0.0)))
+        for value, gradient, coord in self._finished(ROW):
+            add_at(gradient, coord, cutlass.select_(is_first(sum(LANES[ROW])), value, Float32(0.0)))
 
     def finish(self) -> None:
         """Add the other sums to global memory. Call it when no other values of the block are in registers."""
         for depends in (COLUMN, 0):
-            for value, coord, gradient, lanes in self._finished(depends):
-                add_once(gradient, coord, value, lanes)
+            for value, gradient, coord in self._finished(depends):
+                add_once(gradient, coord, value, sum(LANES[depends]))
 
-    def _finished(self, depends: int) -> Iterator[tuple[Float32, Any, cute.Tensor, int]]:
+    def _finished(self, depends: int) -> Iterator[ElementSum]:
+        """Remove the sums with these bits, and add each over the lanes that share its entry."""
         for key in [key for key in self.sums if self.depends[key[0]] == depends]:
-            value, coord, gradient = self.sums.pop(key)
-            yield sum_lanes(value, LANES[depends]), coord, gradient, sum(LANES[depends])
+            own = self.sums.pop(key)
+            yield own._replace(value=sum_lanes(own.value, LANES[depends]))
 
 
 def sum_lanes(value: Float32, offsets: tuple[int, ...]) -> Float32:

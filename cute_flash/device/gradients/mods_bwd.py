@@ -24,7 +24,7 @@ from cutlass import Boolean, Float32, Int32
 
 from cute_flash.device.gradients.bias_bwd import BwdBiasParams, BwdBlockBias, BwdSmemBias, Lengths, ThreadSize
 from cute_flash.device.gradients.gradient_sums import GradientSums
-from cute_flash.device.gradients.score_bwd import BlockScores, PlainScores, store_pair
+from cute_flash.device.gradients.score_bwd import BlockScores, GradientBlock, PlainScores, ProbPair, store_pair
 from cute_flash.device.memory.views import as_mn
 from cute_flash.device.ptx import bits_and, select_if, store_if, tanh_derivative
 from cute_flash.device.scheduling.block_sparse import BwdBlockIndices
@@ -182,11 +182,11 @@ class ModScores:
 
     @property
     def has_softcap(self) -> bool:
-        return self.plain.score.rate is not None
+        return self.plain.has_softcap
 
     @property
     def has_alibi(self) -> bool:
-        return self.plain.score.slope_log2 is not None
+        return self.plain.has_alibi
 
     @property
     def keeps_tanh(self) -> bool:
@@ -230,7 +230,7 @@ class ModScores:
         """Replace Q K^T by the tanh of softcap, or by S if the registers keep S. Called before the mask."""
         S_mn = as_mn(acc_S)
         if cutlass.const_expr(self.has_softcap):
-            self.plain.score.apply_cap(acc_S)
+            self.plain.score.softcap.apply_cap(acc_S)
         if cutlass.const_expr(self.scales and self.keeps_score):
             for c in cutlass.range_constexpr(self.size.columns):
                 if cutlass.const_expr(self.bias is not None and not self.params.prefetches_bias):
@@ -240,7 +240,7 @@ class ModScores:
 
     def with_alibi_and_bias(self, x: Float32, r: int, c: int) -> Float32:
         if self.has_alibi:
-            x = x - self.plain.score.slope_log2 * (1 / LOG2_E) * self.plain.distance(r, c)
+            x = x - self.plain.score.alibi.slope_log2 * (1 / LOG2_E) * self.plain.distance(r, c)
         return x if self.bias is None else x + self.bias.at(r, c)
 
     def masked_value(self, acc_S: cute.Tensor) -> tuple[cute.Tensor, Int32 | Float32]:
@@ -302,7 +302,7 @@ class ModScores:
                         S_mn[r, c + j] = P * tanh_derivative(x) if cutlass.const_expr(self.has_softcap) else P
                     pair.append(P)
                 if cutlass.const_expr(not self.masks_probs):
-                    self.pack_pair(rP, pair, S_mn, r, c)
+                    self.pack_pair(rP, ProbPair(*pair), S_mn, r, c)
         if cutlass.const_expr(isinstance(self.bias, BwdSmemBias) and not self.keeps_tanh):
             self.bias.release()
 
@@ -312,12 +312,12 @@ class ModScores:
         P_mn = as_mn(acc_P)
         for c in cutlass.range_constexpr(0, self.size.columns, 2):
             for r in cutlass.range_constexpr(self.size.rows):
-                self.pack_pair(rP, [P_mn[r, c + j] for j in range(2)], P_mn, r, c)
+                self.pack_pair(rP, ProbPair(P_mn[r, c], P_mn[r, c + 1]), P_mn, r, c)
 
-    def pack_pair(self, rP: cute.Tensor, pair: list[Float32], S_mn: cute.Tensor, r: int, c: int) -> None:
+    def pack_pair(self, rP: cute.Tensor, pair: ProbPair, S_mn: cute.Tensor, r: int, c: int) -> None:
         dropout = self.plain.dropout_bits
         if dropout is not None:
-            pair = [dropout.select(P, r, c + j) for j, P in enumerate(pair)]
+            pair = ProbPair(*(dropout.select(P, r, c + j) for j, P in enumerate(pair)))
         store_pair(rP, pair, cute.crd2idx((r, c), S_mn.layout))
 
     def mod(self, name: str) -> ModEvaluator | None:
@@ -347,26 +347,20 @@ class ModScores:
         if score_mod is None:
             S, unit = self.mod_input(x, r, c), Float32(LOG2_E)
             if not self.scales and not self.keeps_tanh:
-                unit = self.plain.score.softcap_log2 if self.has_softcap else self.plain.score.scale_log2
+                score = self.plain.score
+                unit = score.softcap.softcap_log2 if self.has_softcap else score.scale_log2
             return cute.math.exp2(S * unit - lse, fastmath=True)
         (score,) = score_mod.at(r, column, self.mod_input(x, r, c))
         P = cute.math.exp2(Float32(score) * LOG2_E - lse, fastmath=True)
         return cutlass.select_(bits[r, c] == MASKED_BITS, Float32(0.0), P) if self.masks_by_bits else P
 
     @cute.jit
-    def differentiate(
-        self,
-        acc_S: cute.Tensor,
-        acc_dP: cute.Tensor,
-        rLSE: cute.Tensor,
-        rDelta: cute.Tensor,
-        dalibi: cute.Tensor | None,
-    ):
+    def differentiate(self, block: GradientBlock):
         """Replace the values that `exponentiate` kept by dS, and sum the gradients of slope, bias and captured tensors.
 
         Returns the sums, which the caller passes to `finish`.
         """
-        S_mn, dP_mn, bits = as_mn(acc_S), as_mn(acc_dP), bits_of(acc_S)
+        S_mn, dP_mn, bits, dalibi = as_mn(block.acc_S), as_mn(block.acc_dP), bits_of(block.acc_S), block.dalibi
         opaque, zero = self.opaque(dP_mn)
         score_mod = opaque.mod("score") if cutlass.const_expr(self.keeps_score) else None
         gradient, sums = opaque.mod("gradient"), GradientSums(self.position.is_transposed)
@@ -382,9 +376,9 @@ class ModScores:
                 P, S = x, None
                 if cutlass.const_expr(self.keeps_score):
                     shifted = x + zero
-                    P = opaque.prob(shifted, r, c, rLSE, score_mod, score_column, bits)
+                    P = opaque.prob(shifted, r, c, block.rLSE, score_mod, score_column, bits)
                     S = opaque.mod_input(shifted, r, c)
-                dS = P * (dP - self.plain.of_query(rDelta, r, c))
+                dS = P * (dP - self.plain.of_query(block.rDelta, r, c))
                 if cutlass.const_expr(gradient is not None):
                     outputs = gradient.at(r, gradient_column, S, dS)
                     is_zero = P == 0.0

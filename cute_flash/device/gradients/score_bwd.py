@@ -24,7 +24,7 @@ of the slope needs dS'. P is not scaled by 1 / (1 - dropout); dV is scaled at th
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -51,7 +51,7 @@ DIFFERENTIATED = (Softcap, Alibi)
 class BwdScoreParams:
     """The score features of a backward launch. None: absent."""
 
-    score: Score  # without the slopes; `apply_cap` gives tanh
+    score: Score  # without the slopes; `Softcap.apply_cap` gives tanh
     heads: Int32
     alibi_slopes: cute.Tensor | None  # (B, H)
     dalibi_partial: cute.Tensor | None  # (B, H, partial sums), or (1, H, partial sums) in a varlen batch
@@ -81,7 +81,7 @@ class BwdScoreParams:
                 batch_head_index(self.dropout_origin, batch, head, self.heads), mask.first_row, first_col, mask.tScS
             )
             if is_transposed:
-                bits = DropoutBits.compute(dropout, position, score.rate is None and score.slope_log2 is None)
+                bits = DropoutBits.compute(dropout, position, score.is_scale_only)
             else:
                 bits = RowDropoutBits.compute(dropout, position)
         scores = BlockScores(score, distance, self.heads, bits, self.dropout_scale, is_transposed, row_step)
@@ -120,6 +120,16 @@ def compute_probs(
     if cutlass.const_expr(scores.masks_probs):
         apply_mask()
         scores.pack_probs(acc_S, rP)
+
+
+class GradientBlock(NamedTuple):
+    """The registers of a block in `differentiate`."""
+
+    acc_S: cute.Tensor  # the values that `exponentiate` kept, which dS replaces
+    acc_dP: cute.Tensor
+    rLSE: cute.Tensor | None  # of this thread's queries; None: P is not computed again
+    rDelta: cute.Tensor
+    dalibi: cute.Tensor | None  # (1): the gradient of the head's slope
 
 
 class NoMods:
@@ -175,16 +185,9 @@ class PlainScores(NoMods):
                 convert(acc_S, rP)
 
     @cute.jit
-    def differentiate(
-        self,
-        acc_S: cute.Tensor,
-        acc_dP: cute.Tensor,
-        rLSE: cute.Tensor | None,
-        rDelta: cute.Tensor,
-        dalibi: cute.Tensor | None,
-    ):
+    def differentiate(self, block: GradientBlock):
         """P -> dS = P (dP - Δ), in place."""
-        P_mn, dP_mn = as_mn(acc_S), as_mn(acc_dP)
+        P_mn, dP_mn, rDelta = as_mn(block.acc_S), as_mn(block.acc_dP), block.rDelta
         if cutlass.const_expr(self.by_vectors):
             for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
                 P_mn[r, None].store(P_mn[r, None].load() * (dP_mn[r, None].load() - rDelta.load()))
@@ -211,8 +214,15 @@ def apply_band(acc_S: cute.Tensor, mask: Mask, first_col: Int32, is_transposed: 
         mask.apply_to_tail_rows(as_mn(acc_S))
 
 
-def store_pair(rP: cute.Tensor, pair: list[Float32], index: int, mask: Callable[[], Int32] | None = None) -> None:
-    """Store P of two neighbouring columns, which are neighbouring registers, in the type of rP.
+class ProbPair(NamedTuple):
+    """P of two neighbouring columns, which are neighbouring registers."""
+
+    first: Float32
+    second: Float32
+
+
+def store_pair(rP: cute.Tensor, pair: ProbPair, index: int, mask: Callable[[], Int32] | None = None) -> None:
+    """Store a pair in the type of rP.
 
     `mask`: computes the bits to keep of a packed pair.
     """
@@ -236,27 +246,25 @@ class BlockScores(NoMods):
     row_step: cutlass.Constexpr
 
     @property
-    def has_no_transform(self) -> bool:
-        """Whether there is neither softcap nor ALiBi."""
-        return self.score.rate is None and self.score.slope_log2 is None
+    def has_softcap(self) -> bool:
+        return self.score.softcap is not None
 
     @property
-    def keeps_tanh(self) -> bool:
-        """Whether the registers of S hold t, not P, until dS is computed."""
-        return self.score.rate is not None and self.score.slope_log2 is not None
+    def has_alibi(self) -> bool:
+        return self.score.alibi is not None
 
     @property
     def keeps_score(self) -> bool:
-        """Whether `differentiate` computes P again, from the LSE."""
-        return self.keeps_tanh
+        """Whether the registers of S hold t, not P, until dS is computed: `differentiate` computes P again."""
+        return self.has_softcap and self.has_alibi
 
     @cute.jit
     def apply_softcap(self, acc_S: cute.Tensor):
         """Replace Q K^T by t. Called before the mask."""
-        if cutlass.const_expr(self.score.rate is not None):
+        if cutlass.const_expr(self.has_softcap):
             # With ALiBi or dropout there are not enough registers for both methods of tanh.
-            looks_near = self.score.slope_log2 is None and self.dropout_bits is None
-            self.score.apply_cap(acc_S, looks_near)
+            looks_near = not self.has_alibi and self.dropout_bits is None
+            self.score.softcap.apply_cap(acc_S, looks_near)
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):
@@ -266,11 +274,11 @@ class BlockScores(NoMods):
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
                 pair = [self.prob_after_dropout(S_mn, r, c + j, rLSE) for j in range(2)]
                 mask = None
-                if cutlass.const_expr(self.dropout_bits is not None and self.has_no_transform):
+                if cutlass.const_expr(self.dropout_bits is not None and self.score.is_scale_only):
                     mask = partial(self.dropout_bits.pair_mask, r, c)
                     if cutlass.const_expr(rP.element_type is Float32):
                         pair = [self.dropout_bits.select(P, r, c + j) for j, P in enumerate(pair)]
-                store_pair(rP, pair, cute.crd2idx((r, c), S_mn.layout), mask)
+                store_pair(rP, ProbPair(*pair), cute.crd2idx((r, c), S_mn.layout), mask)
 
     def prob_after_dropout(self, S_mn: cute.Tensor, r: int, c: int, rLSE: cute.Tensor) -> Float32:
         """P of one element. The register of S then holds P, P (1 - t²) or t.
@@ -279,33 +287,26 @@ class BlockScores(NoMods):
         """
         x = S_mn[r, c]
         P = self.prob(x, r, c, rLSE)
-        if not self.keeps_tanh:
-            S_mn[r, c] = P if self.score.rate is None else P * tanh_derivative(x)
+        if not self.keeps_score:
+            S_mn[r, c] = P * tanh_derivative(x) if self.has_softcap else P
         # With softcap or ALiBi, `DropoutBits.pair_mask` would spill registers.
-        return P if self.dropout_bits is None or self.has_no_transform else self.dropout_bits.select(P, r, c)
+        return P if self.dropout_bits is None or self.score.is_scale_only else self.dropout_bits.select(P, r, c)
 
     @cute.jit
-    def differentiate(
-        self,
-        acc_S: cute.Tensor,
-        acc_dP: cute.Tensor,
-        rLSE: cute.Tensor | None,
-        rDelta: cute.Tensor,
-        dalibi: cute.Tensor | None,
-    ):
+    def differentiate(self, block: GradientBlock):
         """Replace the values that `exponentiate` kept by dS, and add the gradient of the slope to dalibi[0]."""
-        S_mn, dP_mn = as_mn(acc_S), as_mn(acc_dP)
+        S_mn, dP_mn, dalibi = as_mn(block.acc_S), as_mn(block.acc_dP), block.dalibi
         opaque = self.opaque(dP_mn)
         for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
                 x, dP = S_mn[r, c], dP_mn[r, c]
                 if cutlass.const_expr(self.dropout_bits is not None):
                     dP = self.dropout_bits.select(dP, r, c) * self.dropout_scale
-                P = opaque.prob(x, r, c, rLSE) if cutlass.const_expr(self.keeps_tanh) else x
-                dS = P * (dP - self.of_query(rDelta, r, c))
-                if cutlass.const_expr(self.score.slope_log2 is not None):
+                P = opaque.prob(x, r, c, block.rLSE) if cutlass.const_expr(self.keeps_score) else x
+                dS = P * (dP - self.of_query(block.rDelta, r, c))
+                if cutlass.const_expr(self.has_alibi):
                     dalibi[0] = dalibi[0] - dS * opaque.distance(r, c)
-                S_mn[r, c] = dS * tanh_derivative(x) if cutlass.const_expr(self.keeps_tanh) else dS
+                S_mn[r, c] = dS * tanh_derivative(x) if cutlass.const_expr(self.keeps_score) else dS
 
     def opaque(self, dP_mn: cute.Tensor) -> "BlockScores":
         """The same scores with distances that the compiler cannot recognise.
@@ -325,10 +326,10 @@ class BlockScores(NoMods):
 
     def prob(self, x: Float32, r: int, c: int, rLSE: cute.Tensor) -> Float32:
         """P = exp(S - LSE). `x`: Q K^T, or t with softcap."""
-        unit = self.score.scale_log2 if self.score.rate is None else self.score.softcap_log2
+        unit = self.score.softcap.softcap_log2 if self.has_softcap else self.score.scale_log2
         x = x * unit - self.of_query(rLSE, r, c)
-        if self.score.slope_log2 is not None:
-            x = x - self.score.slope_log2 * self.distance(r, c)
+        if self.has_alibi:
+            x = x - self.score.alibi.slope_log2 * self.distance(r, c)
         return cute.math.exp2(x, fastmath=True)
 
     def distance(self, r: int, c: int) -> Float32:

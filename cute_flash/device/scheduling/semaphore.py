@@ -59,13 +59,13 @@ class DQSemaphore:
 
         Called by one thread. `half`: 0 or 1 if tiles wait for each half of the block separately; see `_state_of_half`.
         """
-        address, found = self._address(m_block, half), Int32(-1)
+        address, state = self._address(m_block, half), Int32(-1)
         if cutlass.const_expr(half is None):
-            while found != rank:
-                found = instruction("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", Int32, address)
+            while state != rank:
+                state = instruction("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", Int32, address)
         elif rank > 0:
-            while found != self._state_of_half(rank):
-                found = instruction("ld.acquire.gpu.global.u16 {$w0}, [{$r0}];", Int32, address)
+            while state != self._state_of_half(rank):
+                state = instruction("ld.acquire.gpu.global.u16 {$w0}, [{$r0}];", Int32, address)
         if cutlass.const_expr(self.by_tma):
             cute.arch.inline_ptx("fence.proxy.async.global;")
 

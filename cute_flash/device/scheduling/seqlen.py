@@ -9,8 +9,8 @@ from cutlass import Int32, Int64
 from cute_flash.device.memory.tma import VarlenRows
 from cute_flash.planning.varlen import padded_block
 
-# The length of `SeqlenInfo.values` for a varlen batch.
-NUM_VALUES = 5
+SeqlenValues = tuple[Int32, ...]  # `SeqlenInfo.values`
+NUM_VALUES = 5  # in a varlen batch
 
 
 class HeadBlock(NamedTuple):
@@ -78,8 +78,8 @@ class SeqlenInfo:
         return VarlenRows(self.k_begin, self.k_len) if self.is_varlen else self.batch
 
     @property
-    def values(self) -> tuple[Int32, ...]:
-        """The integers that a producer warp publishes. In a varlen batch they are the arguments of `of_values`.
+    def values(self) -> SeqlenValues:
+        """The integers that a producer warp publishes, from which `of_values` makes the sequence again.
 
         In a varlen batch their order is that of a row of the tile list (`planning.varlen`).
         """
@@ -88,7 +88,11 @@ class SeqlenInfo:
         return self.batch, self.q_begin, self.q_len, self.k_begin, self.k_len
 
     @staticmethod
-    def of_values(batch: Int32, q_begin: Int32, q_len: Int32, k_begin: Int32, k_len: Int32) -> "SeqlenInfo":
+    def of_values(values: SeqlenValues, q_len: Int32 | None = None, k_len: Int32 | None = None) -> "SeqlenInfo":
+        """The sequence with these `values`. `q_len`, `k_len`: the lengths of all sequences of a dense batch."""
+        if len(values) == 1:
+            return SeqlenInfo(values[0], q_len, k_len)
+        batch, q_begin, q_len, k_begin, k_len = values
         return SeqlenInfo(batch, q_len, k_len, q_begin, k_begin)
 
 

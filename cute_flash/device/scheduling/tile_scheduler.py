@@ -7,13 +7,22 @@ first, so that short ones fill the last wave.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_flash.device.scheduling.seqlen import NUM_VALUES
+from cute_flash.device.scheduling.seqlen import NUM_VALUES, SeqlenValues
 from cute_flash.planning.varlen import TILE_LIST_HEADER, TILE_LIST_WIDTH
+
+
+class TileCoord(NamedTuple):
+    """The coordinate of a tile."""
+
+    block: Int32  # its m_block, in the backward its n_block
+    head: Int32
+    seqlen_values: SeqlenValues
 
 
 @dataclass(frozen=True)
@@ -30,8 +39,8 @@ class StaticTileScheduler:
     batch_is_inner: cutlass.Boolean | None = None
 
     @cute.jit
-    def tile_coord(self, index: Int32) -> tuple[Int32, Int32, Int32]:
-        """(block, head, batch) of a tile."""
+    def tile_coord(self, index: Int32) -> TileCoord:
+        """The coordinate of a tile of a dense batch."""
         group_tiles = self.heads_per_l2_group * self.num_blocks
         group = index // group_tiles
         rest = index - group * group_tiles
@@ -51,7 +60,7 @@ class StaticTileScheduler:
         # The compiler does not see that the quotients are the same in all threads; `make_warp_uniform` allows uniform
         # registers for them.
         uniform = cute.arch.make_warp_uniform
-        return uniform(block), uniform(head), uniform(batch)
+        return TileCoord(uniform(block), uniform(head), (uniform(batch),))
 
 
 @dataclass(frozen=True)
@@ -109,12 +118,11 @@ class VarlenTileList:
         return self.mTiles[0, 0] * self.heads
 
     @cute.jit
-    def read(self, index: Int32):
-        """(block, head, `SeqlenInfo.values`) of a tile."""
+    def tile_coord(self, index: Int32) -> TileCoord:
         scheduler = StaticTileScheduler(self.mTiles[0, 0], self.heads, Int32(1), self.heads_per_l2_group, False)
-        row, head, _batch = scheduler.tile_coord(index)
+        row, head, _ = scheduler.tile_coord(index)
         block, seqlen_values = read_tile(self.mTiles, row)
-        return block, head, seqlen_values
+        return TileCoord(block, head, seqlen_values)
 
     def scheduler(self, tile_counter: Int64, is_dynamic: bool) -> PersistentTileScheduler:
         """A scheduler of the listed tiles for persistent CTAs."""

@@ -14,7 +14,7 @@ from cutlass import Int32, Uint32
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
-from cute_flash.device.scores.philox import Dropout
+from cute_flash.device.scores.philox import Dropout, FourWords
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.dropout import CALL_STRIDE, RECT_KEYS, RECT_ROWS, ROW_16_FACTOR
 
@@ -81,7 +81,7 @@ class DropoutMaskPipeline:
                     thread = (2 * part + half) * 32 + lane
                     self._store(masks, thread, step + share, stage, warpgroup)
 
-    def _store(self, masks: list[Int32], thread: Int32, step: Int32, stage: Int32, warpgroup: int) -> None:
+    def _store(self, masks: FourWords, thread: Int32, step: Int32, stage: Int32, warpgroup: int) -> None:
         quad = cute.make_rmem_tensor(REGISTERS, Int32)
         for i in range(REGISTERS):
             # Among Philox words the pair of keys changes fastest, among registers the row.

@@ -48,8 +48,8 @@ class ModParams:
 
     spec: cutlass.Constexpr  # ModSpec
     bias: cute.Tensor | None  # (B, H, Sq, Sk), of any strides
-    captures: tuple | None  # tensors that score_mod captures, then those of mask_mod
-    scalars: tuple | None  # Python numbers that they capture, in the same order
+    captures: tuple[cute.Tensor, ...] | None  # tensors that score_mod captures, then those of mask_mod
+    scalars: tuple[Float32 | Int32, ...] | None  # Python numbers that they capture, in the same order
 
     def evaluator(self, name: str) -> Evaluator | None:
         """The evaluator of the "score" mod or of the "mask" mod; None: absent."""

@@ -7,6 +7,7 @@ begin at multiples of 16.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -16,10 +17,24 @@ from cute_flash.device.ptx import keep_masks
 from cute_flash.device.scores.position import TilePosition
 from cute_flash.spec.dropout import CALL_STRIDE, MASK32, MULTIPLIERS, RECT_KEYS, RECT_ROWS, ROUNDS, ROW_16_FACTOR, WEYL
 
-FourWords = tuple[Uint32, Uint32, Uint32, Uint32]  # a counter, or the result of a call
+
+class FourWords(NamedTuple):
+    """A counter, the result of a Philox call, or a mask for each word of a result."""
+
+    w0: Uint32 | Int32
+    w1: Uint32 | Int32
+    w2: Uint32 | Int32
+    w3: Uint32 | Int32
 
 
-def philox_4x32(counter: FourWords, key: tuple[Uint32, Uint32]) -> FourWords:
+class PhiloxKey(NamedTuple):
+    """The key of a Philox call: the seed."""
+
+    low: Uint32
+    high: Uint32
+
+
+def philox_4x32(counter: FourWords, key: PhiloxKey) -> FourWords:
     """Philox-4x32: four words from a counter of four and a key of two."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -28,7 +43,7 @@ def philox_4x32(counter: FourWords, key: tuple[Uint32, Uint32]) -> FourWords:
         low, high = Uint64(c0) * Uint64(MULTIPLIERS[0]), Uint64(c2) * Uint64(MULTIPLIERS[1])
         r0, r1 = (k + Uint32(i * weyl & MASK32) for k, weyl in zip((k0, k1), WEYL))
         c0, c1, c2, c3 = Uint32(high >> 32) ^ c1 ^ r0, Uint32(high), Uint32(low >> 32) ^ c3 ^ r1, Uint32(low)
-    return c0, c1, c2, c3
+    return FourWords(c0, c1, c2, c3)
 
 
 def query_index(i: Int32) -> Uint32:
@@ -70,7 +85,7 @@ def batch_head_index(origin: DropoutOrigin | None, batch: Int32, head: Int32, he
 class Dropout:
     """Seed, offset and threshold of a call: random numbers below the threshold drop their score."""
 
-    seed: tuple[Uint32, Uint32]
+    seed: PhiloxKey
     offset: Uint32
     threshold: Uint32  # the 15-bit threshold, in both 16-bit halves
     origin: DropoutOrigin | None = None  # of a shard
@@ -81,7 +96,7 @@ class Dropout:
         # The values are the same in all threads; `make_warp_uniform` puts the round keys into uniform registers.
         words = cute.recast_tensor(mRng, Int32)
         low, high, offset = (Uint32(cute.arch.make_warp_uniform(words[i])) for i in range(3))
-        return Dropout((low, high), offset, Uint32(threshold), origin)
+        return Dropout(PhiloxKey(low, high), offset, Uint32(threshold), origin)
 
     def first_query(self, index: Uint32) -> Uint32:
         """A `query_index`, converted from a shard to the full call."""
@@ -93,15 +108,15 @@ class Dropout:
 
     def words(self, batch_head: Int32, query: Uint32, key: Uint32) -> FourWords:
         """The four words of one call. Word 2 r + c is for query i + 8 r and keys j + 8 c and j + 8 c + 1."""
-        return philox_4x32((key, query, Uint32(batch_head), self.offset), self.seed)
+        return philox_4x32(FourWords(key, query, Uint32(batch_head), self.offset), self.seed)
 
-    def masks(self, words: FourWords, factor: Uint32 | None = None) -> list[Int32]:
+    def masks(self, words: FourWords, factor: Uint32 | None = None) -> FourWords:
         """An AND mask for each word, or for each word times `factor`.
 
         A mask has 16 bits for each of two neighbouring keys: 0 if dropout drops the score, else all set.
         """
-        words = words if factor is None else [word * factor for word in words]
-        return [keep_masks(word, self.threshold) for word in words]
+        scaled = words if factor is None else [word * factor for word in words]
+        return FourWords(*(keep_masks(word, self.threshold) for word in scaled))
 
     @cute.jit
     def masks_of(self, rP: cute.Tensor, position: TilePosition) -> cute.Tensor:
@@ -112,8 +127,8 @@ class Dropout:
             query, factor = self.first_query(query_index(position.row(2 * m))), half_factor(position.row(2 * m))
             for k in cutlass.range_constexpr(cute.size(rP, mode=[2])):
                 key = first_key + Uint32(CALL_STRIDE // 2 * k)
-                words = self.masks(self.words(position.batch_head, query, key), factor)
+                call = self.masks(self.words(position.batch_head, query, key), factor)
                 for half in cutlass.range_constexpr(2):
                     for r in cutlass.range_constexpr(2):
-                        masks[cute.crd2idx(((0, r, half), m, k), rP.layout) // 2] = words[2 * r + half]
+                        masks[cute.crd2idx(((0, r, half), m, k), rP.layout) // 2] = call[2 * r + half]
         return masks

@@ -36,9 +36,9 @@ class Score:
 
     @staticmethod
     def of(scale: Float32, softcap: Float32 | None = None, returns_tanh: bool = False, unit: float = LOG2_E) -> "Score":
-        """The transform without a slope, computed on the host. `returns_tanh`: `apply_cap` omits the factor softcap."""
-        found = None if softcap is None else Softcap.of(scale, softcap, returns_tanh, unit)
-        return Score(scale * unit, found, unit=unit)
+        """The transform without a slope, computed on the host. `returns_tanh`: softcap omits the factor softcap."""
+        formula = None if softcap is None else Softcap.of(scale, softcap, returns_tanh, unit)
+        return Score(scale * unit, formula, unit=unit)
 
     def for_head(self, slope: Float32 | None) -> "Score":
         """The transform with the ALiBi slope of a head."""
@@ -82,20 +82,3 @@ class Score:
             return self.formulas[0].fused_exp2(acc_S_mn, tile, self.scale_log2)
         self._apply(acc_S_mn, tile, None)
         return TransformedExp2()
-
-    # ---- properties for the backward and decode kernels
-
-    @property
-    def rate(self) -> Float32 | None:
-        return None if self.softcap is None else self.softcap.rate
-
-    @property
-    def softcap_log2(self) -> Float32 | None:
-        return None if self.softcap is None else self.softcap.softcap_log2
-
-    @property
-    def slope_log2(self) -> Float32 | None:
-        return None if self.alibi is None else self.alibi.slope_log2
-
-    def apply_cap(self, acc: cute.Tensor, looks_near: cutlass.Constexpr = True) -> None:
-        self.softcap.apply_cap(acc, looks_near)

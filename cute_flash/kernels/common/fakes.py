@@ -16,7 +16,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 
 from cute_flash.planning.launch import LaunchKey
 from cute_flash.planning.varlen import TILE_LIST_WIDTH
-from cute_flash.spec.dtypes import DTYPE_BYTES, ROW_ALIGN_BYTES
+from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.features import Operand
 
 # DSL types of torch dtypes. Captured bools are read as bytes; captured doubles are converted to fp32 before the launch.
@@ -89,9 +89,7 @@ class Fakes:
         if self.static.varlen:
             _batch, heads, seqlen, width = dims
             dims = seqlen, heads, width
-        step = ROW_ALIGN_BYTES // DTYPE_BYTES[dtype]
-        strides = (*(cute.sym_int64(divisibility=step) for _ in dims[1:]), 1)
-        return make_fake_tensor(CUTE_DTYPES[dtype], self.shape(dims), strides, assumed_align=ROW_ALIGN_BYTES)
+        return _rows(CUTE_DTYPES[dtype], self.shape(dims))
 
     def statistics(self, dtype: str, dims: tuple[str, ...]) -> cute.Tensor:
         """(B, H, S), or (H, T) in a varlen batch, contiguous."""
@@ -131,12 +129,7 @@ class Fakes:
     def partials(self, operand: Operand) -> list[cute.Tensor]:
         """Partial outputs of a merge, in fp32, each with some rows of the output."""
         heads, width = self.shape(operand.dims), self.size("Dv")
-        found = []
-        for _ in range(self.static.num_partials):
-            strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
-            shape = (*heads, cute.sym_int(), width)
-            found.append(make_fake_tensor(Float32, shape, strides, assumed_align=ROW_ALIGN_BYTES))
-        return found
+        return [_rows(Float32, (*heads, cute.sym_int(), width)) for _ in range(self.static.num_partials)]
 
     def partial_lses(self, operand: Operand) -> list[cute.Tensor]:
         """The LSEs of the partial outputs."""
@@ -149,26 +142,20 @@ class Fakes:
 
     def pieces(self, operand: Operand) -> cute.Tensor:
         """The fp16 pieces of fp32 rows: in each row the high pieces, then the low ones."""
-        shape = (*self.shape(operand.dims), 2 * self.tile.head_dim)
-        strides = (*(cute.sym_int64(divisibility=8) for _ in shape[1:]), 1)
-        return make_fake_tensor(cutlass.Float16, shape, strides, assumed_align=ROW_ALIGN_BYTES)
+        return _rows(cutlass.Float16, (*self.shape(operand.dims), 2 * self.tile.head_dim))
 
     def bias(self, operand: Operand) -> cute.Tensor:
         """(B, H, Sq, Sk). Rows start at multiples of 8 elements for TMA, or of 2 for paired loads."""
-        mods = self.static.mods
-        dtype, step = CUTE_DTYPES[mods.bias_dtype], 8 if mods.bias_tma else 2 if mods.bias_paired_loads else 1
-        strides = [cute.sym_int64(divisibility=step) for _ in range(3)]
-        last = 1 if mods.bias_paired_loads or mods.bias_tma else cute.sym_int64()
-        shape, align = self.shape(operand.dims), step * dtype.width // 8
-        return make_fake_tensor(dtype, shape, (*strides, last), assumed_align=align)
+        mods, shape = self.static.mods, self.shape(operand.dims)
+        dtype = CUTE_DTYPES[mods.bias_dtype]
+        if not (mods.bias_tma or mods.bias_paired_loads):
+            return _strided(dtype, shape)
+        return _rows(dtype, shape, (8 if mods.bias_tma else 2) * dtype.width // 8)
 
     def dbias(self, operand: Operand) -> cute.Tensor:
         """The gradient of the bias; its rows start at multiples of 16 bytes if TMA stores it."""
-        name = self.static.mods.dbias_dtype
-        if not self.static.mods.dbias_tma:
-            return _strided(CUTE_DTYPES[name], self.shape(operand.dims), last=1)
-        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        return make_fake_tensor(CUTE_DTYPES[name], self.shape(operand.dims), strides, assumed_align=ROW_ALIGN_BYTES)
+        dtype, shape = CUTE_DTYPES[self.static.mods.dbias_dtype], self.shape(operand.dims)
+        return _rows(dtype, shape) if self.static.mods.dbias_tma else _strided(dtype, shape, last=1)
 
     def captures(self, operand: Operand) -> list[cute.Tensor]:
         """The tensors that user mods capture, graph by graph."""
@@ -200,6 +187,12 @@ class Fakes:
         if self.static.deterministic:
             lists.append(_strided(Int32, (*self.shape(("B", "H")), cute.sym_int(), tiles)))
         return lists
+
+
+def _rows(dtype: Any, shape: Sequence[Any], align: int = ROW_ALIGN_BYTES) -> cute.Tensor:
+    """A tensor with rows that begin at multiples of `align` bytes."""
+    strides = (*(cute.sym_int64(divisibility=align * 8 // dtype.width) for _ in shape[1:]), 1)
+    return make_fake_tensor(dtype, shape, strides, assumed_align=align)
 
 
 def _compact(dtype: Any, shape: Sequence[Any], align: int | None = None, **options: Any) -> cute.Tensor:

@@ -25,6 +25,14 @@ _WITH_ROWS = {
 }
 
 
+def starts_last_tiles(static: Static) -> bool:
+    """Whether the grid of a backward kernel starts with the last K/V tiles.
+
+    With a left bound they are the longest. With a semaphore, a tile that others wait for must have started.
+    """
+    return static.has_left or static.deterministic
+
+
 class Grid(NamedTuple):
     """The numbers of CTAs of a launch."""
 
@@ -65,12 +73,16 @@ class Kernel:
         """The mask in a symbol: "l", "r" or "lr" for the bounded sides, or "full"."""
         return ("l" if self.static.has_left else "") + ("r" if self.static.has_right else "") or "full"
 
+    @property
+    def size_name(self) -> str:
+        """The tile in a symbol."""
+        return f"{self.tile.tile_m}x{self.tile.tile_n}"
+
     def symbol(self, kernel: str) -> str:
         """The symbol of an attention kernel, which names its head dims, dtype, mask, tile and features."""
-        static, tile = self.static, self.tile
-        layout = getattr(tile, "layout", "swizzled")
+        static, layout = self.static, getattr(self.tile, "layout", "swizzled")
         tags = "".join(f"_{tag}" for tag in (*static.tags, *(() if layout == "swizzled" else (layout,))))
-        return f"cute_flash_{kernel}_d{static.widths}_{static.dtype}_{self.mask_name}_{tile.tile_m}x{tile.tile_n}{tags}"
+        return f"cute_flash_{kernel}_d{static.widths}_{static.dtype}_{self.mask_name}_{self.size_name}{tags}"
 
     def launch(self, symbol: str, params: Any, grid: Grid, num_threads: int, stream: CUstream, **options: Any):
         """Launch `kernel` under the name `symbol`.
@@ -105,7 +117,7 @@ class MBlockKernel(Kernel):
         if cutlass.const_expr(self.static.varlen):
             if index < p.q_tile_list[0, 0]:
                 m_block, seqlen_values = read_tile(p.q_tile_list, index)
-                self.process_block(p, m_block, head, SeqlenInfo.of_values(*seqlen_values))
+                self.process_block(p, m_block, head, SeqlenInfo.of_values(seqlen_values))
         else:
             seqlen = SeqlenInfo(batch, getattr(p, self.rows).shape[2], Int32(0))
             self.process_block(p, index, head, seqlen)

@@ -49,11 +49,11 @@ class BwdPreprocess(MBlockKernel):
     rows, num_threads = "out", THREADS
 
     def __init__(self, static: Static, tile: AnyBwdTile):
-        self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
+        super().__init__(static, tile)
+        self.tile_m, self.tile_d = tile.tile_m, tile.head_dim
         self.dtype = CUTE_DTYPES[static.element_dtype("out")]  # of O and dO
         # The main Hopper kernel starts before this kernel ends, and waits (programmatic dependent launch).
         self.overlaps_next = not isinstance(tile, BwdTileSm80)
-        self.tile = tile
         vectors = -(-static.width_v // VECTOR)
         # A power of two, large enough that the threads of a CTA cover at most `tile_m` rows at once.
         self.threads_per_row = max(1 << (vectors - 1).bit_length(), THREADS // self.tile_m)

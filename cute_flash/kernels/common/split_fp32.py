@@ -35,13 +35,13 @@ class Sequences:
             is_before = self.mCuSeqlens[middle + 1] <= row
             first = middle + 1 if is_before else first
             last = last if is_before else middle
-        found = Int32(-1)
+        sequence = Int32(-1)
         if first < size:
-            found = first
+            sequence = first
             if cutlass.const_expr(self.mSeqUsed is not None):
                 is_used = row - self.mCuSeqlens[first] < self.mSeqUsed[first]
-                found = first if is_used else Int32(-1)
-        return found
+                sequence = first if is_used else Int32(-1)
+        return sequence
 
 
 class SplitFp32(Kernel):
@@ -98,12 +98,12 @@ class SplitFp32(Kernel):
             norm = cute.math.sqrt(squares) if is_in_range else most * Float32(width**0.5)
             if cutlass.const_expr(self.static.varlen):
                 # Rows ascend, so a sequence is complete when the thread reaches the next one.
-                found = sequences.of_row(row)
-                if found != sequence:
+                row_sequence = sequences.of_row(row)
+                if row_sequence != sequence:
                     if sequence >= 0 and column == 0:
                         _raise(mNorm, sequence, head, largest)
                     largest = Float32(0.0)
-                sequence = found
+                sequence = row_sequence
             largest = cute.arch.fmax(largest, norm)
         if cutlass.const_expr(self.static.varlen):
             if sequence >= 0 and column == 0:

@@ -58,7 +58,7 @@ class SumDbias(Kernel):
             band=Band(band.right, band.left),
         )
         num_blocks = cute.ceil_div(seqlen_q, self.tile.tile_m) * cute.ceil_div(seqlen_k, self.tile.tile_n)
-        symbol = f"cute_flash_bwd_sum_dbias_{self.static.dtype}_{self.mask_name}_{self.tile.tile_m}x{self.tile.tile_n}"
+        symbol = f"cute_flash_bwd_sum_dbias_{self.static.dtype}_{self.mask_name}_{self.size_name}"
         self.launch(symbol, params, Grid(num_blocks, sum_heads, sum_batch), self.tile.num_threads, stream)
 
     @cute.kernel
@@ -90,10 +90,10 @@ class SumDbias(Kernel):
             total.fill(0.0)
         for term in cutlass.range(num_terms, unroll=TERMS_AT_ONCE):
             for row, total in zip(rows, sums):
-                found = cute.make_rmem_tensor(VECTOR, gTerms.element_type)
+                terms = cute.make_rmem_tensor(VECTOR, gTerms.element_type)
                 row = cutlass.min(row, seqlen_q - 1)
-                cute.autovec_copy(row_vector(gTerms, row, inside, VECTOR, term * p.term_stride), found)
-                total.store(total.load() + found.load().to(Float32))
+                cute.autovec_copy(row_vector(gTerms, row, inside, VECTOR, term * p.term_stride), terms)
+                total.store(total.load() + terms.load().to(Float32))
         for row, total in zip(rows, sums):
             if row < seqlen_q and key < seqlen_k:
                 rounded = cute.make_rmem_tensor(VECTOR, gSums.element_type)

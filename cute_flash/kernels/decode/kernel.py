@@ -131,11 +131,9 @@ class Decode(Kernel):
             return args.cu_seqlens_q.shape[0] - 1
         return args.q.shape[0]
 
-    def symbol(self, kernel: str) -> str:
-        static, tile = self.static, self.tile
-        tags = "".join(f"_{tag}" for tag in static.tags)
-        size = f"{tile.tile_m}x{tile.tile_n}x{tile.num_warps}s{tile.stages}"
-        return f"cute_flash_{kernel}_d{static.widths}_{static.dtype}_{self.mask_name}_{size}{tags}"
+    @property
+    def size_name(self) -> str:
+        return f"{super().size_name}x{self.tile.num_warps}s{self.tile.stages}"
 
     @cute.kernel
     def kernel(self, p: Params):

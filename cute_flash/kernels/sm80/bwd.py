@@ -33,7 +33,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_flash.device.gradients.mods_bwd import AnyScores
-from cute_flash.device.gradients.score_bwd import PlainScores, compute_probs
+from cute_flash.device.gradients.score_bwd import GradientBlock, PlainScores, compute_probs
 from cute_flash.device.memory.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.memory.epilogue import DirectStore, Epilogue
 from cute_flash.device.memory.ldmatrix import MmaOperand
@@ -45,15 +45,14 @@ from cute_flash.device.ptx import rederived, select_if
 from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
 from cute_flash.device.scheduling.semaphore import DQSemaphore
 from cute_flash.device.scheduling.seqlen import HeadBlock, SeqlenInfo
-from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.mask import Mask
 from cute_flash.device.softmax.softmax import LOG2_E
-from cute_flash.kernels.common.kernel import Grid, Kernel
+from cute_flash.kernels.common.kernel import starts_last_tiles
 from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm80.bwd_storage import Factors, GradientKV, MainloopState, Params, SharedStorage, dq_grid
+from cute_flash.kernels.sm80.kernel import TileKernel
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
-from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import FAR, BlockRange
 from cute_flash.spec.problem import Static
@@ -61,7 +60,7 @@ from cute_flash.spec.problem import Static
 FLOATS = 4  # of the LSE or Δ, in one 16-byte copy
 
 
-class BwdSm80(Kernel):
+class BwdSm80(TileKernel):
     """The backward kernel. One CTA computes dK and dV of one K/V tile, and adds its part of dQ."""
 
     def __init__(self, static: Static, tile: BwdTileSm80):
@@ -83,23 +82,13 @@ class BwdSm80(Kernel):
     def __call__(self, stream: CUstream, **operands):
         tile, static, args = self.tile, self.static, self.read_operands(operands)
         score_params = bwd_score_params(static, tile, args)
-        batch, heads_kv, seqlen_k, _ = args.k.shape
-        scheduler, tile_list = None, None
-        if cutlass.const_expr(static.varlen):
-            num_n_blocks = args.kv_tile_list.shape[0] - TILE_LIST_HEADER
-            tile_list = VarlenTileList(args.kv_tile_list, heads_kv, args.heads_per_l2_group)
-        else:
-            num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
-            # With a left bound the last tiles are the longest, and come first. With a semaphore the last tiles come
-            # first, because a tile that others wait for must have started.
-            descends = static.has_left or static.deterministic
-            scheduler = StaticTileScheduler(num_n_blocks, heads_kv, batch, args.heads_per_l2_group, descends)
+        tiles, grid = self.tiles(args, args.k, tile.tile_n, args.kv_tile_list, starts_last_tiles(static))
         band, semaphore = self.band(args), None
         if cutlass.const_expr(static.deterministic):
             # Replace a missing right bound by one that masks nothing: without a right bound, the kernel would need one
             # more register than a thread has.
             band = Band(band.left, Int32(FAR) if band.right is None else band.right)
-            lengths = args.q.shape[2], seqlen_k
+            lengths = args.q.shape[2], args.k.shape[2]
             semaphore = DQSemaphore(args.dq_progress, band, *lengths, tile.tile_m, tile.tile_n, by_tma=False)
         row_elements = self.k_tile.copy_cols
         params = Params(
@@ -116,8 +105,7 @@ class BwdSm80(Kernel):
             scale_log2=args.scale * LOG2_E,
             band=Band(band.right, band.left),
             dq_semaphore=semaphore,
-            scheduler=scheduler,
-            tile_list=tile_list,
+            tiles=tiles,
             copy_in=async_row_copy(tile.num_threads, row_elements, self.dtype),
             copy_out=plain_row_copy(tile.num_threads, row_elements, self.dtype),
             mma_s=self.s_grid.mma(),
@@ -126,20 +114,7 @@ class BwdSm80(Kernel):
             score_params=score_params,
             norms=args.norms if static.is_fp32 else None,
         )
-        grid = Grid(num_n_blocks * heads_kv * batch)
         self.launch(self.symbol("bwd_sm80"), params, grid, tile.num_threads, stream)
-
-    @cute.kernel
-    def kernel(self, p: Params):
-        index, _, _ = cute.arch.block_idx()
-        if cutlass.const_expr(self.static.varlen):
-            # The grid has the size of the longest possible tile list.
-            if index < p.tile_list.num_tiles():
-                n_block, head_kv, seqlen_values = p.tile_list.read(index)
-                self.process_tile(p, n_block, head_kv, SeqlenInfo.of_values(*seqlen_values))
-        else:
-            n_block, head_kv, batch = p.scheduler.tile_coord(index)
-            self.process_tile(p, n_block, head_kv, SeqlenInfo(batch, p.mQ.shape[2], p.mK.shape[2]))
 
     @cute.jit
     def process_tile(self, p: Params, n_block: Int32, head_kv: Int32, seqlen: SeqlenInfo):
@@ -224,7 +199,7 @@ class BwdSm80(Kernel):
         return thread % (32 * self.tile.warps_per_gradient) if self.tile.splits_kv else thread
 
     def gradients(self, p: Params, ds: MmaOperand, q_t: MmaOperand, thread: Int32) -> tuple[GradientKV, ...]:
-        """dK and dV, or the one of them that this thread computes. `ds`, `q_t`: the operands of dK."""
+        """dK and dV; with `splits_kv`, the one that this thread computes. `ds`, `q_t`: the operands of dK."""
         tile = self.tile
         shape = p.mma_kv.get_slice(thread).partition_shape_C((tile.tile_n, tile.head_dim))
         # P and dO come `pieces` and `stages` tiles after dS and Q.
@@ -401,7 +376,7 @@ class BwdSm80(Kernel):
         self.score_gemm(p.mma_s, acc_dP, state.v, state.do, stage, factors.dp, v_steps)
         delta = self.column_statistic(p, state, stage + tile.stages)
         lse = self.column_statistic(p, state, stage) if cutlass.const_expr(scores.keeps_score) else None
-        sums = scores.differentiate(acc_S, acc_dP, lse, delta, state.dalibi)
+        sums = scores.differentiate(GradientBlock(acc_S, acc_dP, lse, delta, state.dalibi))
         ds_pieces = self.ds_pieces(acc_S, factors.ds)
         for i, piece in enumerate(ds_pieces.present()):
             state.store_ds.shifted(i).store(piece)

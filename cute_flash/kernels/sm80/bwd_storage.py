@@ -42,8 +42,7 @@ class Params:
     scale_log2: Float32
     band: Band  # rows are keys, columns are queries: left and right are swapped
     dq_semaphore: DQSemaphore | None  # for deterministic gradients
-    scheduler: StaticTileScheduler | None
-    tile_list: VarlenTileList | None  # of a varlen batch
+    tiles: StaticTileScheduler | VarlenTileList
     copy_in: cute.TiledCopy
     copy_out: cute.TiledCopy
     mma_s: cute.TiledMma  # K Q^T and V dO^T: keys x queries

@@ -47,17 +47,15 @@ from cute_flash.device.mma.warp_gemm import gemm, gemm_rs
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.block_sparse import BlockSparseIterator
 from cute_flash.device.scheduling.seqlen import HeadBlock, SeqlenInfo
-from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.mask import Mask
 from cute_flash.device.scores.philox import batch_head_index
 from cute_flash.device.scores.position import TilePosition
 from cute_flash.device.softmax.softmax import EXACT_KEYS, Softmax
 from cute_flash.device.softmax.speculative import SpeculativeMax
-from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm80.fwd_storage import MainloopState, Params, SharedStorage, WarpGrids
+from cute_flash.kernels.sm80.kernel import TileKernel
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80, may_speculate
-from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.spec.band import BlockRange
 from cute_flash.spec.problem import Static
 
@@ -69,7 +67,7 @@ class SparseVisit(NamedTuple):
     next_block: Int32  # n_block of the next visit
 
 
-class FwdSm80(Kernel):
+class FwdSm80(TileKernel):
     """The forward kernel. One CTA computes one tile of queries of one head."""
 
     def __init__(self, static: Static, tile: FwdTileSm80):
@@ -82,14 +80,7 @@ class FwdSm80(Kernel):
         tile, static, args = self.tile, self.static, self.read_operands(operands)
         score_params = ScoreParams.of(static, args)
         row_elements = tile.smem(tile.tile_m).copy_cols
-        batch, heads, seqlen_q, _ = args.q.shape
-        scheduler, tile_list = None, None
-        if cutlass.const_expr(static.varlen):
-            num_m_blocks = args.q_tile_list.shape[0] - TILE_LIST_HEADER
-            tile_list = VarlenTileList(args.q_tile_list, heads, args.heads_per_l2_group)
-        else:
-            num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
-            scheduler = StaticTileScheduler(num_m_blocks, heads, batch, args.heads_per_l2_group, static.has_right)
+        tiles, grid = self.tiles(args, args.q, tile.tile_m, args.q_tile_list, static.has_right)
         params = Params(
             mQ=args.q,
             mK=args.k,
@@ -98,8 +89,7 @@ class FwdSm80(Kernel):
             mLSE=args.lse,
             scale_log2=score_params.softmax_scale(args.scale),
             band=self.band(args),
-            scheduler=scheduler,
-            tile_list=tile_list,
+            tiles=tiles,
             copy_in=async_row_copy(tile.num_threads, row_elements, self.dtype),
             copy_out=plain_row_copy(tile.num_threads, row_elements, self.dtype),
             mma_s=self.grids.s.mma(),
@@ -107,27 +97,7 @@ class FwdSm80(Kernel):
             score_params=score_params,
             norms=args.norms if static.is_fp32 else None,
         )
-        grid = Grid(num_m_blocks * heads * batch)
         self.launch(self.symbol("fwd_sm80"), params, grid, tile.num_threads, stream)
-
-    @cute.kernel
-    def kernel(self, p: Params):
-        index, _, _ = cute.arch.block_idx()
-        if cutlass.const_expr(self.static.varlen):
-            # The grid has the size of the longest possible tile list.
-            if index < p.tile_list.num_tiles():
-                self.process_tile(p, *self.tile_coord(p, index))
-        else:
-            self.process_tile(p, *self.tile_coord(p, index))
-
-    @cute.jit
-    def tile_coord(self, p: Params, index: Int32):
-        """(m_block, head, sequence) of a tile."""
-        if cutlass.const_expr(self.static.varlen):
-            m_block, head, seqlen_values = p.tile_list.read(index)
-            return m_block, head, SeqlenInfo.of_values(*seqlen_values)
-        m_block, head, batch = p.scheduler.tile_coord(index)
-        return m_block, head, SeqlenInfo(batch, p.mQ.shape[2], p.mK.shape[2])
 
     @cute.jit
     def process_tile(self, p: Params, m_block: Int32, head: Int32, seqlen: SeqlenInfo):
@@ -229,7 +199,7 @@ class FwdSm80(Kernel):
     def block_iterator(
         self, p: Params, m_block: Int32, head: Int32, seqlen: SeqlenInfo, blocks: BlockRange
     ) -> BlockSparseIterator | None:
-        """The iterator of a block mask; None without one. `blocks`: those of the band."""
+        """The iterator of a block mask; None without one. `blocks`: the K/V blocks that the band does not hide."""
         indices = p.score_params.block_indices
         if indices is None:
             return None

@@ -34,8 +34,7 @@ class Params:
     mLSE: cute.Tensor  # (B, H, Sq)
     scale_log2: Float32
     band: Band
-    scheduler: StaticTileScheduler | None
-    tile_list: VarlenTileList | None  # of a varlen batch
+    tiles: StaticTileScheduler | VarlenTileList
     copy_in: cute.TiledCopy
     copy_out: cute.TiledCopy
     mma_s: cute.TiledMma  # Q K^T: queries x keys

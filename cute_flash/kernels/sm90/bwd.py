@@ -39,25 +39,22 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from cute_flash.device.gradients.mods_bwd import AnyScores
-from cute_flash.device.gradients.score_bwd import PlainScores, compute_probs
+from cute_flash.device.gradients.score_bwd import GradientBlock, PlainScores, compute_probs
 from cute_flash.device.memory.copies import row_tile
 from cute_flash.device.memory.epilogue import store_rows
 from cute_flash.device.memory.stmatrix import store_transposed
-from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.memory.views import as_mn, as_operand_a, transposed
 from cute_flash.device.mma.wgmma import convert, make_mma, start_gemm
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, WarpgroupOrder
-from cute_flash.device.scheduling.semaphore import DQSemaphore
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
-from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
+from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.mask import Mask, column_offset
 from cute_flash.kernels.common.kernel import Grid, Kernel
-from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm90 import bwd_producer as producer
 from cute_flash.kernels.sm90.bwd_storage import NUM_WARPGROUPS, BlockVisit, Config, KVTile, Params, SharedStorage
 from cute_flash.kernels.sm90.published_tiles import NO_TILE
@@ -123,47 +120,19 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
-        tile, static, config, args = self.tile, self.static, self.config, self.read_operands(operands)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tma = VarlenTmaTiles if static.varlen else TmaTiles
-        (_, heads, seqlen_q, _), (batch, heads_kv, seqlen_k, _) = args.q.shape, args.k.shape
-        num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
-        # With a left bound the last tiles are the longest, and come first. With a semaphore the last tiles come first,
-        # because a tile that others wait for must have started.
-        descends = static.has_left or static.deterministic
-        band, semaphore, tile_list = self.band(args), None, None
-        if cutlass.const_expr(static.deterministic):
-            semaphore = DQSemaphore(args.dq_progress, band, seqlen_q, seqlen_k, tile.tile_m, tile.tile_n)
-        if cutlass.const_expr(static.varlen):
-            tile_list = VarlenTileList(args.kv_tile_list, heads_kv, args.heads_per_l2_group)
-        MN, K = OperandMajorMode.MN, OperandMajorMode.K
-        params = Params(
-            config=config,
-            q=tma.of(load, args.q, config.q),
-            do=tma.of(load, args.dout_cast, config.q),
-            k=tma.of(load, args.k, config.k),
-            v=tma.of(load, args.v, config.k),
-            mLSE=args.lse_log2,
-            mDelta=args.delta,
-            mdQ_accum=args.dq_accum,
-            dq_semaphore=semaphore,
-            mClaims=None if static.deterministic else args.dq_progress,
-            mdK=args.dk,
-            mdV=args.dv,
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-            heads_per_kv=heads // heads_kv,
-            scale=args.scale,
+        tile, config, args = self.tile, self.config, self.read_operands(operands)
+        band, MN, K = self.band(args), OperandMajorMode.MN, OperandMajorMode.K
+        batch, heads_kv, seqlen_k, _ = args.k.shape
+        num_tiles = cute.ceil_div(seqlen_k, tile.tile_n) * heads_kv * batch
+        params = Params.of(
+            config,
+            args,
+            band,
             band=Band(band.right, band.left),
-            static_scheduler=StaticTileScheduler(num_n_blocks, heads_kv, batch, args.heads_per_l2_group, descends),
-            scheduler=PersistentTileScheduler(num_n_blocks * heads_kv * batch, args.tile_counter, self.is_dynamic),
-            tile_list=tile_list,
+            scheduler=PersistentTileScheduler(num_tiles, args.tile_counter, self.is_dynamic),
             mma_s=make_mma(self.dtype, tile.tile_m, False, K, K),
             mma_dkv=make_mma(self.dtype, tile.head_dim, True, K, MN),
             mma_dq=make_mma(self.dtype, tile.dq_part[1], False, K if config.stores_ds else MN, MN),
-            score_params=bwd_score_params(static, tile, args),
-            bias=None if config.bias is None else TmaTiles.of(load, args.bias, config.bias),
-            dbias=TmaTiles.of(store, args.dbias, config.bias) if config.stores_dbias else None,
         )
         options = {"min_blocks_per_mp": 1, "use_pdl": True}
         self.launch(self.symbol("bwd_sm90"), params, Grid(args.num_ctas), tile.num_threads, stream, **options)
@@ -308,7 +277,7 @@ class BwdSm90(Kernel):
         dV and dK follow one block late, and dQ two blocks late, so that no warpgroup waits for the dS of the other.
 
         Args:
-            operands: those of the previous block on entry, of this block on return.
+            operands: P^T and dS^T of the previous block on entry. On return they hold this block's.
             blocks_before: the number of blocks of the tile before this one; 2 stands for 2 or more.
 
         Returns:
@@ -343,7 +312,7 @@ class BwdSm90(Kernel):
         compute_probs(scores, acc_S, rP, rLSE, partial(self.apply_mask, tile, mask, scores, acc_S, visit))
         # dS^T = P^T (dP^T - Δ)
         warpgroup.wait_group(0)
-        sums = scores.differentiate(acc_S, acc_dP, *self.statistics(state, stage), state.dalibi)
+        sums = scores.differentiate(GradientBlock(acc_S, acc_dP, *self.statistics(state, stage), state.dalibi))
         convert(acc_S, rdS)
         scores.finish_bias(rdS)
         scores.finish(sums)
@@ -541,7 +510,7 @@ class BwdSm90(Kernel):
 
     def reread_seqlen(self, p: Params, state: MmaState, tile: KVTile) -> SeqlenInfo:
         """The sequence of a tile. In a varlen batch it is read again, which saves registers."""
-        return tile.seqlen if p.tile_list is None else p.seqlen_info(state.storage.read_tile(tile.count).seqlen_values)
+        return tile.seqlen if p.tile_list is None else p.seqlen_info(state.storage.read_tile(tile.count))
 
     @cute.jit
     def store_gradient(

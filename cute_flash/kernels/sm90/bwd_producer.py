@@ -240,7 +240,7 @@ def store_dbias(p: Params, storage: SharedStorage, for_each: Callable[..., None]
 
 @cute.jit
 def store_excluded_blocks(p: Params, tile: KVTile, head: Int32, share: Int32, shares: Int32):
-    """Store zeros for m_blocks that a K/V tile does not visit: one of `shares` equal shares of them."""
+    """Store zeros for some of the m_blocks that a K/V tile does not visit. `share`: which of `shares` equal parts."""
     tile_m, blocks = p.config.tile.tile_m, tile.block_iter
     excluded = (p.seqlen_q + (tile_m - 1)) // tile_m - blocks.num
     begin, end = share_of(excluded, share, shares)
@@ -317,7 +317,7 @@ def add_sparse_in_order(p: Params, storage: SharedStorage, tile: KVTile, i: Int3
 
 
 def sparse_rank(p: Params, tile: KVTile, i: Int32) -> tuple[HeadBlock, Int32]:
-    """The coordinate of the semaphore of the i-th listed m_block, and the rank of this tile."""
+    """The i-th m_block that a block mask lists, as the coordinate of its semaphore, and the rank of this tile."""
     batch = tile.seqlen.batch
     # `BwdBlockIndices.read` shuffles over all lanes, but a single lane may call this function.
     index = BwdBlockIndex(p.block_indices.mIndices[batch, tile.head_kv, tile.n_block, i])

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.gradients.bias_bwd import BwdBiasPipeline
@@ -18,11 +20,18 @@ from cute_flash.device.scheduling.block_sparse import BwdBlockIndex, BwdBlockInd
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.scheduling.semaphore import DQSemaphore
 from cute_flash.device.scheduling.seqlen import NUM_VALUES, SeqlenInfo
-from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
+from cute_flash.device.scheduling.tile_scheduler import (
+    PersistentTileScheduler,
+    StaticTileScheduler,
+    TileCoord,
+    VarlenTileList,
+)
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.position import ScoreBlock
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
-from cute_flash.kernels.sm90.published_tiles import PublishedTiles, SeqlenValues, TileCoord
+from cute_flash.kernels.common.kernel import starts_last_tiles
+from cute_flash.kernels.common.params import bwd_score_params
+from cute_flash.kernels.sm90.published_tiles import PublishedTiles
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import BlockRange, ceil_div
@@ -134,8 +143,88 @@ class KVTile:
         return cutlass.select_(block >= self.block_iter.num, block - self.block_iter.num, block)
 
 
-class TileVisits:
-    """The m_blocks that a K/V tile visits: methods of the arguments of both backward kernels."""
+@dataclass(frozen=True)
+class BwdParams:
+    """The argument of a Hopper backward kernel: what the kernels for narrow and for wide heads have in common."""
+
+    config: cutlass.Constexpr  # Config
+    q: TmaTiles | VarlenTmaTiles  # (tile_m, tile_d)
+    do: TmaTiles | VarlenTmaTiles
+    k: TmaTiles | VarlenTmaTiles  # (tile_n, tile_d)
+    v: TmaTiles | VarlenTmaTiles
+    dk: TmaTiles | VarlenTmaTiles | None  # (tile_n, tile_d / 2); None: threads store dK and dV to mdK and mdV
+    dv: TmaTiles | VarlenTmaTiles | None
+    mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
+    mDelta: cute.Tensor  # (B, H, Sq padded)
+    mdQ_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32, in register order
+    dq_semaphore: DQSemaphore | None  # for deterministic gradients
+    mClaims: cute.Tensor | None  # (B, H, m_blocks), of parts of mdQ_accum; None if deterministic
+    mdK: cute.Tensor | None  # (B, Hkv, Sk, D), or (1, Hkv, T, D) in a varlen batch; None: TMA stores dK and dV
+    mdV: cute.Tensor | None
+    seqlen_q: Int32
+    seqlen_k: Int32
+    heads_per_kv: Int32
+    scale: Float32
+    band: Band
+    static_scheduler: StaticTileScheduler
+    scheduler: PersistentTileScheduler | None  # None: a CTA computes one tile
+    tile_list: VarlenTileList | None  # of a varlen batch
+    mma_s: cute.TiledMma  # S and dP, or their transposes
+    mma_dkv: cute.TiledMma  # dK and dV, or their transposes
+    mma_dq: cute.TiledMma
+    score_params: BwdScoreParams | None  # None: no score features
+    bias: TmaTiles | None  # (tile_m, keys of a warpgroup); None: there is no bias, or threads load it
+    dbias: TmaTiles | None  # None: the bias has no gradient, or threads store it
+
+    @classmethod
+    def of(cls, config: Config, args: SimpleNamespace, band_q: Band, **of_kernel: Any) -> "BwdParams":
+        """The parameters of a launch. In `band_q` rows are queries. `of_kernel`: fields in which the kernels differ."""
+        static, tile = config.static, config.tile
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tma, tile_list, semaphore = TmaTiles, None, None
+        (_, heads, seqlen_q, _), (batch, heads_kv, seqlen_k, _) = args.q.shape, args.k.shape
+        if static.varlen:
+            tma, tile_list = VarlenTmaTiles, VarlenTileList(args.kv_tile_list, heads_kv, args.heads_per_l2_group)
+        if static.deterministic:
+            semaphore = DQSemaphore(args.dq_progress, band_q, seqlen_q, seqlen_k, tile.tile_m, tile.tile_n)
+        stores_rows = isinstance(tile, BwdTileSm90)
+        num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
+        return cls(
+            config=config,
+            q=tma.of(load, args.q, config.q),
+            do=tma.of(load, args.dout_cast, config.q),
+            k=tma.of(load, args.k, config.k),
+            v=tma.of(load, args.v, config.k),
+            dk=None if stores_rows else tma.of(store, args.dk, config.out),
+            dv=None if stores_rows else tma.of(store, args.dv, config.out),
+            mLSE=args.lse_log2,
+            mDelta=args.delta,
+            mdQ_accum=args.dq_accum,
+            dq_semaphore=semaphore,
+            mClaims=None if static.deterministic else args.dq_progress,
+            mdK=args.dk if stores_rows else None,
+            mdV=args.dv if stores_rows else None,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            heads_per_kv=heads // heads_kv,
+            scale=args.scale,
+            static_scheduler=StaticTileScheduler(
+                num_n_blocks, heads_kv, batch, args.heads_per_l2_group, starts_last_tiles(static)
+            ),
+            tile_list=tile_list,
+            score_params=bwd_score_params(static, tile, args),
+            bias=None if config.bias is None else TmaTiles.of(load, args.bias, config.bias),
+            dbias=TmaTiles.of(store, args.dbias, config.bias) if config.stores_dbias else None,
+            **of_kernel,
+        )
+
+    def tile_coord(self, index: Int32) -> TileCoord:
+        return (self.tile_list or self.static_scheduler).tile_coord(index)
+
+    def seqlen_info(self, coord: TileCoord) -> SeqlenInfo:
+        return SeqlenInfo.of_values(coord.seqlen_values, self.seqlen_q, self.seqlen_k)
+
+    # ---- the m_blocks that a K/V tile visits
 
     @property
     def block_indices(self) -> BwdBlockIndices | None:
@@ -166,35 +255,9 @@ class TileVisits:
 
 
 @dataclass(frozen=True)
-class Params(TileVisits):
-    """The argument of the kernel."""
+class Params(BwdParams):
+    """The argument of the kernel. In `band`, rows are keys and columns are queries: left and right are swapped."""
 
-    config: cutlass.Constexpr  # Config
-    q: TmaTiles | VarlenTmaTiles  # (tile_m, tile_d)
-    do: TmaTiles | VarlenTmaTiles
-    k: TmaTiles | VarlenTmaTiles  # (tile_n, tile_d)
-    v: TmaTiles | VarlenTmaTiles
-    mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
-    mDelta: cute.Tensor  # (B, H, Sq padded)
-    mdQ_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32, in register order
-    dq_semaphore: DQSemaphore | None  # for deterministic gradients
-    mClaims: cute.Tensor | None  # (B, H, m_blocks), of parts of mdQ_accum; None if deterministic
-    mdK: cute.Tensor  # (B, Hkv, Sk, D), or (1, Hkv, T, D) in a varlen batch
-    mdV: cute.Tensor
-    seqlen_q: Int32
-    seqlen_k: Int32
-    heads_per_kv: Int32
-    scale: Float32
-    band: Band  # rows are keys, columns are queries: left and right are swapped
-    static_scheduler: StaticTileScheduler
-    scheduler: PersistentTileScheduler
-    tile_list: VarlenTileList | None  # of a varlen batch
-    mma_s: cute.TiledMma  # K Q^T and V dO^T
-    mma_dkv: cute.TiledMma  # P^T dO and dS^T Q
-    mma_dq: cute.TiledMma  # dS K, a warpgroup's part
-    score_params: BwdScoreParams | None  # None: no score features
-    bias: TmaTiles | None = None  # (tile_m, 64)
-    dbias: TmaTiles | None = None  # None: the bias has no gradient, or threads store it
     loads_bias_with_q = False  # the bias has its own warp
 
     def tile_scheduler(self) -> PersistentTileScheduler:
@@ -206,20 +269,9 @@ class Params(TileVisits):
             return self.scheduler
         return self.tile_list.scheduler(self.scheduler.tile_counter, self.scheduler.is_dynamic)
 
-    def tile_coord(self, index: Int32) -> TileCoord:
-        if self.tile_list is None:
-            n_block, head_kv, batch = self.static_scheduler.tile_coord(index)
-            return TileCoord(n_block, head_kv, (batch,))
-        return TileCoord(*self.tile_list.read(index))
-
-    def seqlen_info(self, values: SeqlenValues) -> SeqlenInfo:
-        if self.tile_list is None:
-            return SeqlenInfo(*values, self.seqlen_q, self.seqlen_k)
-        return SeqlenInfo.of_values(*values)
-
     def tile(self, count: Int32, iteration: Int32, coord: TileCoord) -> KVTile:
         tile_n, tile_m = self.config.tile.tile_n, self.config.tile.tile_m
-        n_block, head_kv, seqlen = coord.block, coord.head, self.seqlen_info(coord.seqlen_values)
+        n_block, head_kv, seqlen = coord.block, coord.head, self.seqlen_info(coord)
         blocks = self.band.blocks(n_block, tile_n, tile_m, seqlen.k_len, seqlen.q_len)
         # Without a mask each tile starts at a different m_block, so that few tiles add to one m_block at a time. A
         # semaphore serialises the additions, so the start does not matter.

@@ -54,24 +54,21 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cute_flash.device.gradients.bias_bwd import publish_gradient
 from cute_flash.device.gradients.mods_bwd import AnyScores, ModScores
-from cute_flash.device.gradients.score_bwd import PlainScores, compute_probs
+from cute_flash.device.gradients.score_bwd import GradientBlock, PlainScores, compute_probs
 from cute_flash.device.memory.stmatrix import store_transposed
-from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
+from cute_flash.device.memory.tma import TmaTiles
 from cute_flash.device.memory.views import as_mn, transposed
 from cute_flash.device.mma.wgmma import convert, make_mma, start_gemm
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, WarpgroupOrder
-from cute_flash.device.scheduling.semaphore import DQSemaphore
 from cute_flash.device.scheduling.seqlen import HeadBlock, SeqlenInfo
-from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.mask import Mask
 from cute_flash.kernels.common.kernel import Grid, Kernel
-from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm90.bwd_producer import (
     for_each_block_of_tile,
     load_first_block,
@@ -94,7 +91,11 @@ FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED = 1, 3, 4, 6
 MIN_STEPS = 8
 
 
-Halves = tuple[cute.Tensor, cute.Tensor]  # of a warpgroup's columns, 64 columns each
+class Halves(NamedTuple):
+    """Descriptors or accumulators of the halves of a warpgroup's columns, 64 columns each."""
+
+    first: cute.Tensor
+    second: cute.Tensor
 
 
 class WideVisit(NamedTuple):
@@ -149,50 +150,21 @@ class BwdSm90Wide(Kernel):
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
         """The operands are those of `BwdSm90`. `tile_counter` is not used: a CTA has one tile."""
-        tile, static, config, args = self.tile, self.static, self.config, self.read_operands(operands)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tma, tile_list = VarlenTmaTiles if static.varlen else TmaTiles, None
-        if cutlass.const_expr(static.varlen):
-            tile_list = VarlenTileList(args.kv_tile_list, args.k.shape[1], args.heads_per_l2_group)
-        batch, heads_kv, seqlen_k, _ = args.k.shape
-        num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
+        tile, config, args = self.tile, self.config, self.read_operands(operands)
+        MN, K = OperandMajorMode.MN, OperandMajorMode.K
         # A missing right bound is replaced by one that masks nothing: a kernel without a bound needs too many
         # registers, and ptxas serialises its products.
         band = self.band(args)
         band = Band(band.left, Int32(FAR) if band.right is None else band.right)
-        # With a left bound, the last tiles take longest and are scheduled first. With a semaphore, the last tiles are
-        # scheduled first too, because a tile must have started before others wait for it.
-        descends, semaphore = static.has_left or static.deterministic, None
-        if cutlass.const_expr(static.deterministic):
-            lengths = args.q.shape[2], seqlen_k
-            semaphore = DQSemaphore(args.dq_progress, band, *lengths, tile.tile_m, tile.tile_n)
-        MN, K = OperandMajorMode.MN, OperandMajorMode.K
-        params = Params(
-            config=config,
-            q=tma.of(load, args.q, config.q),
-            do=tma.of(load, args.dout_cast, config.q),
-            k=tma.of(load, args.k, config.k),
-            v=tma.of(load, args.v, config.k),
-            dk=tma.of(store, args.dk, config.out),
-            dv=tma.of(store, args.dv, config.out),
-            mLSE=args.lse_log2,
-            mDelta=args.delta,
-            mdQ_accum=args.dq_accum,
-            dq_semaphore=semaphore,
-            mClaims=None if static.deterministic else args.dq_progress,
-            seqlen_q=args.q.shape[2],
-            seqlen_k=seqlen_k,
-            heads_per_kv=args.q.shape[1] // heads_kv,
-            scale=args.scale,
+        params = Params.of(
+            config,
+            args,
+            band,
             band=band,
-            scheduler=StaticTileScheduler(num_n_blocks, heads_kv, batch, args.heads_per_l2_group, descends),
-            tile_list=tile_list,
+            scheduler=None,
             mma_s=make_mma(self.dtype, self.keys, False, K, K),
             mma_dkv=make_mma(self.dtype, tile.tile_n, False, MN, K),
             mma_dq=make_mma(self.dtype, WARPGROUP_ROWS, False, MN, MN),
-            score_params=bwd_score_params(static, tile, args),
-            bias=None if config.bias is None else TmaTiles.of(load, args.bias, config.bias),
-            dbias=TmaTiles.of(store, args.dbias, config.bias) if config.stores_dbias else None,
         )
         options = {"min_blocks_per_mp": 1, "use_pdl": True}
         self.launch(self.symbol("bwd_sm90_wide"), params, Grid(args.num_ctas), tile.num_threads, stream, **options)
@@ -394,11 +366,11 @@ class BwdSm90Wide(Kernel):
         def columns_a(sX: cute.Tensor) -> Halves:
             """Both halves of this warpgroup's columns of sX, transposed, as operands A."""
             parts = (part(sX, tile.tile_m, half) for half in range(HALVES))
-            return tuple(dkv.make_fragment_A(dkv.partition_A(sY)) for sY in parts)
+            return Halves(*(dkv.make_fragment_A(dkv.partition_A(sY)) for sY in parts))
 
         def accumulators() -> Halves:
             shape = dkv.partition_shape_C((columns, tile.tile_n))
-            return tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(HALVES))
+            return Halves(*(cute.make_rmem_tensor(shape, Float32) for _ in range(HALVES)))
 
         acc_S, acc_dP, acc_dQ = self._temporaries(p)
         return MmaState(
@@ -414,9 +386,7 @@ class BwdSm90Wide(Kernel):
             rP=dkv.make_fragment_B(dkv.partition_B(storage.sP)),
             rdS=dkv.make_fragment_B(dkv.partition_B(storage.sdS)),
             rdSt=dq.make_fragment_A(dq.partition_A(transposed(storage.sdS))),
-            rKt=tuple(
-                dq.make_fragment_B(dq.partition_B(part(storage.sK, tile.tile_n, half))) for half in range(HALVES)
-            ),
+            rKt=Halves(*(dq.make_fragment_B(dq.partition_B(part(storage.sK, tile.tile_n, i))) for i in range(HALVES))),
             acc_dK=accumulators(),
             acc_dV=accumulators(),
             acc_S=acc_S,
@@ -509,7 +479,7 @@ class BwdSm90Wide(Kernel):
         """
         storage = state.storage
         # dQ = dS K and dK += dS^T Q of the block
-        self.start_dq(p, state, iteration, 0)
+        self.start_dq(p, state, 0)
         self.start_dk(p, state, iteration, 0)
         # wait for dV
         warpgroup.wait_group(2)
@@ -525,7 +495,7 @@ class BwdSm90Wide(Kernel):
         # S = Q K^T of the next block
         self.start_s(p, state, iteration + 1)
         self.start_dk(p, state, iteration, 1)
-        self.start_dq(p, state, iteration, 1)
+        self.start_dq(p, state, 1)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.add_rest(p, state, rest, wide.accum_block, 0)
         self.publish_dq(state, iteration, 0)
@@ -576,12 +546,12 @@ class BwdSm90Wide(Kernel):
     @cute.jit
     def last_block(self, p: Params, state: MmaState, iteration: Int32, accum_block: Int32):
         """Compute the gradients of the tile's last block. `accum_block`: its index in mdQ_accum."""
-        self.start_dq(p, state, iteration, 0)
+        self.start_dq(p, state, 0)
         for half in cutlass.range_constexpr(HALVES):
             self.start_dk(p, state, iteration, half)
         warpgroup.wait_group(HALVES)
         rest = self.stage_dq(state, iteration, 0)
-        self.start_dq(p, state, iteration, 1)
+        self.start_dq(p, state, 1)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.publish_dq(state, iteration, 0)
         self.add_rest(p, state, rest, accum_block, 0)
@@ -620,7 +590,7 @@ class BwdSm90Wide(Kernel):
         start_gemm(p.mma_dkv, state.acc_dK[half], rQt, state.rdS, True)
 
     @cute.jit
-    def start_dq(self, p: Params, state: MmaState, iteration: Int32, half: cutlass.Constexpr):
+    def start_dq(self, p: Params, state: MmaState, half: cutlass.Constexpr):
         """Start a half of dQ = dS K."""
         start_gemm(p.mma_dq, state.acc_dQ, state.rdSt, state.rKt[half], False)
 
@@ -747,7 +717,7 @@ class BwdSm90Wide(Kernel):
         sLSE = None
         if cutlass.const_expr(p.score_params is not None):
             sLSE = self.row_statistic(state, storage.sLSE[None, storage.q.stage(iteration)])
-        sums = scores.differentiate(state.acc_S, state.acc_dP, sLSE, rDelta, state.dalibi)
+        sums = scores.differentiate(GradientBlock(state.acc_S, state.acc_dP, sLSE, rDelta, state.dalibi))
         rdS = cute.make_fragment_like(state.acc_S, self.dtype)
         convert(state.acc_S, rdS)
         self.stage_transposed(state, rdS, storage.sdS)

@@ -9,18 +9,14 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.gradients.bias_bwd import BwdBiasPipeline
-from cute_flash.device.gradients.score_bwd import BwdScoreParams
 from cute_flash.device.memory.smem import allocate_stages
-from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
+from cute_flash.device.memory.tma import TmaTiles
 from cute_flash.device.scheduling.block_iterator import BlockIterator
 from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
-from cute_flash.device.scheduling.semaphore import DQSemaphore
-from cute_flash.device.scheduling.seqlen import SeqlenInfo
-from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.position import ScoreBlock
-from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile, TileVisits, allocate_bias
+from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, BwdParams, Config, KVTile, allocate_bias
 
 HALVES = 2  # of a warpgroup's dQ of an m_block, which are computed one after the other
 # The number of adder warps with deterministic gradients. They take halves in turn, so that several can wait at a time:
@@ -34,34 +30,8 @@ DETERMINISTIC_HALVES = 4
 
 
 @dataclass(frozen=True)
-class Params(TileVisits):
-    """The argument of the kernel."""
-
-    config: cutlass.Constexpr  # Config
-    q: TmaTiles | VarlenTmaTiles  # (tile_m, tile_d)
-    do: TmaTiles | VarlenTmaTiles
-    k: TmaTiles | VarlenTmaTiles  # (tile_n, tile_d)
-    v: TmaTiles | VarlenTmaTiles
-    dk: TmaTiles | VarlenTmaTiles  # (tile_n, tile_d / 2)
-    dv: TmaTiles | VarlenTmaTiles
-    mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
-    mDelta: cute.Tensor  # (B, H, Sq padded)
-    mdQ_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32, in register order
-    dq_semaphore: DQSemaphore | None  # for deterministic gradients
-    mClaims: cute.Tensor | None  # (B, H, m_blocks), of parts of mdQ_accum; None if deterministic
-    seqlen_q: Int32
-    seqlen_k: Int32
-    heads_per_kv: Int32
-    scale: Float32
-    band: Band  # rows are queries, columns are keys
-    scheduler: StaticTileScheduler
-    tile_list: VarlenTileList | None  # of a varlen batch
-    mma_s: cute.TiledMma  # Q K^T and dO V^T, for a warpgroup's keys
-    mma_dkv: cute.TiledMma  # dO^T P and Q^T dS
-    mma_dq: cute.TiledMma  # dS K, half of a warpgroup's part
-    score_params: BwdScoreParams | None  # None: no score features
-    bias: TmaTiles | None = None  # (tile_m, tile_n / 2)
-    dbias: TmaTiles | None = None  # None: the bias has no gradient, or threads store it
+class Params(BwdParams):
+    """The argument of the kernel. In `band`, rows are queries and columns are keys."""
 
     @property
     def loads_bias_with_q(self) -> bool:
@@ -72,20 +42,12 @@ class Params(TileVisits):
         """Whether a varlen batch has a tile for this CTA. The grid has the size of the longest possible tile list."""
         return cute.arch.block_idx()[0] < self.tile_list.num_tiles()
 
-    def tile_coord(self) -> tuple[Int32, Int32, SeqlenInfo]:
-        """n_block, head and sequence of this CTA's tile."""
-        index = cute.arch.block_idx()[0]
-        if self.tile_list is None:
-            n_block, head_kv, batch = self.scheduler.tile_coord(index)
-            return n_block, head_kv, SeqlenInfo(batch, self.seqlen_q, self.seqlen_k)
-        n_block, head_kv, seqlen_values = self.tile_list.read(index)
-        return n_block, head_kv, SeqlenInfo.of_values(*seqlen_values)
-
     @cute.jit
     def tile(self):
         """The K/V tile of this CTA."""
         tile_n, tile_m = self.config.tile.tile_n, self.config.tile.tile_m
-        n_block, head_kv, seqlen = self.tile_coord()
+        coord = self.tile_coord(cute.arch.block_idx()[0])
+        n_block, head_kv, seqlen = coord.block, coord.head, self.seqlen_info(coord)
         # The band with keys as rows and queries as columns.
         of_keys = Band(self.band.right, self.band.left)
         blocks = of_keys.blocks(n_block, tile_n, tile_m, seqlen.k_len, seqlen.q_len)

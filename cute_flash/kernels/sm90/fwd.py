@@ -215,7 +215,7 @@ class FwdSm90(Kernel):
         alibi_word = None
         if state.alibi_step is not None:
             score = score_params.score
-            alibi_word = row_word(score.slope_log2, score.scale_log2, state.thread, self.dtype)
+            alibi_word = row_word(score.alibi.slope_log2, score.scale_log2, state.thread, self.dtype)
         return MmaTile(count, iteration, head, seqlen, mask, block_iter, score_params, alibi_word)
 
     def _seqlen_at_end(self, p: Params, state: MmaState, tile: MmaTile) -> SeqlenInfo:
@@ -344,35 +344,35 @@ class FwdSm90(Kernel):
         assert state.alibi_step is None or speculates
         storage, softmax, i = state.storage, state.softmax, iteration - tile.iteration
         # S = Q K^T;  O += P V of the previous block
-        acc_S, kv = self.start_qk_and_pv(state, tile, iteration, masked)
+        acc_S, block = self.start_qk_and_pv(state, tile, iteration, masked)
         warpgroup.wait_group(1)
         storage.release_k(iteration)
         # S: scale, softcap, ALiBi, bias, score_mod, masks, unless `exp2` fuses them with the exponentials
-        exp2 = transform_further(self.config, softmax, tile, acc_S, kv, i, masked, speculates)
+        exp2 = transform_further(self.config, softmax, tile, acc_S, block, i, masked, speculates)
 
         # m' = max(m, rowmax S), unless m is speculative
-        block = ProbBlock.of(acc_S, softmax)
+        probs = ProbBlock.of(acc_S, softmax)
         row_max = SpeculativeMax(softmax) if speculates else ExactMax(softmax, self.keys_seen(i))
-        grew = row_max.raise_before_exp2(block, exp2)
+        grew = row_max.raise_before_exp2(probs, exp2)
 
         # P = exp(scale (S - m')): the first k-steps before the wait for P V of the previous block
         early, late = range(self.config.early_steps), range(self.config.early_steps, self.config.steps)
-        exp2.exponentiate(softmax, block, early, row_max.maybe_empty)
-        self.look_ahead(state, tile, iteration + 1, block.block_sum)
+        exp2.exponentiate(softmax, probs, early, row_max.maybe_empty)
+        self.look_ahead(state, tile, iteration + 1, probs.block_sum)
         self.dropout_masks(state).wait(state.warpgroup, iteration)
         warpgroup.wait_group(0)
         storage.v.release(iteration - 1)
-        self.round(state, block.acc_P, early, iteration)
-        exp2.exponentiate(softmax, block, late, row_max.maybe_empty)
-        self.round(state, block.acc_P, late, iteration)
+        self.round(state, probs.acc_P, early, iteration)
+        exp2.exponentiate(softmax, probs, late, row_max.maybe_empty)
+        self.round(state, probs.acc_P, late, iteration)
 
         # With a speculative m: m' and P again, if m was too small
-        round_again = partial(self.round, state, block.acc_P, range(self.config.steps), iteration)
-        row_max.correct_after_exp2(block, exp2, as_mn(state.acc_O), round_again)
+        round_again = partial(self.round, state, probs.acc_P, range(self.config.steps), iteration)
+        row_max.correct_after_exp2(probs, exp2, as_mn(state.acc_O), round_again)
         exp2.release()
         self.release_dropout_masks(state, iteration)
         # l = l alpha + rowsum P;  O = O alpha
-        softmax.add_sums(block.block_sum)
+        softmax.add_sums(probs.block_sum)
         if grew:
             softmax.scale_rows(as_mn(state.acc_O), softmax.alpha)
 
@@ -431,7 +431,7 @@ class FwdSm90(Kernel):
             state.storage.v.release(last)
         else:
             self.release_q(state, tile)
-        self.finish_statistics(p, state, tile)
+        self.finish_statistics(state, tile)
         self.store_lse(p, state, tile)
         if cutlass.const_expr(self.tile.q_stages > 1):
             self.hand_over_output(p, state, tile)
@@ -451,7 +451,7 @@ class FwdSm90(Kernel):
         storage.v.wait_full(last)
         self.start_pv(state, last)
         state.order.arrive()
-        self.finish_statistics(p, state, tile)
+        self.finish_statistics(state, tile)
         state.softmax.restart()
         warpgroup.wait_group(1)
         storage.release_k(following.iteration)
@@ -465,7 +465,7 @@ class FwdSm90(Kernel):
         self.first_round(state, following, acc_S)
 
     @cute.jit
-    def finish_statistics(self, p: Params, state: MmaState, tile: MmaTile):
+    def finish_statistics(self, state: MmaState, tile: MmaTile):
         """Compute the LSE, 1 / l and max_logit of a tile. The softmax statistics are then free for the next tile."""
         score_params = tile.score_params
         state.softmax.compute_lse(state.lse, state.inverse, score_params.sink, score_params.dropout_scale)

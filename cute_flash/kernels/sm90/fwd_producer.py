@@ -91,7 +91,7 @@ def load_v(p: Params, storage: SharedStorage):
 
 @cute.jit
 def load_bias(p: Params, storage: SharedStorage):
-    """Load the bias. It has its own warp too, because its stages are released at other times than those of K and V."""
+    """Load the bias. It has its own warp too, because its stages are released at other times than stages of K and V."""
 
     def load(iteration: Int32, tile: PublishedTile, i: Int32):
         block = ScoreBlock(tile.seqlen.batch, tile.head, tile.m_block, tile.block_iter.block(i))

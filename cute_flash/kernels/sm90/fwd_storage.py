@@ -13,15 +13,20 @@ from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.scheduling.block_iterator import BlockIterator, OutwardBlockIterator
 from cute_flash.device.scheduling.block_sparse import AnyBlockIterator, BlockCounts, BlockSparseIterator
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
-from cute_flash.device.scheduling.seqlen import NUM_VALUES, HeadBlock, SeqlenInfo
-from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
+from cute_flash.device.scheduling.seqlen import NUM_VALUES, HeadBlock, SeqlenInfo, SeqlenValues
+from cute_flash.device.scheduling.tile_scheduler import (
+    PersistentTileScheduler,
+    StaticTileScheduler,
+    TileCoord,
+    VarlenTileList,
+)
 from cute_flash.device.scores.alibi_step import allocate_columns
 from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.bias import BiasPipeline
 from cute_flash.device.scores.dropout_mask import WARPS, DropoutMaskPipeline
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.common.params import ScoreParams
-from cute_flash.kernels.sm90.published_tiles import PublishedTiles, SeqlenValues, TileCoord
+from cute_flash.kernels.sm90.published_tiles import PublishedTiles
 from cute_flash.planning.tiles.common import COST_DROPOUT, WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.smem.tile import SmemTile
@@ -58,7 +63,7 @@ class Config:
 
     @property
     def seqlen_end(self) -> int:
-        """The number of integers up to and including those of the sequence."""
+        """The number of integers before the counts of a block mask: m_block, head and sequence."""
         return 2 + (NUM_VALUES if self.static.varlen else 1)
 
     @property
@@ -190,9 +195,7 @@ class Params:
 
     def seqlen_info(self, values: SeqlenValues) -> SeqlenInfo:
         """The sequence of a published tile."""
-        if self.tile_list is None:
-            return SeqlenInfo(*values, self.num_rows, self.seqlen_k)
-        return SeqlenInfo.of_values(*values)
+        return SeqlenInfo.of_values(values, self.num_rows, self.seqlen_k)
 
     def seqlen_q_of(self, seqlen: SeqlenInfo) -> Int32:
         """The number of queries of one head. With pack_gqa, `q_len` counts those of several heads."""
@@ -206,10 +209,7 @@ class Params:
         return self.scheduler if self.tile_list is None else self.tile_list.scheduler(self.scheduler.tile_counter, True)
 
     def tile_coord(self, index: Int32) -> TileCoord:
-        if self.tile_list is None:
-            m_block, head, batch = self.static_scheduler.tile_coord(index)
-            return TileCoord(m_block, head, (batch,))
-        return TileCoord(*self.tile_list.read(index))
+        return (self.tile_list or self.static_scheduler).tile_coord(index)
 
     def block_counts(self, m_block: Int32, head: Int32, seqlen: SeqlenInfo) -> BlockCounts | None:
         """The numbers of full and partial blocks of a tile; None without a block mask."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -13,15 +12,6 @@ NO_TILE = -1
 # A tile is published together with its Q (in the backward, K). There are two slots even if that operand has one stage,
 # because some warps read a tile again after the next one is published.
 SLOTS = 2
-SeqlenValues = tuple[Int32, ...]  # `SeqlenInfo.values`
-
-
-class TileCoord(NamedTuple):
-    """The coordinate of a tile."""
-
-    block: Int32  # its m_block, in the backward its n_block; NO_TILE after the last tile
-    head: Int32
-    seqlen_values: SeqlenValues
 
 
 @dataclass(frozen=True)
