@@ -18,38 +18,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.integrations.small_models import causal_models, common, transformers
+
 pytestmark = pytest.mark.gpu
-transformers = pytest.importorskip("transformers", minversion="4.57", reason="transformers 4.57 is not installed")
 
 DEVICE = "cuda"
 ROOT = Path(__file__).parents[2]
 BATCH, LENGTH, NEW_TOKENS, WINDOW, VOCABULARY = 3, 150, 12, 33, 199
 # A larger spread of weights than the default: else all logits are nearly equal.
-COMMON: dict[str, Any] = dict(
-    vocab_size=VOCABULARY, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=64, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    initializer_range=0.1,
-)  # fmt: skip
-TWO_KINDS: dict[str, Any] = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
-CAUSAL: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON)),
-    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**COMMON, sliding_window=WINDOW)),
-    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**COMMON)),
-    "gemma2": lambda: transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**COMMON, sliding_window=WINDOW, attn_logit_softcapping=20.0)
-    ),
-    "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**COMMON, **TWO_KINDS)),
-    # All experts are used: rounding changes no choice of experts.
-    "gpt_oss": lambda: transformers.GptOssForCausalLM(
-        transformers.GptOssConfig(**COMMON, **TWO_KINDS, num_local_experts=2, num_experts_per_tok=2)
-    ),
-    "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=128, n_layer=2, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2,
-            initializer_range=0.1,
-        )
-    ),
-}  # fmt: skip
+COMMON = common(VOCABULARY, hidden=128, head_dim=64, positions=512, initializer_range=0.1)
+# All experts are used: rounding changes no choice of experts.
+CAUSAL = causal_models(COMMON, WINDOW, softcap=20.0, experts=2)
 MODELS: dict[str, Callable[[], Any]] = {
     **CAUSAL,
     "bert": lambda: transformers.BertForMaskedLM(
