@@ -24,9 +24,9 @@ from cute_flash.spec.family import FAMILIES
 from tests import cases, feature_gradients
 from tests.cases import CAUSAL, FULL
 from tests.combinations import Combination, Outputs, VarlenCombination
+from tests.covering import covering
 from tests.fakes.recording import backward_keys, forward_keys
 from tests.feature_gradients import AnyCombination
-from tests.gpu.covering import covering
 from tests.lengths import Lengths
 
 BF16, FP16 = torch.bfloat16, torch.float16

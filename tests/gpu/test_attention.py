@@ -10,10 +10,10 @@ from cute_flash.jit.compile import cache_info
 from cute_flash.spec.band import Band
 from tests.cases import CAUSAL, FULL
 from tests.combinations import VarlenCombination, gradients
+from tests.covering import covering
 from tests.feature_gradients import assert_feature_gradients, assert_outputs, weights
 from tests.gpu import calls, support
 from tests.gpu.calls import ALL, BF16, CALLS, FORWARD, Call, dense, varlen
-from tests.gpu.covering import covering
 from tests.lengths import Lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory", "known_rng")]

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 import cute_flash
 from tests import cases
 from tests.cases import CAUSAL
-from tests.gpu.covering import covering
+from tests.covering import covering
 from tests.gradients import assert_gradients, gradients, weighted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]

@@ -13,8 +13,8 @@ from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band
 from cute_flash.spec.family import FAMILIES
+from tests.covering import covering
 from tests.fakes.recording import forward_keys
-from tests.gpu.covering import covering
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 

@@ -13,8 +13,8 @@ from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from cute_flash.spec.family import FAMILIES
 from tests.combinations import RNG
+from tests.covering import covering
 from tests.distributed.one_process import ring
-from tests.gpu.covering import covering
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 N, LENGTH = 4, 1024

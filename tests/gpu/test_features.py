@@ -12,9 +12,9 @@ from cute_flash.spec.band import Band
 from tests import cases
 from tests.cases import CAUSAL, FULL
 from tests.combinations import RNG, gradients
+from tests.covering import covering
 from tests.feature_gradients import weights
 from tests.gpu.calls import ALL, DROPOUT, DTYPES, FP16, dense
-from tests.gpu.covering import covering
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 

@@ -7,8 +7,8 @@ import torch
 
 import cute_flash
 from tests import fp32_cases
+from tests.covering import covering
 from tests.gpu.captured import Captured
-from tests.gpu.covering import covering
 from tests.lengths import Lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory", "known_rng")]

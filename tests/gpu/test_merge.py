@@ -12,7 +12,7 @@ import cute_flash
 from cute_flash.planning.merge import MAX_PARTIALS
 from cute_flash.runtime.merge import merge_partials
 from tests import cases
-from tests.gpu.covering import covering
+from tests.covering import covering
 from tests.gradients import gradients, weighted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]

@@ -18,9 +18,9 @@ from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec, detect
 from cute_flash.spec.family import FAMILIES
 from tests import cases, mod_cases, mod_gradients
+from tests.covering import covering
 from tests.fakes.recording import forward_keys
 from tests.feature_gradients import assert_outputs
-from tests.gpu.covering import covering
 from tests.lengths import Lengths
 from tests.mod_cases import Case, Kind, Sizes
 

@@ -16,8 +16,8 @@ import cute_flash
 from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
 from tests.cases import CAUSAL, FULL
+from tests.covering import covering
 from tests.gpu.calls import Call, dense
-from tests.gpu.covering import covering
 
 pytestmark = pytest.mark.gpu
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +15,13 @@ from tests.cases import CAUSAL, FULL, SMALL, Case, assert_error_within, assert_i
 from tests.reference.memory import largest_within_budget
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+def with_dtypes(*others: torch.dtype) -> Any:
+    """Every case in fp64 and in one of the other dtypes."""
+    pairs = [(case, dtype) for i, case in enumerate(SMALL) for dtype in (torch.float64, others[i % len(others)])]
+    return pytest.mark.parametrize(("case", "dtype"), pairs, ids=lambda x: getattr(x, "id", str(x)))
+
+
+@with_dtypes(torch.float32, torch.bfloat16, torch.float16)
 def test_forward(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     # Small chunks, so that small shapes have several chunks.
     monkeypatch.setattr(tiled, "MAX_ROWS", 32)
@@ -108,8 +115,7 @@ def oracle_gradients(
     return torch.autograd.grad(loss, leaves)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+@with_dtypes(torch.float32, torch.bfloat16)
 def test_backward(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "MAX_ROWS", 32)
     monkeypatch.setattr(tiled, "MAX_KEYS", 16)
