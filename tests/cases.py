@@ -68,12 +68,6 @@ OTHER_WIDTHS = ((64, 128), (128, 64), (192, 128), (40, 24), (256, 8), (72, 256),
 OTHER_WIDTH_BANDS = (Band(), Band(None, 0), Band(100, 30))
 
 
-def other_width_inputs(widths: tuple[int, int], device: str = "cpu", keys: int = 333) -> tuple[Tensor, Tensor, Tensor]:
-    """bf16 q, k, v with (D, Dv) = `widths` and grouped heads."""
-    q, k, _ = make_inputs(Case(2, 8, 2, 200, keys, widths[0]), torch.bfloat16, device)
-    return q, k, make_inputs(Case(2, 8, 2, 200, keys, widths[1]), torch.bfloat16, device)[2]
-
-
 def assert_error_within(name: str, value: Tensor, oracle: Tensor, low_precision: Tensor) -> None:
     """Assert the error rule for an output or a gradient, with the floor of its dtype."""
     assert value.shape == oracle.shape, f"{name}: shape {tuple(value.shape)}, expected {tuple(oracle.shape)}"

@@ -74,9 +74,9 @@ FEATURES = {
 }
 LENGTHS = Lengths([100, 0, 257, 31], [90, 4, 300, 0])
 CASES = [
-    *(Case(name, head_dim, keywords=options) for head_dim in (64, 128) for name, options in FEATURES.items()),
+    *(Case(name, (64, 128)[i % 2], keywords=options) for i, (name, options) in enumerate(FEATURES.items())),
     *(Case("widths", *widths, keywords={"causal": True}) for widths in ((40,), (96,), (8,), (128, 64), (64, 128))),
-    *(Case("varlen", d, keywords={"causal": c}, lengths=LENGTHS) for d in (64, 128) for c in (False, True)),
+    *(Case("varlen", d, keywords={"causal": c}, lengths=LENGTHS) for d, c in ((64, True), (128, False))),
     Case("large", magnitude=1e12, keywords={"scale": 1e-25}),
     Case("small", magnitude=1e-15),
 ]
@@ -88,8 +88,8 @@ def keys(arch: ArchSpec) -> Iterator[CompileKey]:
         calls: list[tuple] = []
 
         def record(*call: Any, calls: list[tuple] = calls) -> Any:
-            calls.append(call)
-            return cpu.forward(*call)
+            calls.append(call[:4])
+            return cpu.forward(*calls[-1])
 
         with mock.patch.object(ops, "attention", record):
             case.attend(case.inputs("cpu"))

@@ -17,7 +17,8 @@ from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
 from tests import mod_cases
-from tests.fakes.recording import backward_keys, forward_keys, main_key
+from tests.fakes.recording import backward_keys, main_key
+from tests.feature_gradients import assert_outputs
 from tests.gradients import SumTolerance, assert_like_cpu_path, loss_of
 from tests.mod_cases import Case, Kind
 
@@ -100,7 +101,10 @@ def by_cpu(
 
 
 def assert_gradients(case: Case, **more: Any) -> dict[str, Tensor]:
-    """Check all gradients of a case on its device, and return them. `more` has further keywords of the call."""
+    """Check out, LSE and all gradients of a case on its device, and return the gradients.
+
+    `more` has further keywords of the call.
+    """
     leaves, douts = leaves_of(case), douts_of(case)
     q, k, v = (leaves[name] for name in "qkv")
     outs = case.attend(q, k, v, **more)
@@ -108,8 +112,10 @@ def assert_gradients(case: Case, **more: Any) -> dict[str, Tensor]:
     fused = by_cpu(case, leaves, outs, douts)
     double = [x.detach().double().requires_grad_() for x in (q, k, v)]
     exact_leaves = {**dict(zip("qkv", double)), **{n: x for n, x in leaves.items() if n not in "qkv"}}
-    exact = gradients(reference.dense(*double, args=case.args()), douts, exact_leaves)
+    exact_outs = reference.dense(*double, args=case.args())
+    exact = gradients(exact_outs, douts, exact_leaves)
     low = reference.dense_low_precision(q, k, v, args=case.args())
+    assert_outputs(outs, exact_outs, low)
     rough = gradients(low, douts, leaves)
     absolute = rounding_of_one_key(case, v, douts[0]) if case.sizes.seqlen_k == 1 else 1e-4
 
@@ -157,23 +163,6 @@ def chosen(
         if main in kernels or len(kernels) < MOST_KERNELS:
             kernels.add(main)
             yield case, found
-
-
-def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
-    """The kernels of all calls and gradients of `chosen`, `deterministic_cases` and `mod_cases.varlen_cases`."""
-    for family in runnable:
-        for case, found in chosen(arch, family, "cpu"):
-            if found:
-                yield from forward_keys(*case.uninitialized_inputs(), case.args(kernel_family=family), arch)
-            yield from found
-        wanted = [(case, True) for case in deterministic_cases()]
-        wanted += [(case, False) for case in mod_cases.varlen_cases("cpu")]
-        for case, deterministic in wanted:
-            try:
-                yield from keys_of(case, arch, family, deterministic)
-                yield from forward_keys(*case.uninitialized_inputs(), case.args(kernel_family=family), arch)
-            except UnsupportedError:
-                continue
 
 
 def deterministic_cases(device: str = "cpu") -> list[Case]:

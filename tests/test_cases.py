@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
 from cute_flash.spec.arch import ARCHS
-from cute_flash.spec.problem import Problem
-from tests import cases
-from tests.gpu import feature_combinations
+from cute_flash.spec.family import FAMILIES
+from tests.gpu import calls
+from tests.gpu.calls import Call
 from tests.lock.cases import compile_key, reachable
 
-FAMILIES = ("sm80", "sm90")
+PLAIN = [*calls.PLAIN, *calls.WIDTHS]
 # The architecture of the GPU that runs the tests. Tiles of other architectures are compiled (`tests.lock`), not run.
 ARCH = ARCHS["sm_90"]
 # Direction, family, tile, and whether the mask has a bound.
@@ -26,23 +24,15 @@ def row_of(direction: str, family: str, key: CompileKey) -> Row:
     return direction, family, key.tile, key.static.is_bounded
 
 
-def gpu_problems() -> Iterator[Problem]:
-    for case in cases.GPU:
-        yield case.problem(torch.bfloat16)
-    for head_dim, head_dim_v in cases.OTHER_WIDTHS:
-        for band in cases.OTHER_WIDTH_BANDS:
-            yield Problem(2, 8, 2, 200, 333, head_dim, head_dim_v=head_dim_v, band=band)
-
-
-def rows_of(problems: list[Problem]) -> set[Row]:
+def rows_of(calls: list[Call]) -> set[Row]:
     rows = set()
-    for problem in problems:
-        for family in FAMILIES:
-            rows.add(row_of("fwd", family, plan_forward(problem, ARCH, family).main))
-            try:
-                rows.add(row_of("bwd", family, plan_backward(problem, ARCH, family=family).main))
-            except UnsupportedError:
-                continue
+    for call in calls:
+        problem, family = call.case.problem, call.family
+        rows.add(row_of("fwd", family, plan_forward(problem, ARCH, family).main))
+        try:
+            rows.add(row_of("bwd", family, plan_backward(problem, ARCH, family=family).main))
+        except UnsupportedError:
+            continue
     return rows
 
 
@@ -54,14 +44,24 @@ def reachable_rows() -> dict[Row, str]:
 
 @pytest.mark.slow
 def test_every_row_that_a_plain_call_can_take_has_a_case() -> None:
-    tested = rows_of(list(gpu_problems()))
+    tested = rows_of(PLAIN)
     assert {name for row, name in reachable_rows().items() if row not in tested} == set()
 
 
+@pytest.mark.slow
+def test_a_missing_case_is_noticed() -> None:
+    """The unmasked tile of D = 256 for more than 2048 keys."""
+    few_keys = [call for call in PLAIN if call.one.seqlen_k <= 2048]
+    tested = rows_of(few_keys)
+    missing = [row for row in reachable_rows() if row not in tested]
+    assert any(getattr(tile, "tile_n", 0) == 80 for _, _, tile, _ in missing)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mask", ["", "r", "lr"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_random_calls_have_every_dtype_with_every_mask(mask: str, dtype: torch.dtype) -> None:
-    kinds = [feature_combinations.kind_of(seed) for seed in range(300)]
+def test_random_calls_have_every_dtype_with_every_mask(mask: str, dtype: torch.dtype, family: str) -> None:
+    kinds = [calls.kind_of(seed, family) for seed in range(300)]
     assert any(kind.mask == mask and kind.dtype == dtype for kind in kinds)
     # Including varlen batches.
     varlen = kinds[2::3]

@@ -223,41 +223,52 @@ class DecodeCase:
         return (k.transpose(1, 2), v.transpose(1, 2)) if is_hnd else (k, v)
 
 
-def random_cases(seed: int, num: int, longest: int = 200) -> Iterator[DecodeCase]:
-    """Draw `num` cases. `longest`: a bound of most lengths before the append."""
+def random_cases(seed: int, num: int, longest: int = 200, kind: int | None = None) -> Iterator[DecodeCase]:
+    """Draw `num` cases. `longest`: a bound of most lengths before the append.
+
+    All cases of a `kind` have the same compiled-in properties.
+    """
     for i in range(num):
-        yield _drawn(seed * 100_003 + i, longest)
+        own = seed * 100_003 + i
+        yield _drawn(own, longest, own if kind is None else kind)
 
 
-def _drawn(seed: int, longest: int) -> DecodeCase:
-    rng = random.Random(seed)
+def _drawn(seed: int, longest: int, kind: int) -> DecodeCase:
+    # `fixed` draws what is compiled in.
+    rng, fixed = random.Random(seed), random.Random(-1 - kind)
 
-    def sometimes(probability: float) -> bool:
-        return rng.random() < probability
+    def sometimes(probability: float, of: random.Random = rng) -> bool:
+        return of.random() < probability
 
-    page_size = None if sometimes(0.2) else rng.choice(PAGE_SIZES)
+    page_size = None if sometimes(0.2, fixed) else fixed.choice(PAGE_SIZES)
+    if page_size is not None:
+        page_size = rng.choice([x for x in PAGE_SIZES if x and (x % 16 == 0) == (page_size % 16 == 0)])
     edges = [0, 1, 2, *([] if page_size is None else [page_size - 1, page_size, page_size + 1])]
     batch = rng.randint(1, 4)
     seqlens = tuple(rng.choice(edges) if sometimes(0.4) else rng.randint(1, longest) | 1 for _ in range(batch))
-    head_dim, head_dim_v = rng.choice(HEAD_DIMS)
-    is_ragged = sometimes(0.3)
+    head_dim, head_dim_v = fixed.choice(HEAD_DIMS)
+    is_ragged = sometimes(0.3, fixed)
     num_tokens = 1 if sometimes(0.4) else rng.randint(1, 16)
     tokens = tuple(rng.randint(0, num_tokens) for _ in range(batch)) if is_ragged else (num_tokens,) * batch
-    appends = sometimes(0.6)
+    appends = sometimes(0.6, fixed)
     new = tokens
     if not appends:
         new = (0,) * batch
     elif not is_ragged and sometimes(0.2):
         new = (rng.randint(1, 9),) * batch
-    rotary_dim = 0
-    # Queries before row 0 have no position in the tables.
-    if any(new) and head_dim >= 16 and all(a + b >= t for a, b, t in zip(seqlens, new, tokens)) and sometimes(0.6):
-        rotary_dim = rng.choice([head_dim // 16 * 16, rng.randrange(16, head_dim + 1, 16)])
-    causal = sometimes(0.7)
+    rotary_dim = fixed.choice([head_dim // 16 * 16, fixed.randrange(16, max(head_dim, 16) + 1, 16)])
+    if not any(new) or head_dim < 16 or sometimes(0.4, fixed):
+        rotary_dim = 0
+    if rotary_dim:
+        # Queries before row 0 have no position in the tables.
+        seqlens = tuple(max(rows, t - added) for rows, t, added in zip(seqlens, tokens, new))
+    causal = sometimes(0.7, fixed)
     window: tuple[int | None, int | None] = (None, None)
-    if sometimes(0.3):
-        window = rng.choice([None, 0, 3, 17, 100]), rng.choice([None, 0, 2, 5])
-    heads_kv = rng.choice((1, 2, 3, 4))
+    if sometimes(0.3, fixed):
+        left, right = (
+            rng.choice(bounds) if sometimes(0.75, fixed) else None for bounds in ((0, 3, 17, 100), (0, 2, 5))
+        )
+        window = left, right
     return DecodeCase(
         seed=seed,
         seqlens=seqlens,
@@ -265,7 +276,7 @@ def _drawn(seed: int, longest: int) -> DecodeCase:
         new=new,
         is_ragged=is_ragged,
         padding=rng.choice([0, 3]) if is_ragged else 0,
-        heads_kv=heads_kv,
+        heads_kv=rng.choice((1, 2, 3, 4)),
         group=rng.choice(GROUPS),
         head_dim=head_dim,
         head_dim_v=head_dim_v,
@@ -274,17 +285,17 @@ def _drawn(seed: int, longest: int) -> DecodeCase:
         kv_layout=rng.choice(["nhd", "hnd"]),
         storage=rng.choice(STORAGES),
         rotary_dim=rotary_dim,
-        rotary_interleaved=sometimes(0.5),
-        rotary_fp32=sometimes(0.5),
+        rotary_interleaved=sometimes(0.5, fixed),
+        rotary_fp32=sometimes(0.5, fixed),
         causal=causal,
         window=window,
-        leftpad=tuple(rng.choice([0, 1, 5, length, length + 2]) for length in seqlens) if sometimes(0.25) else None,
-        softcap=rng.choice([2.0, 30.0]) if sometimes(0.25) else None,
-        alibi=rng.choice(["heads", "batch"]) if sometimes(0.25) else "",
-        has_sinks=sometimes(0.25),
+        leftpad=tuple(rng.choice([0, 1, 5, n, n + 2]) for n in seqlens) if sometimes(0.25, fixed) else None,
+        softcap=rng.choice([2.0, 30.0]) if sometimes(0.25, fixed) else None,
+        alibi=rng.choice(["heads", "batch"]) if sometimes(0.25, fixed) else "",
+        has_sinks=sometimes(0.25, fixed),
         scale=rng.choice([0.3, -0.1]) if sometimes(0.2) else None,
-        fp8=rng.choice(["plain", "number", "scalar", "heads"]) if sometimes(0.3) else "",
-        has_batch_idx=page_size is None and sometimes(0.5),
+        fp8=rng.choice(["plain", "number", "scalar", "heads"]) if sometimes(0.3, fixed) else "",
+        has_batch_idx=sometimes(0.5, fixed) and page_size is None,
         has_out=sometimes(0.2),
         strided_q=sometimes(0.3),
         num_splits=rng.choice([1, 2, 3, 7, 32]) if sometimes(0.4) else None,

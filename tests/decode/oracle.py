@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.integrations.plain import rotary
+
 FP8 = torch.float8_e4m3fn
 
 
@@ -59,16 +61,9 @@ def oracle(
 
     def rotated(x: Tensor, position: int) -> Tensor:
         """The rotated heads of one token, (heads, D)."""
-        x = x.double()
         if rotary_cos is None or rotary_sin is None:
-            return x
-        half, result = rotary_cos.shape[1], x.clone()
-        turn = torch.complex(rotary_cos[position].double(), rotary_sin[position].double())
-        for d in range(half):
-            a, b = (2 * d, 2 * d + 1) if rotary_interleaved else (d, d + half)
-            z = torch.complex(x[:, a], x[:, b]) * turn[d]
-            result[:, a], result[:, b] = z.real, z.imag
-        return result
+            return x.double()
+        return rotary(x[None], rotary_cos, rotary_sin, position, rotary_interleaved)[0]
 
     def factor(given: Any) -> Tensor:
         return torch.as_tensor(1.0 if given is None else given).double().reshape(-1, 1)

@@ -11,6 +11,8 @@ from torch import Tensor
 from cute_flash.distributed.accumulate import Gradients, Output, Saved, Scores
 from cute_flash.distributed.ring import Schedule, heads_first, keys_first
 from cute_flash.distributed.sharding import join, split
+from cute_flash.reference.dense import dense
+from cute_flash.spec.args import AttentionArgs
 
 
 def ring(schedule: Schedule, tensors: list[Tensor], scores: Scores) -> list[Tensor]:
@@ -53,3 +55,11 @@ def arrived(schedule: Schedule, groups: tuple[range, ...], rank: int, k: Any, v:
             kv = tuple(heads_first(keys_first(torch.cat(x, dim=2))) for x in pieces)
             places = [schedule.sharding.positions(x.shard, device)[slice(*x.keys)] for x in group.parts]
             yield kv, group.calls, torch.cat(places).int(), group.parts
+
+
+def by_one_call(tensors: list[Tensor], args: AttentionArgs) -> list[Tensor]:
+    """out, dq, dk and dv of the full sequence by the oracle, from q, k, v and dout."""
+    *qkv, dout = (x.to(torch.float64) for x in tensors)
+    leaves = [x.requires_grad_() for x in qkv]
+    out, _ = dense(*leaves, args=args)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]

@@ -10,6 +10,7 @@ from cute_flash.spec.family import FAMILIES
 from tests.combinations import RNG
 from tests.fakes import gpu as fakes
 from tests.gpu import families
+from tests.gpu.calls import Call
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -21,12 +22,24 @@ def few_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def by(family: str) -> Iterator[None]:
+    if reason := families.obstacle(family):
+        pytest.skip(reason)
+    with families.chosen(family):
+        yield
+
+
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run a test once with each kernel family that the GPU can run."""
-    if reason := families.obstacle(request.param):
-        pytest.skip(reason)
-    with families.chosen(request.param):
+    for _ in by(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def call(request: pytest.FixtureRequest) -> Iterator[Call]:
+    """A call of `tests.gpu.calls`, by its own family."""
+    for _ in by(request.param.family):
         yield request.param
 
 

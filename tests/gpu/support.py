@@ -1,6 +1,6 @@
-"""Counts of the random calls of `test_features_bwd.py` by feature: the data of the support table in docs/support.md.
+"""Counts of the random calls of `test_attention.py` by feature: the data of the support table in docs/support.md.
 
-    python -m pytest tests/gpu/test_features_bwd.py -k random --support FOLDER
+    python -m pytest tests/gpu/test_attention.py -k random --support FOLDER
     python -m tests.gpu.support FOLDER profiling/results/h200/DATE-support.json
     python -m profiling plots
 
@@ -18,18 +18,16 @@ from typing import Any
 
 from profiling.measure import machine
 from tests.combinations import VarlenCombination
-from tests.feature_gradients import AnyCombination
-from tests.gpu.feature_combinations import Kind
+from tests.gpu.calls import Call, Kind
 
 # Facts of a machine that the runs of one record share.
 SAME = ("git_commit", "source_digest", "gpu")
 FEATURES = ("softcap", "alibi", "sinks", "dropout")
 
 
-def record_of(case: AnyCombination, kind: Kind, family: str) -> dict[str, Any]:
+def record_of(call: Call) -> dict[str, Any]:
     """A call that passed."""
-    one = case.one if isinstance(case, VarlenCombination) else case
-    is_varlen = isinstance(case, VarlenCombination)
+    one, kind = call.one, Kind.of(call)
     rows = {
         "no mask": kind.mask == "",
         "causal or one bound": kind.mask in ("l", "r"),
@@ -42,13 +40,13 @@ def record_of(case: AnyCombination, kind: Kind, family: str) -> dict[str, Any]:
         **{name: name in kind.names for name in FEATURES},
         "all four together": set(FEATURES) <= set(kind.names),
         "deterministic": kind.deterministic,
-        "packed": is_varlen,
-        "packed, seqused_k": isinstance(case, VarlenCombination) and case.lengths.used is not None,
-        "packed, all four": is_varlen and set(FEATURES) <= set(kind.names),
+        "packed": call.is_varlen,
+        "packed, seqused_k": isinstance(call.case, VarlenCombination) and call.case.lengths.used is not None,
+        "packed, all four": call.is_varlen and set(FEATURES) <= set(kind.names),
     }
     dtype = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}[str(kind.dtype)]
     return {
-        "family": family,
+        "family": call.family,
         "dtype": dtype,
         "directions": ["forward", "backward"],
         "rows": [name for name, is_so in rows.items() if is_so],

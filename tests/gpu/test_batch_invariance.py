@@ -12,17 +12,28 @@ from cute_flash import reference
 from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import FAMILIES
+from tests.covering import covering
 from tests.fakes.recording import forward_keys
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 
 SQ, SK, NEIGHBOURS = 150, 700, (1, 2, 7, 64, 300)
 HEAD_DIMS = (64, 96, 128, 256)
-OPTIONS: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (200, 50)}, {"softcap": 8.0, "causal": True}]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (200, 50)},
+    "softcap": {"softcap": 8.0, "causal": True},
+}
+CALLS = covering(list(itertools.product(FAMILIES, HEAD_DIMS, OPTIONS)), tuple)
 
 
 def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
-    for family, head_dim, options in itertools.product(runnable, HEAD_DIMS, OPTIONS):
+    for family, head_dim, name in CALLS:
+        if family not in runnable:
+            continue
+        options = OPTIONS[name]
         q, k, v = drawn(head_dim, 2, "cpu")
         band = Band.of(options.get("causal", False), options.get("window", (None, None)))
         args = reference.plain_args(q, band)._replace(
@@ -44,9 +55,9 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tu
     return cute_flash.attn(q, k, v, batch_invariant=True, return_lse=True, **options)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_among_neighbours(head_dim: int, options: dict) -> None:
+@pytest.mark.parametrize(("family", "head_dim", "name"), CALLS, indirect=["family"])
+def test_among_neighbours(family: str, head_dim: int, name: str) -> None:
+    options = OPTIONS[name]
     q, k, v = drawn(head_dim, max(NEIGHBOURS))
     alone = run(q[:1], k[:1], v[:1], **options)
     for batch in NEIGHBOURS:

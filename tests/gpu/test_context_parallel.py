@@ -1,5 +1,7 @@
 """The calls of all ranks of a ring on one GPU: results and gradients are those of the unsharded call."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,17 +11,22 @@ from cute_flash.distributed.ring import Schedule, max_steps
 from cute_flash.distributed.sharding import Sharding
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import FAMILIES
 from tests.combinations import RNG
+from tests.covering import covering
 from tests.distributed.one_process import ring
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 N, LENGTH = 4, 1024
 
 
-@pytest.mark.parametrize("dropout", (0.0, 0.3), ids=("plain", "dropout"))
-@pytest.mark.parametrize("band", (Band(None, 0), Band(), Band(200, 50)), ids=lambda band: str(band).replace(" ", "-"))
-@pytest.mark.parametrize("head_dim", (64, 128))
-def test_shards_have_the_results_of_the_unsharded_call(head_dim, band, dropout):
+CALLS = covering(
+    list(itertools.product(FAMILIES, (64, 128), (Band(None, 0), Band(), Band(200, 50)), (0.0, 0.3))), tuple
+)
+
+
+@pytest.mark.parametrize(("family", "head_dim", "band", "dropout"), CALLS, indirect=["family"], ids=str)
+def test_shards_have_the_results_of_the_unsharded_call(family, head_dim, band, dropout):
     torch.manual_seed(0)
     # The second half of the heads of a call, as after an exchange of heads.
     heads, rng = (4, 8), torch.tensor(RNG, device="cuda") if dropout else None

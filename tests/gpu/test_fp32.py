@@ -1,10 +1,13 @@
 """fp32 inputs on a GPU, which kernels split into fp16 pieces, against fp64 on the CPU and torch's fp32."""
 
+import itertools
+
 import pytest
 import torch
 
 import cute_flash
 from tests import fp32_cases
+from tests.covering import covering
 from tests.gpu.captured import Captured
 from tests.lengths import Lengths
 
@@ -39,9 +42,10 @@ def test_as_fp64(case):
         assert error <= MAX_ERROR, f"{name}: {error:.2e} of {largest:.2e}"
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kind", ["normal", "3 sigma", "outliers"])
+CALLS = list(itertools.product(["normal", "3 sigma", "outliers"], [64, 128], [False, True]))
+
+
+@pytest.mark.parametrize(("kind", "head_dim", "causal"), covering(CALLS, tuple), ids=str)
 def test_error_is_at_most_twice_that_of_torch(kind, head_dim, causal):
     """Largest errors of the output and the gradients beside those of fp32 matrix products, without TF32."""
     torch.manual_seed(0)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import pytest
 import torch
 
+import cute_flash
 from cute_flash.planning.merge import MAX_PARTIALS
 from cute_flash.runtime.merge import merge_partials
+from tests import cases
+from tests.covering import covering
+from tests.gradients import gradients, weighted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 DEVICE = "cuda"
@@ -41,9 +48,11 @@ def exact(sizes, num_rows, partials):
     return out, lse
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("width", [8, 72, 128, 256])
-@pytest.mark.parametrize("num", range(1, MAX_PARTIALS + 1))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CASES = covering(list(itertools.product(range(1, MAX_PARTIALS + 1), (8, 72, 128, 256), DTYPES)), tuple)
+
+
+@pytest.mark.parametrize(("num", "width", "dtype"), CASES, ids=str)
 def test_random(num, width, dtype):
     sizes, num_rows = (2, 3, width), 333
     shapes = [(0, 333), (100, 233), (0, 17), (332, 1)][:num]
@@ -80,3 +89,25 @@ def test_nan_lse(num):
     merge_partials(out, lse, partials)
     assert lse[:, :, :num].isnan().all() and out[:, :, :num].isnan().all()
     assert not lse[:, :, num:].isnan().any() and not out[:, :, num:].isnan().any()
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_merged_parts_have_the_gradients_of_the_whole(head_dim, family):
+    """Keys in three parts. A query sees its own part and earlier ones."""
+    inputs = cases.make_inputs(cases.Case(2, 4, 2, 400, 400, head_dim, cases.CAUSAL), torch.bfloat16, DEVICE)
+    attend = functools.partial(cute_flash.attn, return_lse=True, out_dtype=torch.float32)
+
+    def ring(q, k, v):
+        found = []
+        for a, b in ((0, 100), (100, 300), (300, 400)):
+            found.append(attend(q, k[:, :, a:b], v[:, :, a:b], window=(None, 400 - b)))
+        return cute_flash.merge([out for out, _ in found], [lse for _, lse in found])
+
+    whole, lse = attend(*inputs, causal=True)
+    merged, merged_lse = ring(*inputs)
+    torch.testing.assert_close(merged_lse, lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged, whole, rtol=0.01, atol=2e-3)
+    loss = weighted(torch.randn(whole.shape, device=DEVICE))
+    expected = gradients(functools.partial(attend, causal=True), inputs, loss)
+    for found, x in zip(gradients(ring, inputs, loss), expected, strict=True):
+        torch.testing.assert_close(found, x, rtol=0.03, atol=0.02 * x.abs().max().item())

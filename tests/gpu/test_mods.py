@@ -1,7 +1,10 @@
-"""score_mod, mask_mod, bias and block masks on a GPU, by every family: against the fp64 oracle and against
-FlexAttention with the same functions.
+"""score_mod, mask_mod, bias and block masks on a GPU, by every family: results and gradients against the fp64 oracle,
+the CPU path and torch's FlexAttention with the same functions.
 """
 
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,46 +13,163 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
 from cute_flash import BlockMask, UnsupportedError, api, masks, reference
-from tests import cases, mod_cases
+from cute_flash.jit.compile import cache_info
+from cute_flash.planning.plan import CompileKey
+from cute_flash.spec.arch import ArchSpec, detect
+from cute_flash.spec.family import FAMILIES
+from tests import cases, mod_cases, mod_gradients
+from tests.covering import covering
+from tests.fakes.recording import forward_keys
+from tests.feature_gradients import assert_outputs
+from tests.lengths import Lengths
 from tests.mod_cases import Case, Kind, Sizes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 
 
-@pytest.mark.parametrize("case", mod_cases.cases(), ids=lambda case: case.id)
-def test_against_the_oracle(case: Case) -> None:
+# ---- many calls
+
+
+def properties(kind: Kind) -> tuple[Any, ...]:
+    return (
+        kind.head_dim, kind.head_dim_v, kind.score, kind.mask, kind.bias, kind.bounds, kind.has_block_mask,
+        kind.has_pairs, kind.is_aligned, kind.dtype, tuple(kind.more),
+    )  # fmt: skip
+
+
+def by_families(items: list[Any], properties: Any) -> list[Any]:
+    """Parameters of some of the cases with some of the families: any two properties meet."""
+    both = covering(list(itertools.product(items, FAMILIES)), lambda item: (item[1], *properties(item[0])))
+    return [pytest.param(case, family, id=f"{family}-{case.id}") for case, family in both]
+
+
+KINDS = by_families(mod_gradients.KINDS, properties)
+VARLEN = by_families(mod_cases.varlen_cases(), lambda case: (case.seed, *properties(case.kind)))
+DETERMINISTIC = by_families(
+    mod_gradients.deterministic_cases("cuda"),
+    lambda case: (isinstance(case, mod_cases.VarlenCase), *properties(case.kind)),
+)
+
+
+def sampled(kind: Kind, family: str, arch: ArchSpec, device: str = "cuda") -> list[tuple[Case, list[CompileKey]]]:
+    """Every other case of a kind, and the last one, which has many more tiles than SMs; with their kernels."""
+    return list(mod_gradients.chosen(arch, family, device, [kind]))[::-2]
+
+
+def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
+    """The kernels of these calls and of their gradients."""
+    for kind, family in (param.values for param in KINDS if param.values[1] in runnable):
+        for case, backward in sampled(kind, family, arch, "cpu"):
+            yield from forward_keys(*case.uninitialized_inputs(), case.args(kernel_family=family), arch)
+            yield from backward
+    for param in (*VARLEN, *DETERMINISTIC):
+        case, family = param.values
+        if family in runnable:
+            case = replace(case, device="cpu")
+            yield from forward_keys(*case.uninitialized_inputs(), case.args(kernel_family=family), arch)
+            yield from kernels_of(case, family, param in DETERMINISTIC)
+
+
+def kernels_of(case: Case, family: str, deterministic: bool = False) -> list[CompileKey]:
+    try:
+        return mod_gradients.keys_of(replace(case, device="cpu"), detect(0), family, deterministic)
+    except UnsupportedError:
+        return []
+
+
+@pytest.mark.parametrize(("kind", "family"), KINDS, indirect=["family"])
+def test_against_the_oracle(kind: Kind, family: str) -> None:
+    for case, backward in sampled(kind, family, detect(0)):
+        if backward:
+            mod_gradients.assert_gradients(case)
+        else:
+            # Long score_mods.
+            assert_forward(case)
+            with pytest.raises(UnsupportedError, match="the gradient of attn with score_mod"):
+                mod_gradients.assert_gradients(case)
+
+
+def assert_forward(case: Case) -> None:
     q, k, v = case.inputs()
-    out, lse, *most = cute_flash.attn(q, k, v, return_lse=True, **case.options)
-    exact = reference.dense(q, k, v, args=case.args())
-    low, _ = reference.dense_low_precision(q, k, v, args=case.args())
-    # Captured tensors and the bias have the same precision on both sides.
-    cases.assert_close(out, lse, *exact, low)
-    assert len(most) == ("return_max_logit" in case.options)
+    outs = case.attend(q, k, v)
+    assert_outputs(outs, *(by(q, k, v, args=case.args()) for by in (reference.dense, reference.dense_low_precision)))
+
+
+@pytest.mark.parametrize(("case", "family"), VARLEN, indirect=["family"])
+def test_varlen_cases(case: mod_cases.VarlenCase, family: str) -> None:
+    """Odd lengths, empty sequences, padding, grouped heads; rows that belong to no sequence hold NaN."""
+    if not kernels_of(case, family):
+        # Long score_mods.
+        assert family == "sm90" and case.kind.score in ("gated", "hiding")
+        with pytest.raises(cute_flash.UnsupportedError, match="the gradient of attn_varlen with score_mod"):
+            mod_gradients.assert_gradients(case)
+        return
+    found = mod_gradients.assert_gradients(case)
+    real, unused = sum(case.lengths.queries), case.lengths.unused_keys().cuda()
+    assert not found["q"][real:].any(), "dq of padding"
+    assert not found["k"][unused].any() and not found["v"][unused].any(), "dk, dv of keys that belong to no sequence"
+
+
+@pytest.mark.parametrize(("case", "family"), DETERMINISTIC, indirect=["family"])
+def test_deterministic_gradients_have_the_same_bits(case: Case, family: str) -> None:
+    if not kernels_of(case, family, deterministic=True):
+        # Gradients of captured tensors, and long score_mods.
+        assert family == "sm90" and case.kind.score
+        with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
+            mod_gradients.assert_gradients(case, deterministic=True)
+        return
+    mod_gradients.assert_gradients(case, deterministic=True)
+    leaves, douts = mod_gradients.leaves_of(case), mod_gradients.douts_of(case)
+    first = None
+    for _ in range(5):
+        outs = case.attend(*(leaves[name] for name in "qkv"), deterministic=True)
+        found = mod_gradients.gradients(outs, douts, leaves)
+        first = first or found
+        assert all(torch.equal(found[name], first[name]) for name in leaves)
+
+
+# ---- beside FlexAttention
 
 
 FLEX = [
-    Kind(64, score="alibi"),
-    Kind(128, score="relative"),
-    Kind(128, score="capped", mask="document"),
-    Kind(64, mask="prefix"),
-    Kind(128, score="gated", mask="window"),
+    (Kind(64, score="alibi"), Sizes(2, 4, 2, 256, 384)),
+    (Kind(128, score="capped", mask="document"), Sizes(2, 4, 2, 256, 384)),
+    (Kind(128, score="gated", mask="window"), Sizes(2, 4, 2, 256, 384)),
+    (Kind(128, score="relative", bounds=(False, True)), Sizes(2, 4, 4, 384, 384)),
+    (Kind(64, mask="prefix"), Sizes(2, 4, 4, 384, 384)),
 ]
 
 
-@pytest.mark.parametrize("kind", FLEX, ids=lambda kind: kind.id)
-def test_against_flex_attention(kind: Kind) -> None:
-    case = Case(kind, Sizes(2, 4, 2, 256, 384), seed=2)
-    q, k, v = case.inputs()
-    score_mod, mask_mod = (case.options.get(name) for name in ("score_mod", "mask_mod"))
-    block_mask: Any = None
-    if mask_mod is not None:
-        block_mask = create_block_mask(mask_mod, 2, 4, 256, 384, device="cuda")
+@pytest.mark.parametrize(("kind", "sizes"), FLEX, ids=lambda x: x.id if isinstance(x, Kind) else "")
+def test_as_flex_attention(kind: Kind, sizes: Sizes, family: str) -> None:
+    """The same mods, within the rounding errors of 16-bit products and sums."""
+    case = Case(kind, sizes, 2)
+    leaves, (dout, _) = mod_gradients.leaves_of(case), mod_gradients.douts_of(case)
+    options = case.options
+    mask_mod, right = options.get("mask_mod"), options["window"][1]
+    seen = mask_mod if right is None else lambda b, h, q, kv: kv <= q + right
+    shape = sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k
+    block_mask = None if seen is None else create_block_mask(seen, *shape, device="cuda")
+    q, k, v = (leaves[name] for name in "qkv")
     wide = (x.double() for x in (q, k, v))
-    expected = flex_attention(*wide, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
-    out, lse = cute_flash.attn(q, k, v, return_lse=True, score_mod=score_mod, mask_mod=mask_mod)
+    theirs = flex_attention(*wide, score_mod=options.get("score_mod"), block_mask=block_mask, enable_gqa=True)
+    mine, lse = cute_flash.attn(q, k, v, return_lse=True, **options)
     low, _ = reference.dense_low_precision(q, k, v, args=case.args())
-    seen = (lse != -torch.inf)[..., None]
-    cases.assert_error_within("out", out, expected.masked_fill(~seen, 0.0), low)
+    is_empty = (lse == -torch.inf)[..., None]
+    cases.assert_error_within("out", mine, theirs.masked_fill(is_empty, 0.0), low)
+    if not kernels_of(case, family):
+        return
+    names = [name for name in leaves if name in "qkv" or name.startswith("capture")]
+    of = [leaves[name] for name in names]
+    expected = torch.autograd.grad((theirs * dout.double()).sum(), of)
+    found = torch.autograd.grad((mine * dout).sum(), of)
+    for name, x, y in zip(names, found, expected, strict=True):
+        size = y.double().square().mean().sqrt().item()
+        error = (x.double() - y.double()).square().mean().sqrt().item()
+        assert error <= 0.02 * size + 1e-4, f"d{name}: {error:.3e} of {size:.3e}"
+
+
+# ---- block masks
 
 
 @pytest.mark.parametrize("head_dim", (64, 128))
@@ -87,6 +207,9 @@ def test_a_block_mask_from_a_status_table() -> None:
         cute_flash.attn(q, k, v, block_mask=BlockMask.of(None, (1, 2, 300, 400), tile=(16, 16), device="cuda"))
 
 
+# ---- captured tensors
+
+
 def test_new_captured_values_compile_nothing() -> None:
     case = Case(Kind(64, score="alibi", mask="window"), Sizes(1, 2, 2, 200, 200))
     q, k, v = case.inputs()
@@ -99,8 +222,6 @@ def test_new_captured_values_compile_nothing() -> None:
         return cute_flash.attn(q, k, v, score_mod=score_mod, mask_mod=masks.sliding_window(width))
 
     first = run(20)
-    from cute_flash.jit.compile import cache_info
-
     before = cache_info()
     second = run(30)
     assert not torch.equal(first, second) and cache_info().compiles == before.compiles
@@ -108,44 +229,29 @@ def test_new_captured_values_compile_nothing() -> None:
     torch.testing.assert_close(run(200), cute_flash.attn(q, k, v, causal=True), rtol=2e-2, atol=1e-2)
 
 
-def test_varlen() -> None:
-    """Mods get positions within the sequence, and its index."""
-    lengths = [100, 0, 257, 31]
-    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
-    q, k, v = (torch.randn(sum(lengths), 2, 64, device="cuda").bfloat16() for _ in range(3))
+def test_a_table_by_sequence_gets_nothing_from_other_sequences() -> None:
+    """NaN in one sequence reaches its own entry of the table, and no other."""
+    lengths = Lengths([100, 0, 257, 31], [90, 4, 300, 0])
+    q, k, v = (torch.randn(n, 2, 64, device="cuda").bfloat16() for n in (388, 394, 394))
     table = torch.randn(4, 2, device="cuda")
 
-    def score_mod(score, b, h, q_idx, kv_idx):
-        return score * table[b, h] - (q_idx - kv_idx).abs() * 0.02
+    def grads(dout):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, table)]
+        gate = leaves[3]
+        options = {**lengths.args("cuda"), "score_mod": lambda score, b, h, q, kv: score * gate[b, h]}
+        out = cute_flash.attn_varlen(*leaves[:3], **options)
+        return torch.autograd.grad(out, leaves, dout)
 
-    def mask_mod(b, h, q_idx, kv_idx):
-        return (kv_idx <= q_idx) | (kv_idx < 5 + b)
-
-    out = cute_flash.attn_varlen(q, k, v, offsets, offsets, score_mod=score_mod, mask_mod=mask_mod)
-    for i, length in enumerate(lengths):
-        if length:
-            rows = slice(int(offsets[i]), int(offsets[i]) + length)
-            one = [x[rows].transpose(0, 1)[None].float() for x in (q, k, v)]
-            row, prefix = table[i].cpu(), 5 + i
-
-            def own_score(score, b, h, q_idx, kv_idx, row=row):
-                return score * row[h] - (q_idx - kv_idx).abs() * 0.02
-
-            def own_mask(b, h, q_idx, kv_idx, prefix=prefix):
-                return (kv_idx <= q_idx) | (kv_idx < prefix)
-
-            wide = (x.cpu() for x in one)
-            expected = cute_flash.attn(*wide, score_mod=own_score, mask_mod=own_mask)
-            torch.testing.assert_close(out[rows].transpose(0, 1).float().cpu(), expected[0], rtol=2e-2, atol=1e-2)
-
-
-def test_same_input_same_bits() -> None:
-    case = Case(mod_cases.KINDS[-3], Sizes(2, 8, 2, 500, 700), seed=3)
-    q, k, v = case.inputs()
-    first = cute_flash.attn(q, k, v, return_lse=True, **case.options)
-    for _ in range(5):
-        again = cute_flash.attn(q, k, v, return_lse=True, **case.options)
-        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+    dout = torch.randn_like(q)
+    *_, expected = grads(dout)
+    poisoned = dout.clone()
+    poisoned[100:] = torch.nan
+    dq, dk, dv, found = grads(poisoned)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-3, atol=1e-3)
+    assert found[2].isnan().all() and expected[0].any() and expected[2].any()
+    # Sequences without queries, or without keys.
+    assert not expected[1].any() and not expected[3].any() and not found[1].any() and not found[3].any()
+    assert all(x[:90].isfinite().all() for x in (dq, dk, dv))
 
 
 def test_functions_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,3 +274,79 @@ def test_functions_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
         for mine, theirs in zip(*found, strict=True):
             error = (mine.detach().cpu().float() - theirs.detach().float()).norm() / theirs.float().norm()
             assert error < 1e-2
+
+
+def test_rows_without_keys() -> None:
+    """dq and the gradient of the bias are exactly 0 in rows without visible keys."""
+    q, k, v = (torch.randn(1, 2, 200, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3))
+    bias = torch.randn(1, 2, 200, 200, device="cuda", requires_grad=True)
+    out = cute_flash.attn(q, k, v, bias=bias, mask_mod=lambda b, h, q, kv: (q % 3 > 0) & (kv < 150))
+    dq, dk, dv, dbias = torch.autograd.grad(out.float().square().sum(), (q, k, v, bias))
+    assert not dq[:, :, ::3].any() and not dbias[:, :, ::3].any() and not dbias[..., 150:].any()
+    assert not dk[:, :, 150:].any() and not dv[:, :, 150:].any()
+    assert dq[:, :, 1::3].any() and dbias.isfinite().all()
+
+
+# ---- the gradient of a bias
+
+
+@pytest.mark.parametrize("shape", [(4, 300, 300), (3, 1, 1, 300), (1, 300)], ids=str)
+def test_bias_of_varlen_batches(shape: tuple[int, ...]) -> None:
+    """The bias of each sequence's own positions, with its gradient, as on the CPU in fp64."""
+    lengths = Lengths([100, 300, 31], [90, 257, 300])
+    sizes = ((431, 4), (647, 2), (647, 2))
+    tensors = [torch.randn(*size, 64, device="cuda").bfloat16() for size in sizes]
+    tensors.append(torch.randn(shape, device="cuda"))
+    dout = torch.randn(431, 4, 64, device="cuda").bfloat16()
+
+    def gradients(device, dtype):
+        leaves = [x.to(device, dtype or x.dtype).requires_grad_() for x in tensors]
+        q, k, v, bias = leaves
+        bounds = {"max_seqlen_q": 300, "max_seqlen_k": 300}
+        options = {**lengths.args(device), **bounds, "bias": bias, "causal": True}
+        out = cute_flash.attn_varlen(q, k, v, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(device, dtype or dout.dtype))]
+
+    for found, expected in zip(gradients("cuda", None), gradients("cpu", torch.float64), strict=True):
+        error = (found.double().cpu() - expected).abs().max().item()
+        assert error <= 0.02 * expected.abs().max().item()
+
+
+WINDOWS = ((None, 0), (100, 30), (None, 5), (64, None), (None, None))
+SIZES = (
+    (2, 4, 4, 512, 512), (1, 4, 2, 1000, 1000), (2, 2, 1, 256, 1024), (1, 2, 2, 1024, 256), (3, 1, 1, 1024, 256),
+    (2, 4, 2, 64, 640),
+)  # fmt: skip
+
+
+BIASES = covering(list(itertools.product(FAMILIES, (64, 128, 192, 256), SIZES, WINDOWS)), tuple)
+
+
+@pytest.mark.parametrize(("family", "head_dim", "size", "window"), BIASES, ids=str, indirect=["family"])
+def test_the_gradient_of_a_bias_is_written_everywhere(head_dim, size, window):
+    """Blocks that a band excludes have a gradient of 0; K/V tiles without queries, grouped heads, shared biases."""
+    batch, heads, heads_kv, sq, sk = size
+    generator = torch.Generator("cuda").manual_seed(5)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+    q, dout = normal(batch, heads, sq, head_dim), normal(batch, heads, sq, head_dim).detach()
+    k, v = normal(batch, heads_kv, sk, head_dim), normal(batch, heads_kv, sk, head_dim)
+    for bias_batch, bias_heads in ((batch, heads), (1, heads), (batch, 1), (1, 1)):
+        bias = normal(bias_batch, bias_heads, sq, sk)
+        scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double().repeat_interleave(heads // heads_kv, 1))
+        scores = scores * head_dim**-0.5 + bias.double()
+        offset = torch.arange(sk, device="cuda")[None] - torch.arange(sq, device="cuda")[:, None] - (sk - sq)
+        left, right = window
+        hidden = torch.zeros_like(offset, dtype=torch.bool)
+        hidden |= offset < -left if left is not None else False
+        hidden |= offset > right if right is not None else False
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
+        out = torch.einsum("bhqk,bhkd->bhqd", weights, v.double().repeat_interleave(heads // heads_kv, 1))
+        leaves = q, k, v, bias
+        expected = torch.autograd.grad(out, leaves, dout.double())
+        found = torch.autograd.grad(cute_flash.attn(q, k, v, bias=bias, window=window), leaves, dout)
+        for x, y in zip(found, expected, strict=True):
+            assert (x - y).abs().max() <= 0.02 * y.abs().max()
+        assert not found[3][..., hidden].any()

@@ -6,11 +6,18 @@ that its loads take long.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 import cute_flash
-from tests.gpu import families
+from cute_flash.planning.plan import CompileKey
+from cute_flash.spec.arch import ArchSpec
+from tests.cases import CAUSAL, FULL
+from tests.covering import covering
+from tests.gpu.calls import Call, dense
 
 pytestmark = pytest.mark.gpu
 
@@ -19,9 +26,27 @@ BATCH, HEADS = 2, 16
 # At head dim 96, calls without features have another tile for more than 2048 keys.
 LENGTH, LENGTH_96 = 1024, 2304
 CALLS = [
-    *(("sm90", feature) for feature in ("", "bias", "shared bias", "dropout", "softcap", "alibi")),
-    *(("sm80", feature) for feature in ("", "dropout")),
+    *itertools.product(
+        ("sm90",), ("", "bias", "shared bias", "dropout", "softcap", "alibi"), (64, 96, 128, 192, 256), (False, True)
+    ),
+    *itertools.product(("sm80",), ("", "dropout"), (64, 96, 128, 192, 256), (False, True)),
 ]
+CALLS = covering(CALLS, tuple)
+
+
+def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
+    """The kernels of the calls without a bias."""
+    for family, feature, head_dim, causal in CALLS:
+        if family in runnable and "bias" not in feature:
+            length, band = length_of(head_dim), CAUSAL if causal else FULL
+            features = {feature: 0.2} if feature else {}
+            yield from Call(dense(1, HEADS, 1, length, length, head_dim, band=band, features=features), family).keys(
+                arch
+            )
+
+
+def length_of(head_dim: int) -> int:
+    return LENGTH_96 if head_dim == 96 else LENGTH
 
 
 def options_of(feature, bias):
@@ -33,26 +58,21 @@ def options_of(feature, bias):
     return {feature: values[feature]} if feature else {}
 
 
-@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
-@pytest.mark.parametrize(("family", "feature"), CALLS)
-@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
-def test_repeated_calls_have_equal_bits(head_dim, family, feature, causal, known_rng):
-    if reason := families.obstacle(family):
-        pytest.skip(reason)
+@pytest.mark.parametrize(("family", "feature", "head_dim", "causal"), CALLS, indirect=["family"])
+def test_repeated_calls_have_equal_bits(family, feature, head_dim, causal, known_rng):
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
 
-    length = LENGTH_96 if head_dim == 96 else LENGTH
+    length = length_of(head_dim)
     q, k, v, dout = (normal(BATCH, HEADS, length, head_dim) for _ in range(4))
     options = options_of(feature, normal(BATCH, HEADS, length, length) if "bias" in feature else None)
     leaves = [k, v, *([options["bias"]] if "bias" in feature else [])]
     first, different = None, 0
-    with families.chosen(family):
-        for _ in range(RUNS):
-            out = cute_flash.attn(q, k, v, causal=causal, **options)
-            found = [out.detach(), *torch.autograd.grad(out, leaves, dout.detach())]
-            first = first or found
-            different += not all(torch.equal(x, y) for x, y in zip(found, first, strict=True))
+    for _ in range(RUNS):
+        out = cute_flash.attn(q, k, v, causal=causal, **options)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, dout.detach())]
+        first = first or found
+        different += not all(torch.equal(x, y) for x, y in zip(found, first, strict=True))
     assert not different, f"{different} of {RUNS} calls differ from the first"

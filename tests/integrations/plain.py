@@ -1,6 +1,10 @@
-"""Attention in plain torch, one sequence at a time, in fp64: the expected results of the adapters."""
+"""Attention in plain torch, one sequence at a time, in fp64: the expected results of the adapters; their signatures."""
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,3 +67,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool, m
             z = torch.complex(x[t, :, a], x[t, :, b]) * turn[d]
             result[t, :, a], result[t, :, b] = z.real, z.imag
     return result
+
+
+def assert_signature(function: Callable[..., Any], required: list[str], defaults: dict[str, Any]) -> None:
+    """The positional parameters, those without a default first."""
+    positional = [x for x in inspect.signature(function).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    assert [x.name for x in positional if x.default is x.empty] == required
+    assert [(x.name, x.default) for x in positional if x.default is not x.empty] == list(defaults.items())

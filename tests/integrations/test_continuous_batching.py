@@ -17,21 +17,12 @@ import torch
 
 import cute_flash
 from cute_flash.integrations import flash_attn as adapter
+from tests.integrations.small_models import causal_models, common
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
 ROOT = Path(__file__).parents[2]
-SMALL: dict[str, Any] = dict(
-    vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-MODELS = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)),
-    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, sliding_window=7)),
-    "gemma2": lambda: transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**SMALL, sliding_window=7, attn_logit_softcapping=2.0)
-    ),
-}
+MODELS = causal_models(common(vocabulary=99, hidden=64, head_dim=16, positions=256), window=7)
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], [30] * 17]
 
 

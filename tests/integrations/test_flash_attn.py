@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from cute_flash import UnsupportedError
 from cute_flash.integrations import flash_attn as fa
-from tests.integrations.plain import plain, plain_batch
+from tests.integrations.plain import assert_signature, plain, plain_batch
 
 TOLERANCE = {torch.float32: {"rtol": 2e-4, "atol": 2e-5}, torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2}}
 DTYPES = list(TOLERANCE)
@@ -287,11 +286,7 @@ SIGNATURES: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures(name: str) -> None:
-    required, defaults = SIGNATURES[name]
-    parameters = inspect.signature(getattr(fa, name)).parameters.values()
-    positional = [x for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-    assert [x.name for x in positional if x.default is x.empty] == required
-    assert [(x.name, x.default) for x in positional if x.default is not x.empty] == list(defaults.items())
+    assert_signature(getattr(fa, name), *SIGNATURES[name])
 
 
 @pytest.mark.compiles

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 from cute_flash import UnsupportedError
 from cute_flash.integrations import flash_attn as fa2
 from cute_flash.integrations import flash_attn_3 as fa3
-from tests.integrations.plain import plain_batch
+from tests.integrations.plain import assert_signature, plain_batch
 
 DESCALE = {"q_descale": None, "k_descale": None, "v_descale": None}
 COMMON: dict[str, Any] = {
@@ -50,11 +49,7 @@ SIGNATURES: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures(name: str) -> None:
-    required, defaults = SIGNATURES[name]
-    parameters = inspect.signature(getattr(fa3, name)).parameters.values()
-    positional = [x for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-    assert [x.name for x in positional if x.default is x.empty] == required
-    assert [(x.name, x.default) for x in positional if x.default is not x.empty] == list(defaults.items())
+    assert_signature(getattr(fa3, name), *SIGNATURES[name])
 
 
 def qkv() -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from cute_flash import UnsupportedError
 from cute_flash.integrations.flash_attn import flash_attn_with_kvcache
+from tests.covering import covering
 from tests.integrations.plain import plain, rotary
 
 FP8 = torch.float8_e4m3fn
@@ -111,15 +113,19 @@ def test_fp8_caches(expanded: bool) -> None:
 # ---- append
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("head_dim", [24, 20])
-@pytest.mark.parametrize("tokens, new", [(3, 3), (1, 4), (5, 2)])
-@pytest.mark.parametrize("interleaved", [True, False, None])
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (4, 2)])
+WINDOWS = [(-1, -1), (-1, 0), (4, 2)]
+# Any two properties meet; the numbers are the queries and the appended rows.
+APPENDS = covering(
+    list(itertools.product(TOLERANCE, [24, 20], [(3, 3), (1, 4), (5, 2)], [True, False, None], WINDOWS)), tuple
+)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "counts", "interleaved", "window"), APPENDS, ids=str)
 def test_append(
-    window: tuple[int, int], interleaved: bool | None, tokens: int, new: int, head_dim: int, dtype: torch.dtype
+    dtype: torch.dtype, head_dim: int, counts: tuple[int, int], interleaved: bool | None, window: tuple[int, int]
 ) -> None:
     """interleaved=None: no rotary embedding. Queries rotate from cache_seqlens on, also if T differs from Tn."""
+    tokens, new = counts
     q, (k_cache, v_cache) = normal(3, tokens, 4, head_dim, seed=0, dtype=dtype), caches(head_dim, dtype)
     k, v = normal(3, new, 2, head_dim, seed=3, dtype=dtype), normal(3, new, 2, head_dim, seed=4, dtype=dtype)
     angles = normal(40, 8, seed=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_m
 
 import cute_flash
 from cute_flash import UnsupportedError, flex_attention
+from tests.covering import covering
 
 S = 150
 DOCUMENTS = torch.tensor([0] * 40 + [1] * 71 + [2] * 39)
@@ -141,10 +143,12 @@ def test_results_are_those_of_torch(case: Case, dtype: torch.dtype, eager_flex: 
     assert_near(lse, expected_lse, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("heads_kv", [4, 2, 1])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_gradients(case: Case, heads_kv: int, dtype: torch.dtype) -> None:
+CALLS = covering(list(itertools.product(CASES, [4, 2, 1], [torch.float32, torch.bfloat16])), tuple)
+
+
+@pytest.mark.parametrize(("name", "heads_kv", "dtype"), CALLS, ids=str)
+def test_gradients(name: str, heads_kv: int, dtype: torch.dtype) -> None:
+    case = CASES[name]
     inputs = tensors(dtype, heads_kv)
     q, k, v = inputs
     out, lse = flex_attention(

@@ -12,32 +12,12 @@ from torch import Tensor
 from cute_flash import UnsupportedError, attn
 from cute_flash.integrations import transformers as adapter
 from cute_flash.integrations.transformers import attention, register
+from tests.integrations.small_models import causal_models, common, transformers
 
-transformers = pytest.importorskip("transformers", minversion="4.57")
 IS_4 = transformers.__version__.startswith("4.")
 
-COMMON: dict[str, Any] = dict(
-    vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-TWO_KINDS: dict[str, Any] = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"])
-CAUSAL = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON)),
-    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**COMMON, sliding_window=7)),
-    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**COMMON)),
-    "gemma2": lambda: transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**COMMON, sliding_window=7, attn_logit_softcapping=2.0)
-    ),
-    "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**COMMON, **TWO_KINDS)),
-    "gpt_oss": lambda: transformers.GptOssForCausalLM(
-        transformers.GptOssConfig(**COMMON, **TWO_KINDS, num_local_experts=2, num_experts_per_tok=1)
-    ),
-    "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=99, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
-        )
-    ),
-}
+COMMON = common(vocabulary=99, hidden=64, head_dim=16, positions=128)
+CAUSAL = causal_models(COMMON, window=7)
 MODELS: dict[str, Callable[[], Any]] = {
     **CAUSAL,
     # A sliding window of 8 would let all but the last token of a chunk see the previous chunk; chunks do not.
@@ -293,3 +273,37 @@ def test_other_names_can_be_registered() -> None:
     model = model_of("llama")
     model.set_attn_implementation("my_attention")
     assert model(input_ids=tokens()).logits.shape == (BATCH, LENGTH, 99)
+
+
+# ---- mask functions of transformers
+
+
+utils = transformers.masking_utils
+PADDING = torch.tensor([[True] * 9, [False] * 3 + [True] * 6])
+PACKED = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 3, 3]])
+MASKS: dict[str, Any] = {
+    "causal": utils.causal_mask_function,
+    "bidirectional": utils.bidirectional_mask_function,
+    "sliding": utils.and_masks(utils.sliding_window_overlay(4), utils.causal_mask_function),
+    "chunked": utils.and_masks(utils.chunked_overlay(4, torch.tensor([0, 3])), utils.causal_mask_function),
+    "padding": utils.and_masks(utils.causal_mask_function, utils.padding_mask_function(PADDING)),
+    "packed": utils.and_masks(utils.causal_mask_function, utils.packed_sequence_mask_function(PACKED)),
+    "or": utils.or_masks(
+        utils.sliding_window_overlay(2), utils.padding_mask_function(PADDING), utils.causal_mask_function
+    ),
+    "offsets": utils.add_offsets_to_mask_function(
+        utils.and_masks(utils.sliding_window_overlay(3), utils.causal_mask_function), 2, 0
+    ),
+    "offset tensors": utils.add_offsets_to_mask_function(utils.causal_mask_function, torch.tensor(3), torch.tensor(1)),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_mask_functions_are_traced(name: str) -> None:
+    """The functions that transformers composes masks from."""
+    mask = MASKS[name]
+    q, k, v = (torch.randn(2, 2, 9, 8, dtype=torch.float64) for _ in range(3))
+    b, h, i = torch.arange(2).view(-1, 1, 1, 1), torch.tensor(0), torch.arange(9)[:, None]
+    visible = mask(b, h, i, torch.arange(9)).expand(2, 2, 9, 9)
+    expected = torch.softmax((q @ k.mT / 8**0.5).masked_fill(~visible, -torch.inf), -1).nan_to_num(0.0) @ v
+    torch.testing.assert_close(attn(q, k, v, mask_mod=mask), expected)

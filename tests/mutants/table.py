@@ -112,6 +112,15 @@ MUTANTS: tuple[Mutant, ...] = (
         ("mask &= distance <= band.right", "mask &= distance < band.right"),
         ("alpha * l + P.sum(dim=-1, keepdim=True)", "l + P.sum(dim=-1, keepdim=True)"),
     ),
+    *_mutants(
+        "cute_flash/reference/user_mods.py",
+        _of("score_mod/test_attention.py"),
+        ("partial if mask is None else partial & mask", "partial"),
+        ("return after.expand_as(S).clone(), S", "return after.expand_as(S).clone(), after.expand_as(S)"),
+        ("total += dS.flatten(1, 2)", "total -= dS.flatten(1, 2)"),
+        ("accumulate=True", "accumulate=False"),
+        ("x.narrow(dim, part.start, len(part))", "x.narrow(dim, 0, len(part))"),
+    ),
     Mutant(
         "cute_flash/reference/merge.py",
         "finite = stacked.masked_fill(empty, 0.0)",

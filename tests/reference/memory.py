@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import weakref
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from cute_flash import reference
+from cute_flash.spec.args import AttentionArgs
 
 
 class Memory(TorchDispatchMode):
@@ -32,3 +36,16 @@ class Memory(TorchDispatchMode):
         weakref.finalize(x, self.alive.pop, key, None)
         self.largest = max(self.largest, size)
         self.peak = max(self.peak, sum(self.alive.values()))
+
+
+def largest_within_budget(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, budget: int) -> int:
+    """Check the temporaries of forward and backward; the bytes of the largest tensor of either."""
+    with torch.no_grad(), Memory() as forward:
+        out, lse, _ = reference.forward(q, k, v, args)
+    assert forward.peak <= out.nbytes + lse.nbytes + budget
+    with torch.no_grad(), Memory() as backward:
+        *gradients, others = reference.backward(out, lse, q, k, v, out, lse, args)
+    # The gradients, and dk and dv once more to accumulate them.
+    sums = sum(x.nbytes for x in (*gradients, *others) if x is not None)
+    assert backward.peak <= sums + k.nbytes + v.nbytes + budget
+    return max(forward.largest, backward.largest)

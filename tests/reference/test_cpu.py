@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,11 +12,16 @@ from cute_flash import reference
 from cute_flash.reference import plain_args, tiled
 from cute_flash.spec.band import Band
 from tests.cases import CAUSAL, FULL, SMALL, Case, assert_error_within, assert_is_attention, make_inputs
-from tests.reference.memory import Memory
+from tests.reference.memory import largest_within_budget
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+def with_dtypes(*others: torch.dtype) -> Any:
+    """Every case in fp64 and in one of the other dtypes."""
+    pairs = [(case, dtype) for i, case in enumerate(SMALL) for dtype in (torch.float64, others[i % len(others)])]
+    return pytest.mark.parametrize(("case", "dtype"), pairs, ids=lambda x: getattr(x, "id", str(x)))
+
+
+@with_dtypes(torch.float32, torch.bfloat16, torch.float16)
 def test_forward(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     # Small chunks, so that small shapes have several chunks.
     monkeypatch.setattr(tiled, "MAX_ROWS", 32)
@@ -66,20 +73,6 @@ def test_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert others == [None, None, None]
 
 
-def largest_within_budget(q: Tensor, k: Tensor, v: Tensor, band: Band, budget: int) -> int:
-    """Check the temporaries of forward and backward; the bytes of the largest tensor of either."""
-    args = plain_args(q, band)
-    with Memory() as forward:
-        out, lse, _ = reference.forward(q, k, v, args)
-    assert forward.peak <= out.nbytes + lse.nbytes + budget
-    with Memory() as backward:
-        *gradients, _ = reference.backward(out, None, q, k, v, out, lse, args)
-    # The gradients, and dk and dv once more to accumulate them.
-    linear = sum(x.nbytes for x in gradients) + k.nbytes + v.nbytes
-    assert backward.peak <= linear + budget
-    return max(forward.largest, backward.largest)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [4 << 20, 16 << 20])
 @pytest.mark.parametrize("heads_kv", [8, 1])
@@ -89,7 +82,7 @@ def test_memory_is_bounded(budget: int, heads_kv: int, monkeypatch: pytest.Monke
     case = Case(1, 8, heads_kv, seqlen, seqlen, 8, Band(300, 0))
     q, k, v = make_inputs(case, torch.float32)
     # No tensor as large as the scores of even one of the eight heads.
-    assert largest_within_budget(q, k, v, case.band, budget) < seqlen * seqlen * 4
+    assert largest_within_budget(q, k, v, plain_args(q, case.band), budget) < seqlen * seqlen * 4
 
 
 @pytest.mark.parametrize(
@@ -102,7 +95,7 @@ def test_memory_is_bounded_in_every_direction(case: Case, monkeypatch: pytest.Mo
     budget = 256 << 10
     monkeypatch.setattr(tiled, "MAX_TEMPORARY_BYTES", budget)
     q, k, v = make_inputs(case, torch.float32)
-    assert largest_within_budget(q, k, v, case.band, budget) <= max(budget, q.nbytes)
+    assert largest_within_budget(q, k, v, plain_args(q, case.band), budget) <= max(budget, q.nbytes)
     out, lse, _ = reference.forward(q, k, v, plain_args(q, case.band))
     assert_is_attention(out, lse, q, k, v, case.band)
 
@@ -122,8 +115,7 @@ def oracle_gradients(
     return torch.autograd.grad(loss, leaves)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+@with_dtypes(torch.float32, torch.bfloat16)
 def test_backward(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "MAX_ROWS", 32)
     monkeypatch.setattr(tiled, "MAX_KEYS", 16)

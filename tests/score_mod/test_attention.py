@@ -17,11 +17,7 @@ from cute_flash.reference.dense import band_mask
 from cute_flash.score_mod.bound import mod_arguments
 from cute_flash.spec.band import Band
 from tests.arguments import call_args
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
-
+from tests.combinations import normal
 
 H, HKV, D = 4, 2, 8
 SLOPES = normal(H, seed=11).abs()
@@ -68,23 +64,24 @@ class Case:
     score_mod: Any = None
     mask_mod: Any = None
     tables: tuple[Tensor, ...] = ()
-    rest: dict[str, Any] = field(default_factory=dict)
+    band: Band = field(default_factory=Band)
+    softcap: float | None = None
 
 
 CASES = [
     Case("alibi", score_mod=alibi, tables=(SLOPES,)),
-    Case("relative", 20, 50, score_mod=relative, tables=(NEAR,), rest={"causal": True}),
+    Case("relative", 20, 50, score_mod=relative, tables=(NEAR,), band=Band(None, 0)),
     Case("everything", score_mod=everything, tables=(NEAR, PAIRS, SCALE)),
     Case("hidden by score", score_mod=hides_by_score),
+    Case("identity", score_mod=lambda score, b, h, q_idx, kv_idx: score),
     Case("documents", mask_mod=documents),
     Case("rows without keys", 50, 21, mask_mod=by_head),
     Case("bias", 33, 70, bias=(2, H, 33, 70)),
-    Case("bias of heads", bias=(H, 1, 1), rest={"window": (9, 3)}),
+    Case("bias of heads", bias=(H, 1, 1), band=Band(9, 3)),
     Case("bias of keys", bias=(37,)),
     Case("bias of rows", bias=(2, 1, 37, 1)),
-    Case("all", 37, 37, (1, H, 37, 37), everything, by_head, (NEAR, PAIRS, SCALE),
-         {"causal": True, "softcap": 4.0}),
-]  # fmt: skip
+    Case("all", 37, 37, (1, H, 37, 37), everything, by_head, (NEAR, PAIRS, SCALE), Band(None, 0), 4.0),
+]
 
 
 def inputs(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -95,14 +92,13 @@ def inputs(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 def by_torch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, case: Case) -> Tensor:
     """By definition: mods are called on full tensors, and autograd computes the gradients."""
     S = q @ k.repeat_interleave(H // HKV, 1).mT * D**-0.5
-    if "softcap" in case.rest:
-        S = torch.tanh(S / case.rest["softcap"]) * case.rest["softcap"]
+    if case.softcap:
+        S = torch.tanh(S / case.softcap) * case.softcap
     S = S if bias is None else S + bias
     sizes = (2, 1, 1, 1), (H, 1, 1), (case.sq, 1), (case.sk,)
     place = [torch.arange(size[0]).view(size) for size in sizes]
     S = S if case.score_mod is None else case.score_mod(S, *place)
-    band = Band.of(case.rest.get("causal", False), case.rest.get("window", (None, None)))
-    seen = band_mask(band, case.sq, case.sk, S.device)
+    seen = band_mask(case.band, case.sq, case.sk, S.device)
     seen = seen if case.mask_mod is None else seen & case.mask_mod(*place)
     seen = seen.expand_as(S)
     blind = ~seen.any(-1, keepdim=True)
@@ -119,8 +115,8 @@ def test_values_and_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("MAX_ROWS", "MAX_KEYS"):
         monkeypatch.setattr(tiled, name, 16)
     try:
-        given = {"bias": bias, "score_mod": case.score_mod, "mask_mod": case.mask_mod, **case.rest}
-        out = attn(*tensors, **given)
+        options = {"bias": bias, "score_mod": case.score_mod, "mask_mod": case.mask_mod, "softcap": case.softcap}
+        out = attn(*tensors, window=case.band.bounds, **options)
         expected = by_torch(*tensors, bias, case)
         weights = normal(*out.shape, seed=9)
         torch.testing.assert_close(out, expected)
@@ -128,11 +124,8 @@ def test_values_and_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(
             found, torch.autograd.grad((expected * weights).sum(), wanted, materialize_grads=True)
         )
-        if "softcap" not in case.rest:
-            band = Band.of(case.rest.get("causal", False), case.rest.get("window", (None, None)))
-            mods = {"bias": bias, "score_mod": case.score_mod, "mask_mod": case.mask_mod}
-            args = call_args(tensors[0], band, **mods)
-            torch.testing.assert_close(reference.dense(*tensors, args=args)[0], out)
+        args = call_args(tensors[0], case.band, **{**options, "softcap": case.softcap or 0.0})
+        torch.testing.assert_close(reference.dense(*tensors, args=args)[0], out)
     finally:
         for table in tables:
             table.requires_grad_(False)
@@ -154,7 +147,7 @@ def test_dv_other_than_d_and_fp32_outputs() -> None:
     torch.testing.assert_close([x.double() for x in found], list(expected), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.rest], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if case.band == Band()], ids=lambda case: case.name)
 def test_flex_attention(case: Case, eager_flex: None) -> None:
     """Against uncompiled FlexAttention with the same mods; it has no bias, and no gradients on the CPU."""
     with torch.no_grad():
@@ -179,11 +172,11 @@ def test_flex_attention(case: Case, eager_flex: None) -> None:
 def test_other_dtypes(dtype: torch.dtype) -> None:
     case = CASES[1]
     q, k, v = inputs(case, dtype)
-    near = NEAR.to(dtype).requires_grad_()
+    near = NEAR.to(torch.bfloat16).T.contiguous().T.requires_grad_()
     out = attn(q, k, v, bias=torch.ones(1, dtype=dtype), score_mod=lambda s, b, h, i, j: s + near[h, j % 12])
     assert out.dtype == dtype
     (dnear,) = torch.autograd.grad(out.sum(), near)
-    assert dnear.dtype == dtype and dnear.shape == near.shape
+    assert (dnear.dtype, dnear.shape, dnear.stride()) == (near.dtype, near.shape, near.stride())
 
 
 def test_gradcheck() -> None:
@@ -269,11 +262,12 @@ def test_varlen_batches() -> None:
         shifted = lambda s, _, h, i, j, b=b: mod(s, b, h, i, j)  # noqa: E731
         mask = lambda _, h, i, j, b=b: by_head(b, h, i, j)  # noqa: E731
         parts.append(attn(*one, score_mod=shifted, mask_mod=mask)[0].transpose(0, 1))
-    expected = torch.cat(parts)
-    torch.testing.assert_close(out, expected)
+    args = call_args(q, score_mod=mod, mask_mod=by_head, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    outs = out, torch.cat(parts), reference.dense(q, k, v, args=args)[0]
     weights = normal(*out.shape, seed=3)
-    found, wanted = (torch.autograd.grad((x * weights).sum(), (q, k, v, table)) for x in (out, expected))
-    torch.testing.assert_close(found, wanted)
+    grads = [torch.autograd.grad((x * weights).sum(), (q, k, v, table)) for x in outs]
+    for i in (1, 2):
+        torch.testing.assert_close((out, grads[0]), (outs[i], grads[i]))
 
 
 @pytest.mark.parametrize("has_sink", [False, True])

@@ -196,48 +196,45 @@ def test_a_captured_tensor_may_change() -> None:
     assert backend.frame_count == 1
 
 
-@pytest.mark.parametrize("values", [(3, 4, 5, 6, 3), (0.1, 1.3, 2.7, 3.9, 0.1)], ids=["int", "float"])
-def test_a_captured_number_may_change(values: tuple) -> None:
-    q, k, v = qkv()
+def scaled(q, k, v, number):
+    return attn(
+        q, k, v,
+        score_mod=lambda score, b, h, i, j: score * number,
+        mask_mod=lambda b, h, i, j: i - j < 4 * number,
+    )  # fmt: skip
 
-    def layer(q, k, v, number):
-        return attn(
-            q, k, v,
-            score_mod=lambda score, b, h, i, j: score * number,
-            mask_mod=lambda b, h, i, j: i - j < 4 * number,
-        )  # fmt: skip
 
+def to_the_power(q, k, v, n):
+    return attn(q, k, v, score_mod=lambda score, b, h, i, j: score**n)
+
+
+def compared(q, k, v, n):
+    assert n > 2
+    mask = lambda b, h, i, j: i % n != 1 if n == 4 else i % n != 2  # noqa: E731
+    return attn(q, k, v, mask_mod=mask)
+
+
+def with_mask(q, k, v, mask):
+    return attn(q, k, v, mask_mod=mask)
+
+
+# A layer, values of a captured number, and how often the layer is compiled: compiled in, then as a variable.
+CHANGES: dict[str, tuple[Callable, tuple, int | None]] = {
+    "int": (scaled, (3, 4, 5, 6, 3), 2),
+    "float": (scaled, (0.1, 1.3, 2.7, 3.9, 0.1), 2),
+    "exponent": (to_the_power, (1, 2, 3), None),
+    "compared by Python": (compared, (3, 5, 4, 6), None),
+    "in a closure made outside": (with_mask, tuple(masks.sliding_window(n) for n in (2, 3, 4, 2)), None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_captured_number_may_change(name: str) -> None:
+    layer, values, num_compiled = CHANGES[name]
     call, backend = compiled(layer)
-    for number in values:
-        torch.testing.assert_close(call(q, k, v, number), layer(q, k, v, number))
-    # Compiled in, then a variable.
-    assert backend.frame_count == 2
-
-
-def test_a_captured_exponent_may_change() -> None:
-    q, k, v = qkv()
-    call, _ = compiled(lambda q, n: attn(q, k, v, score_mod=lambda score, b, h, i, j: score**n))
-    for n in (1, 2, 3):
-        torch.testing.assert_close(call(q, n), attn(q, k, v, score_mod=lambda score, b, h, i, j, n=n: score**n))
-
-
-def test_a_captured_number_that_python_compares() -> None:
-    def layer(q, n):
-        assert n > 2
-        mask = lambda b, h, i, j: i % n != 1 if n == 4 else i % n != 2  # noqa: E731
-        return attn(q, q, q, mask_mod=mask)
-
-    call, _ = compiled(layer)
-    for n in (3, 5, 4, 6):
-        torch.testing.assert_close(call(qkv()[0], n), layer(qkv()[0], n))
-
-
-def test_a_captured_number_of_a_closure_made_outside() -> None:
-    q, k, v = qkv()
-    call, _ = compiled(lambda q, k, v, mask: attn(q, k, v, mask_mod=mask))
-    for window in (2, 3, 4, 2):
-        mask = masks.sliding_window(window)
-        torch.testing.assert_close(call(q, k, v, mask), attn(q, k, v, mask_mod=mask))
+    for value in values:
+        torch.testing.assert_close(call(*qkv(), value), layer(*qkv(), value))
+    assert num_compiled in (None, backend.frame_count)
 
 
 def test_dynamic_lengths() -> None:

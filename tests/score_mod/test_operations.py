@@ -103,7 +103,7 @@ def test_only_indices_that_may_be_negative_pay_for_wrapping(i: int) -> None:
     assert graph.is_nonnegative[load.args[0]] is is_nonnegative
 
 
-# Unchanged functions of FlexAttention and transformers
+# Unchanged functions of FlexAttention
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -123,101 +123,6 @@ def test_masks_of_flex_attention() -> None:
         expected = flex_attention.flex_attention(q, k, v, block_mask=block_mask)
         torch.testing.assert_close(attn(q, k, v, mask_mod=mask), expected, rtol=1e-4, atol=1e-5)
         assert found.dtype == torch.bool
-
-
-# As in transformers.masking_utils
-
-
-def causal_mask_function(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
-    return kv_idx <= q_idx
-
-
-def bidirectional_mask_function(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
-    return q_idx >= 0
-
-
-def sliding_window_overlay(sliding_window: int) -> Any:
-    def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
-        return kv_idx > q_idx - sliding_window
-
-    return inner_mask
-
-
-def chunked_overlay(chunk_size: int, left_padding: torch.Tensor) -> Any:
-    def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
-        padding = left_padding[batch_idx]
-        return (kv_idx - padding) // chunk_size == (q_idx - padding) // chunk_size
-
-    return inner_mask
-
-
-def padding_mask_function(padding_mask: torch.Tensor) -> Any:
-    def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
-        return padding_mask[batch_idx, kv_idx]
-
-    return inner_mask
-
-
-def packed_sequence_mask_function(packed_sequence_mask: torch.Tensor) -> Any:
-    def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
-        return packed_sequence_mask[batch_idx, q_idx] == packed_sequence_mask[batch_idx, kv_idx]
-
-    return inner_mask
-
-
-def add_offsets_to_mask_function(mask_function: Any, q_offset: int, kv_offset: int) -> Any:
-    def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
-        return mask_function(batch_idx, head_idx, q_idx + q_offset, kv_idx + kv_offset)
-
-    return inner_mask
-
-
-def and_masks(*mask_functions: Any) -> Any:
-    if not all(callable(arg) for arg in mask_functions):
-        raise RuntimeError(f"All inputs should be callable mask_functions: {mask_functions}")
-
-    def and_mask(batch_idx, head_idx, q_idx, kv_idx):
-        result = q_idx.new_ones((), dtype=torch.bool)
-        for mask in mask_functions:
-            result = result & mask(batch_idx, head_idx, q_idx, kv_idx).to(result.device)
-        return result
-
-    return and_mask
-
-
-def or_masks(*mask_functions: Any) -> Any:
-    def or_mask(batch_idx, head_idx, q_idx, kv_idx):
-        result = q_idx.new_zeros((), dtype=torch.bool)
-        for mask in mask_functions:
-            result = result | mask(batch_idx, head_idx, q_idx, kv_idx).to(result.device)
-        return result
-
-    return or_mask
-
-
-PADDING = torch.tensor([[True] * 9, [False] * 3 + [True] * 6])
-PACKED = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 3, 3]])
-TRANSFORMERS: dict[str, Any] = {
-    "causal": causal_mask_function,
-    "bidirectional": bidirectional_mask_function,
-    "sliding": and_masks(sliding_window_overlay(4), causal_mask_function),
-    "chunked": and_masks(chunked_overlay(4, torch.tensor([0, 3])), causal_mask_function),
-    "padding": and_masks(causal_mask_function, padding_mask_function(PADDING)),
-    "packed": and_masks(causal_mask_function, packed_sequence_mask_function(PACKED)),
-    "or": or_masks(sliding_window_overlay(2), padding_mask_function(PADDING), causal_mask_function),
-    "offsets": add_offsets_to_mask_function(and_masks(sliding_window_overlay(3), causal_mask_function), 2, 0),
-    "offset tensors": add_offsets_to_mask_function(causal_mask_function, torch.tensor(3), torch.tensor(1)),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_masks_of_transformers(name: str) -> None:
-    mask = TRANSFORMERS[name]
-    q, k, v = (torch.randn(2, 2, 9, 8, dtype=torch.float64) for _ in range(3))
-    b, h, i = torch.arange(2).view(-1, 1, 1, 1), torch.tensor(0), torch.arange(9)[:, None]
-    visible = mask(b, h, i, torch.arange(9)).expand(2, 2, 9, 9)
-    expected = torch.softmax((q @ k.mT / 8**0.5).masked_fill(~visible, -torch.inf), -1).nan_to_num(0.0) @ v
-    torch.testing.assert_close(attn(q, k, v, mask_mod=mask), expected)
 
 
 def test_numpy_integers() -> None:
