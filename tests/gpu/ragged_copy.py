@@ -27,7 +27,7 @@ class RaggedCopy:
         self.tile = SmemTile(rows, -(-head_dim // 32) * 32)
 
     def fake_arguments(self) -> tuple:
-        fakes = Fakes(self.static, None)
+        fakes = Fakes(self.static, None, {})
         fakes.sizes["columns"] = self.tile.cols
         dims = ("B", "H", "tokens", "D"), ("B", "H", "others", "D"), ("B", "H", "rows", "columns")
         tensors = (fakes.rows(self.static.dtype, x) for x in dims)
