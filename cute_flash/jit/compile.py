@@ -181,8 +181,8 @@ def cute_compile(key: LaunchKey, options: str = "") -> Any:
     from cute_flash.kernels.common.chain import KernelChain
     from cute_flash.kernels.common.fakes import fake_arguments
 
-    kernels = [(_kernel(one), one) for one in key.keys]
-    function = KernelChain(kernels) if isinstance(key, LaunchChain) else kernels[0][0]
+    kernels = {one: _kernel(one) for one in key.keys}
+    function = KernelChain(kernels) if isinstance(key, LaunchChain) else kernels[key]
     arguments = fake_arguments(key)
     return cute.compile(function, **arguments, options=f"--gpu-arch {key.target} --enable-tvm-ffi {options}".strip())
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from cute_flash.score_mod.graph import COLUMN, ROW
+from cute_flash.spec.features import MAPS, formulas_of
 from cute_flash.spec.problem import Problem
 
 # If at most this many scores share an element of the bias, the kernel may store their terms of its gradient.
@@ -31,9 +32,9 @@ def with_dbias(problem: Problem, deterministic: bool, allows_tma: bool = True) -
     if not mods.bias_needs_grad:
         return replace(problem, mods=mods)
     is_full = bias.shape == problem.score_shape
-    # TMA stores dS in the dtype of q. dS is the gradient of the bias unless softcap precedes the bias. With a semaphore
-    # the kernel has no warp for these stores.
-    is_ds = mods.bias_dtype == problem.dtype and "softcap" not in problem.features and not deterministic
+    # TMA stores dS in the dtype of q. dS is the gradient of the bias unless a formula such as softcap, whose derivative
+    # is a factor of dS, precedes the bias. With a semaphore the kernel has no warp for these stores.
+    is_ds = mods.bias_dtype == problem.dtype and MAPS not in formulas_of(problem.features) and not deterministic
     tma = allows_tma and is_ds and mods.bias_tma and problem.seqlen_k % 8 == 0
     tma = tma and math.prod(problem.score_shape) <= MAX_TERMS * math.prod(bias.shape)
     accumulates = not (is_full or tma or deterministic)

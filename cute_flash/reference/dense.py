@@ -12,6 +12,7 @@ from cute_flash.reference.score import ScoreBlock, ScoreFeatures
 from cute_flash.reference.varlen import sequences
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
+from cute_flash.spec.features import features_of
 from cute_flash.spec.shapes import lse_dtype
 
 
@@ -74,8 +75,7 @@ def _dense_low_precision(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, s
     K = K * args.scale
     S = (q.to(wide) @ K.to(wide).mT).to(dtype)
     block = _single_block(q, k, args, sequence, wide)
-    has_features = args.softcap or args.dropout or args.has_mods or not (args.alibi is args.sinks is None)
-    if has_features:
+    if set(features_of(args)) - {"return_max_logit"}:
         S = block.apply(S.to(wide))
         P, lse = _probabilities(S, _mask(S, args.band, block), block.features.sinks)
         return (_drop(P.to(dtype), block).to(wide) @ V.to(wide)).to(dtype), lse

@@ -77,15 +77,21 @@ class Gradient(NamedTuple):
     when: Callable[[Any], bool] = lambda problem: True
 
 
+ADDS, MAPS = "adds", "maps"
+
+
 class FeatureSpec(NamedTuple):
     """A score feature: one row of `FEATURES`."""
 
     name: str  # the keyword of `attn`
     present: Callable[[Any], bool]  # whether an AttentionArgs has the feature
-    cost: int  # additional registers of a forward kernel, in the unit of `planning.tiles.common`
+    cost: int  # additional registers of a kernel, in the unit of `planning.tiles.common`
     fwd: tuple[Operand, ...] = ()
     bwd: tuple[Operand, ...] = ()
     gradient: Gradient | None = None
+    # Its `ScoreFormula` (device/scores): None: it has none; ADDS: it adds a term that does not depend on the score;
+    # MAPS: it replaces the score by a function of it, so that dS has a factor.
+    formula: str | None = None
 
 
 # ---- values
@@ -230,7 +236,7 @@ DCAPTURE_TERMS = Operand(
 )
 
 FEATURES = (
-    FeatureSpec("softcap", lambda args: args.softcap != 0, cost=3, fwd=(SOFTCAP,), bwd=(SOFTCAP,)),
+    FeatureSpec("softcap", lambda args: args.softcap != 0, cost=3, fwd=(SOFTCAP,), bwd=(SOFTCAP,), formula=MAPS),
     FeatureSpec(
         "alibi",
         lambda args: args.alibi is not None,
@@ -238,6 +244,7 @@ FEATURES = (
         fwd=(ALIBI_SLOPES,),
         bwd=(ALIBI_SLOPES, DALIBI_PARTIAL),
         gradient=Gradient("alibi", "alibi_gradient", _dalibi_buffers),
+        formula=ADDS,
     ),
     # The backward kernels need no sink, because the LSE includes it.
     FeatureSpec(
@@ -278,6 +285,11 @@ SEVERAL_MODS_COST = 8
 def features_of(args: Any) -> tuple[str, ...]:
     """The names of a call's score features, in the order of `FEATURES`."""
     return tuple([feature.name for feature in FEATURES if feature.present(args)])
+
+
+def formulas_of(features: tuple[str, ...]) -> tuple[str, ...]:
+    """The kinds of the features' formulas, ADDS or MAPS, in the order in which the formulas apply."""
+    return tuple([kind for name in features if (kind := FEATURE[name].formula) is not None])
 
 
 def gradients_of(problem: Any) -> tuple[Gradient, ...]:

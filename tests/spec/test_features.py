@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from cute_flash import attn, masks
-from cute_flash.spec.features import FEATURES, MODS, backward_features, feature_cost, features_of
+from cute_flash.planning.bias import with_dbias
+from cute_flash.planning.plan import plan_forward
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.describe import describe
+from cute_flash.spec.features import (
+    ADDS,
+    FEATURE,
+    FEATURES,
+    MAPS,
+    MODS,
+    FeatureSpec,
+    backward_features,
+    feature_cost,
+    features_of,
+)  # fmt: skip
+from cute_flash.spec.problem import Problem
 from tests.arguments import call_args
 from tests.combinations import RNG
 
@@ -52,3 +69,31 @@ def test_costs_add_up_but_those_of_mods() -> None:
     assert one == feature_cost(("mask_mod",), True) == feature_cost(("score_mod",), False)
     # Two mods together cost more than the sum.
     assert feature_cost(("bias", "mask_mod"), False) == feature_cost(MODS, True) > 2 * one
+
+
+@pytest.fixture(params=[ADDS, MAPS])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kind of the formula of a new feature "toy"."""
+    monkeypatch.setitem(FEATURE, "toy", FeatureSpec("toy", lambda args: True, cost=1, formula=request.param))
+    return request.param
+
+
+def test_a_new_formula_keeps_the_hopper_forward_from_adding_alibi_twice(kind: str) -> None:
+    """The fused pass, and the k-step that adds ALiBi on tensor cores, know one formula only."""
+    pytest.importorskip("cutlass")
+    from cute_flash.kernels.sm90.fwd_storage import Config
+
+    key = plan_forward(Problem(1, 2, 2, 4096, 4096, 64, features=("alibi",)), ARCHS["sm_90"]).main
+    config = Config(key.static, key.tile)
+    assert config.fuses_exp2 and config.has_alibi_step
+    both = Config(replace(key.static, features=("toy", "alibi")), key.tile)
+    assert not both.fuses_exp2 and not both.has_alibi_step
+
+
+def test_tma_stores_ds_as_the_gradient_of_a_bias_unless_a_formula_maps_scores(kind: str) -> None:
+    q = torch.empty(1, 2, 256, 64, dtype=torch.bfloat16)
+    bias = torch.empty(1, 2, 256, 256, dtype=torch.bfloat16, requires_grad=True)
+    problem = describe(q, q, q, call_args(q, bias=bias), "cuda")
+    assert with_dbias(problem, deterministic=False).mods.dbias_tma
+    problem = replace(problem, features=("toy", *problem.features))
+    assert with_dbias(problem, deterministic=False).mods.dbias_tma == (kind == ADDS)

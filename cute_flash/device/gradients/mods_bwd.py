@@ -226,7 +226,7 @@ class ModScores:
             self.bias.load()
 
     @cute.jit
-    def apply_softcap(self, acc_S: cute.Tensor):
+    def apply_before_mask(self, acc_S: cute.Tensor):
         """Replace Q K^T by the tanh of softcap, or by S if the registers keep S. Called before the mask."""
         S_mn = as_mn(acc_S)
         if cutlass.const_expr(self.has_softcap):

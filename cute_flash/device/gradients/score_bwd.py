@@ -113,7 +113,7 @@ def compute_probs(
         lse: The LSE of this thread's queries, or a function that loads it when the exponentials need it.
         apply_mask: Masks S, or P if one pass computes P from Q K^T.
     """
-    scores.apply_softcap(acc_S)
+    scores.apply_before_mask(acc_S)
     if cutlass.const_expr(not scores.masks_probs):
         apply_mask()
     scores.exponentiate(acc_S, rP, lse() if callable(lse) else lse)
@@ -166,7 +166,7 @@ class PlainScores(NoMods):
     by_vectors: cutlass.Constexpr = False  # operate on whole rows, in mma.sync kernels; requires `is_transposed` and rP
     keeps_score = False
 
-    def apply_softcap(self, acc_S: cute.Tensor) -> None:
+    def apply_before_mask(self, acc_S: cute.Tensor) -> None:
         """Nothing: there is no softcap."""
 
     @cute.jit
@@ -259,7 +259,7 @@ class BlockScores(NoMods):
         return self.has_softcap and self.has_alibi
 
     @cute.jit
-    def apply_softcap(self, acc_S: cute.Tensor):
+    def apply_before_mask(self, acc_S: cute.Tensor):
         """Replace Q K^T by t. Called before the mask."""
         if cutlass.const_expr(self.has_softcap):
             # With ALiBi or dropout there are not enough registers for both methods of tanh.

@@ -10,12 +10,13 @@ from cute_flash.planning.launch import CompileKey
 
 
 class KernelChain:
-    """The function of a `planning.launch.LaunchChain`; each kernel is an object whose call launches it."""
+    """The function of a `planning.launch.LaunchChain`."""
 
-    def __init__(self, kernels: list[tuple[Any, CompileKey]]) -> None:
+    def __init__(self, kernels: dict[CompileKey, Any]) -> None:
+        """`kernels`: by key, in launch order, objects whose call launches the kernel."""
         self.kernels = kernels
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
-        for kernel, key in cutlass.const_expr(self.kernels):
+        for key, kernel in cutlass.const_expr(self.kernels.items()):
             kernel(stream, **{x.name: operands[x.name] if key.takes(x) else None for x in key.parameters})

@@ -26,6 +26,7 @@ from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.score_mod.bound import GraphValues
+from cute_flash.spec.features import MAPS, formulas_of
 from cute_flash.spec.problem import Static
 
 
@@ -53,7 +54,7 @@ class ScoreParams:
             mods = ModParams(static.mods, args.bias, *arguments)
         # A bias and a score_mod need scores in natural units (base e), not in units of log2.
         is_natural = mods is not None and mods.changes_scores
-        transforms = args.softcap is not None or args.alibi_slopes is not None or is_natural
+        transforms = bool(formulas_of(static.features)) or is_natural
         return ScoreParams(
             score=Score.of(args.scale, args.softcap, unit=1.0 if is_natural else LOG2_E) if transforms else None,
             alibi_slopes=args.alibi_slopes,
@@ -176,7 +177,7 @@ def bwd_score_params(static: Static, tile: BwdTileSm80 | BwdTileSm90, args: Simp
             bias=bias,
             dcaptures=None if args.dcaptures is None else tuple(args.dcaptures),
             block_indices=None if args.block_indices is None else BwdBlockIndices(*args.block_indices),
-            prefetches_bias=tile.prefetches_bias(spec.bwd_ops_per_score, "softcap" in static.features),
+            prefetches_bias=tile.prefetches_bias(spec.bwd_ops_per_score, MAPS in formulas_of(static.features)),
             dcapture_terms=None if args.dcapture_terms is None else CaptureTerms(*args.dcapture_terms),
         )
     return BwdScoreParams(

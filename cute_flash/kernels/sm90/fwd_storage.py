@@ -31,6 +31,7 @@ from cute_flash.planning.tiles.common import COST_DROPOUT, WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import BlockRange
+from cute_flash.spec.features import formulas_of
 from cute_flash.spec.problem import Static
 
 # A tile height that covers all queries of a head.
@@ -124,9 +125,10 @@ class Config:
     def is_crowded(self) -> bool:
         """Whether at least two of three groups of features compete for registers.
 
-        The groups: a dropout producer; a bias, user mods or a block mask; softcap or ALiBi.
+        The groups: a dropout producer; a bias, user mods or a block mask; formulas such as softcap or ALiBi.
         """
-        return self.tile.dropout_producer + self.static.has_mods + (self.has_softcap or self.has_alibi) > 1
+        has_formula = bool(formulas_of(self.static.features))
+        return self.tile.dropout_producer + self.static.has_mods + has_formula > 1
 
     @property
     def may_speculate(self) -> bool:
@@ -143,11 +145,12 @@ class Config:
     def fuses_exp2(self) -> bool:
         """Whether there is a fused score-to-exp2 pass (`device/softmax/fused_exp2.py`).
 
-        There is none for ALiBi and softcap together. With three warpgroups there are not enough registers for softcap.
+        There is none for several formulas, such as softcap and ALiBi. With three warpgroups there are enough registers
+        for ALiBi only.
         """
         if self.static.has_mods:
             return not self.is_crowded and self.static.mods.fuses_with_exp2
-        has_one = self.has_alibi != self.has_softcap
+        has_one = len(formulas_of(self.static.features)) == 1
         return has_one and (self.has_alibi or self.tile.num_warpgroups < 3)
 
     @property

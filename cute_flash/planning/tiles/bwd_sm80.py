@@ -93,7 +93,7 @@ class BwdTileSm80(Tile):
         """Registers of a thread for dK, dV, S and dP in fp32."""
         return 2 * self.tile_n * (self.head_dim + self.tile_m) // self.num_threads
 
-    def prefetches_bias(self, mod_ops: int, has_softcap: bool) -> bool:
+    def prefetches_bias(self, mod_ops: int, maps_scores: bool) -> bool:
         """See `BwdTileSm90.prefetches_bias`."""
         return mod_ops <= 24
 

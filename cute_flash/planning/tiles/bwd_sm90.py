@@ -84,7 +84,7 @@ class BwdTileSm90(Tile):
         """The most operations per score of user mods for which there are enough registers."""
         return 24 if self.head_dim <= 64 else 10
 
-    def prefetches_bias(self, mod_ops: int, has_softcap: bool) -> bool:
+    def prefetches_bias(self, mod_ops: int, maps_scores: bool) -> bool:
         """Whether threads load a block of the bias during the MMA of S; long user mods leave no registers for it."""
         return mod_ops <= 10 and not self.bias_stages
 
@@ -134,9 +134,12 @@ class BwdTileSm90Wide(Tile):
         scores, half_of_dq = self.tile_n // 4, 32
         return 2 * self.tile_n + scores + half_of_dq + (scores if self.separates_dp else 0)
 
-    def prefetches_bias(self, mod_ops: int, has_softcap: bool) -> bool:
-        """Whether a block of the bias is loaded before S is computed; mods and softcap leave no registers for it."""
-        return mod_ops <= 4 and not has_softcap and not self.bias_stages
+    def prefetches_bias(self, mod_ops: int, maps_scores: bool) -> bool:
+        """Whether a block of the bias is loaded before S is computed.
+
+        Mods and formulas such as softcap leave no registers for it.
+        """
+        return mod_ops <= 4 and not maps_scores and not self.bias_stages
 
     @property
     def separates_dp(self) -> bool:
