@@ -16,13 +16,13 @@ pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._at
 def torch_ring_attention() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-    from torch.library import Peer
+    from torch.library import Library
 
     import cute_flash
     import cute_flash.distributed as cp
     from cute_flash.integrations.sdpa_kernels import KERNELS
 
-    library = Peer("aten", "IMPL", "CPU")
+    library = Library("aten", "IMPL", "CPU")
     for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
         library.impl(name, KERNELS[name])
     mesh = init_device_mesh("cpu", (2,))

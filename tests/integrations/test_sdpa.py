@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.library import Peer
+from torch.library import Library
 from torch.nn.functional import scaled_dot_product_attention
 
 import cute_flash
@@ -48,7 +48,7 @@ def seeded() -> None:
 @pytest.fixture
 def on_cpu() -> Iterator[None]:
     """The operators run the kernels of cute_flash on CPU tensors."""
-    library = Peer("aten", "IMPL", "CPU")
+    library = Library("aten", "IMPL", "CPU")
     for name in OPS:
         library.impl(name, KERNELS[name])
     yield

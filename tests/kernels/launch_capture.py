@@ -197,6 +197,13 @@ class OnGpu:
 # ---- the process
 
 
+def num_kernels(key: CompileKey) -> int:
+    """The number of launches of a kernel class: `split_fp32` launches two kernels for each tensor."""
+    if not key.kernel.startswith("split_fp32"):
+        return 1
+    return 2 * sum(operand.type == "pieces" for operand in key.parameters)
+
+
 class CapturingGpu(RecordingGpu):
     """Launches go through the host code of compiled kernels, down to the stub."""
 
@@ -231,8 +238,7 @@ class CapturingGpu(RecordingGpu):
 
             function(*map(on_gpu, arguments))
             launched = (_Launch * 16)()
-            # `split_fp32` launches two kernels: norms, then pieces.
-            kernels = [one.kernel for one in key.keys for _ in range(1 + one.kernel.startswith("split_fp32"))]
+            kernels = [one.kernel for one in key.keys for _ in range(num_kernels(one))]
             assert self.captured(launched) == len(kernels), "another number of launches than of kernels"
             self.launches += [self._launch(*pair) for pair in zip(kernels, launched)]
 

@@ -188,7 +188,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "cute_flash/runtime/operands.py",
         _OPERANDS,
         ("return (-q if scale < 0 else q), max(abs(scale), MIN_SCALE)", "return q, max(abs(scale), MIN_SCALE)"),
-        ("return min(bound, MAX_WINDOW)", "return bound"),
         ("return tensor.stride(1) == tensor.shape[2] * tensor.stride(2)", "return True"),
         ("group * tensor.stride(1), row_stride", "tensor.stride(1), row_stride"),
         ("return row // RECT_ROWS * CALL_STRIDE", "return row // RECT_ROWS"),
@@ -203,11 +202,33 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *_mutants(
         "cute_flash/runtime/binder.py",
-        _of("runtime/test_dense.py", "runtime/test_varlen.py", "runtime/test_mods.py"),
+        _of("runtime/test_dense.py", "runtime/test_varlen.py", "runtime/test_decode.py", "runtime/test_mods.py"),
         ('self.add("if not MIN_SCALE <=', 'self.add("if not 0 <='),
-        ('text = "MAX_WINDOW" if bound is None', 'text = "0" if bound is None'),
+        ("0 if bound is None else min(bound, operands.MAX_WINDOW)", "0 if bound is None else bound"),
+        ("farthest if bound is None else min(bound, farthest)", "0 if bound is None else min(bound, farthest)"),
         ("begins_apart = plan.tile.begins_apart and not plan.deterministic", "begins_apart = plan.tile.begins_apart"),
         ('"sinks" in problem.features and plan.main', '"sink" in problem.features and plan.main'),
+    ),
+    *_mutants(
+        "cute_flash/planning/launch.py",
+        _of("planning/test_launch.py", "runtime/test_varlen.py"),
+        ("for operand in key.parameters if key.takes(operand)}", "for operand in key.parameters}"),
+    ),
+    *_mutants(
+        "cute_flash/planning/plan.py",
+        _of("planning/test_launch.py"),
+        ("(mods is not None and mods.graphs.present)", "mods is not None"),
+        ("(mods is not None and mods.graphs.present):", "False:"),
+    ),
+    *_mutants(
+        "cute_flash/planning/bias.py",
+        _of("spec/test_features.py"),
+        ("MAPS not in formulas_of(problem.features)", "True"),
+    ),
+    *_mutants(
+        "cute_flash/kernels/sm90/fwd_storage.py",
+        _of("spec/test_features.py"),
+        ("len(formulas_of(self.static.features)) == 1", "len(formulas_of(self.static.features)) >= 1"),
     ),
     Mutant(
         "cute_flash/spec/args.py", "self.needs_grad[1 + i]", "self.needs_grad[i]", _of("spec/test_args.py")

@@ -41,6 +41,8 @@ def test_an_operand_has_one_type_in_all_kernels() -> None:
 ATTENTION = ("fwd_sm80", "fwd_sm80_fp32", "fwd_sm90", "bwd_sm80", "bwd_sm80_fp32", "bwd_sm90", "bwd_sm90_wide")
 READERS = {
     **dict.fromkeys(ATTENTION, ("common.kernel", "common.params")),
+    **{name: ("common.kernel", "common.params", "sm80.kernel") for name in ATTENTION if "sm80" in name},
+    **{name: ("common.kernel", "common.params", "sm90.bwd_storage") for name in ATTENTION if "bwd_sm90" in name},
     "bwd_preprocess": ("common.kernel",),
     "bwd_preprocess_fp32": ("common.kernel",),
     "bwd_postprocess_sm80": ("common.kernel", "common.postprocess"),
