@@ -246,7 +246,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *_mutants(
         "cute_flash/jit/compile.py",
         _of("jit/test_digest.py"),
-        ('"sources": source_digest(), ', ""),
+        ('        "sources": source_digest(),\n', ""),
         ("for x in fields(key.tile) if x.compare}", "for x in fields(key.tile)}"),
         ('removeprefix("cu")) <= major', 'removeprefix("cu")) < major'),
     ),
