@@ -75,7 +75,7 @@ def _dense_low_precision(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, s
     K = K * args.scale
     S = (q.to(wide) @ K.to(wide).mT).to(dtype)
     block = _single_block(q, k, args, sequence, wide)
-    if set(features_of(args)) - {"return_max_logit"}:
+    if args.has_mods or set(features_of(args)) - {"return_max_logit"}:
         S = block.apply(S.to(wide))
         P, lse = _probabilities(S, _mask(S, args.band, block), block.features.sinks)
         return (_drop(P.to(dtype), block).to(wide) @ V.to(wide)).to(dtype), lse
