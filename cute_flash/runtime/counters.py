@@ -55,7 +55,7 @@ def counter(device_index: int) -> tuple[torch.Tensor, int]:
     if is_capturing or stream == PER_THREAD_STREAM or _is_external(device_index, stream):
         zero = _zero(device_index)
         return zero, zero.data_ptr()
-    zero = _in_new_thread(_lasting_zero, device_index)
+    zero = _in_new_thread(_on_stream, _current_stream(device_index), partial(_zero, device_index))
     return _counters.setdefault((device_index, stream), (zero, zero.data_ptr()))
 
 
@@ -111,17 +111,17 @@ def _arena_views(buffers: tuple[Buffer, ...], place: tuple[int, int, bool]) -> t
     for buffer, size in zip(buffers, sizes):
         offsets.append(end)
         end += 0 if buffer.init == "zeros" else -(-size // VIEW_ALIGN) * VIEW_ALIGN
-    arenas = _arenas.setdefault(place, [])
+    allocate, arenas = partial(_in_new_thread, _on_stream, _current_stream(device_index)), _arenas.setdefault(place, [])
     if not arenas or arenas[-1].numel() < end:
         # Outgrown arenas are kept, because launches in progress and CUDA graphs may still use them.
         num = max(MIN_ARENA, 1 << (end - 1).bit_length())
-        arenas.append(_in_new_thread(_lasting, device_index, partial(_bytes, num, device_index)))
+        arenas.append(allocate(partial(_bytes, num, device_index)))
     views = []
     for buffer, dtype, size, offset in zip(buffers, dtypes, sizes, offsets):
         if buffer.init == "zeros":
             zeros = _zeroed.get((device_index, stream, buffer.shape))
             if zeros is None:
-                zeros = _in_new_thread(_lasting, device_index, partial(_zeros, buffer.shape, device_index))
+                zeros = allocate(partial(_zeros, buffer.shape, device_index))
                 zeros = _zeroed.setdefault((device_index, stream, buffer.shape), zeros)
             views.append(zeros)
         else:
@@ -190,8 +190,14 @@ def _floats(num: int, device_index: int) -> torch.Tensor:
     return torch.empty(num, dtype=torch.float32, device=f"cuda:{device_index}")
 
 
-def _lasting_zero(device_index: int) -> torch.Tensor:
-    return _lasting(device_index, lambda: _zero(device_index))
+def _current_stream(device_index: int) -> torch.cuda.Stream:
+    return torch.cuda.current_stream(device_index)
+
+
+def _on_stream(stream: torch.cuda.Stream, make: Callable[[], T]) -> T:
+    """Call `make` on a stream. Later launches on this stream see the values of the tensors, without a host sync."""
+    with torch.cuda.stream(stream):
+        return make()
 
 
 def _lasting(device_index: int, make: Callable[[], T]) -> T:

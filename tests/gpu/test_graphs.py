@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import cute_flash
+from tests.combinations import VarlenCombination
 from tests.gpu.calls import ALIBI, BF16, DROPOUT, RAGGED, SINKS, SOFTCAP, dense, varlen
 from tests.gpu.captured import Captured
 from tests.lengths import Lengths
@@ -128,9 +130,14 @@ RANDOM = {
 def test_every_replay_has_a_new_dropout_mask(case: Any) -> None:
     """The gradients use the mask of their own replay; checked by the linearity of out in v."""
     leaves = {name: x.nan_to_num().cuda().requires_grad_() for name, x in case.tensors().items()}
+    if isinstance(case, VarlenCombination):
+        # Lengths are on the device before the capture begins.
+        attend = partial(cute_flash.attn_varlen, **case.lengths.args("cuda"), **case.one.options(leaves))
+    else:
+        attend = partial(cute_flash.attn, **case.options(leaves))
 
     def step() -> tuple[Tensor, ...]:
-        out = case.attend(leaves)[0].float()
+        out = attend(leaves["q"], leaves["k"], leaves["v"]).float()
         return out.detach().sum(), *torch.autograd.grad(out.sum(), list(leaves.values()))
 
     captured, sums = Captured.of(step), []

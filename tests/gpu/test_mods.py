@@ -85,7 +85,7 @@ def test_against_the_oracle(kind: Kind, family: str) -> None:
         else:
             # Long score_mods.
             assert_forward(case)
-            with pytest.raises(UnsupportedError, match="the gradient of attn with score_mod"):
+            with pytest.raises(UnsupportedError, match=r"the gradient of attn with .*score_mod"):
                 mod_gradients.assert_gradients(case)
 
 
@@ -134,7 +134,8 @@ def test_deterministic_gradients_have_the_same_bits(case: Case, family: str) -> 
 FLEX = [
     (Kind(64, score="alibi"), Sizes(2, 4, 2, 256, 384)),
     (Kind(128, score="capped", mask="document"), Sizes(2, 4, 2, 256, 384)),
-    (Kind(128, score="gated", mask="window"), Sizes(2, 4, 2, 256, 384)),
+    # Not "gated": torch's gradient fails for a captured number.
+    (Kind(128, score="alibi", mask="window"), Sizes(2, 4, 2, 256, 384)),
     (Kind(128, score="relative", bounds=(False, True)), Sizes(2, 4, 4, 384, 384)),
     (Kind(64, mask="prefix"), Sizes(2, 4, 4, 384, 384)),
 ]

@@ -114,15 +114,18 @@ def test_jagged_tensors(features):
 
 @pytest.mark.parametrize("features", ({}, ALL), ids=("plain", "features"))
 def test_new_lengths_neither_wait_nor_compile(features):
-    """Forward and backward of random batches, also with slopes of each sequence, and with sinks beside padding."""
+    """Forward and backward of random batches, also with slopes of each sequence, and with sinks beside padding.
+
+    The first calls compile, and allocate counters that all streams share. Later ones may need a larger workspace.
+    """
     one = dense(1, 2, 2, 1, 1, 128, BF16, CAUSAL, features)
 
-    def step(seed, longest):
+    def step(seed, longest, sync_mode):
         case = VarlenCombination(one, Lengths.drawn(seed, longest))
         leaves = {name: x.nan_to_num().requires_grad_() for name, x in on_gpu(case).items()}
         lengths, options, dout = case.lengths.args("cuda"), one.options(leaves), torch.randn_like(leaves["q"])
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode(sync_mode)
         try:
             out = cute_flash.attn_varlen(*(leaves[name] for name in "qkv"), **lengths, **options)
             return torch.autograd.grad(out, list(leaves.values()), dout)
@@ -130,9 +133,9 @@ def test_new_lengths_neither_wait_nor_compile(features):
             torch.cuda.set_sync_debug_mode("default")
 
     for seed in range(1, 7):
-        step(seed, 300)
+        step(seed, 300, "default")
     before = cache_info()
     for seed in range(100):
-        assert all(x.isfinite().all() for x in step(seed, 700))
+        assert all(x.isfinite().all() for x in step(seed, 700, "error"))
     after = cache_info()
     assert (after.compiles, after.disk_hits) == (before.compiles, before.disk_hits)

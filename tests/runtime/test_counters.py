@@ -40,10 +40,14 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Current:
     for name in ("_counters", "_arenas", "_views", "_zeroed", "_reserve", "_graphs", "_scratch"):
         monkeypatch.setattr(counters, name, {})
 
-    def lasting(device: int, make: Callable[[], Tensor]) -> Tensor:
+    def lasting(_place: int, make: Callable[[], Tensor]) -> Tensor:
         is_main = threading.get_ident() == main_thread
         assert not is_main, "allocated in this thread: the memory may belong to the pool of a graph"
         return make()
+
+    def on_stream(stream: int, make: Callable[[], Tensor]) -> Tensor:
+        assert stream == now.stream, "allocated on another stream: its pending work may still use the memory"
+        return lasting(stream, make)
 
     of_torch = {
         "_cuda_getCurrentRawStream": lambda device: now.stream,
@@ -55,6 +59,8 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Current:
     of_counters = {
         "capture_id": lambda handle: now.capture,
         "_lasting": lasting,
+        "_current_stream": lambda device: now.stream,
+        "_on_stream": on_stream,
         "_zeros": lambda shape, device: torch.zeros(shape, dtype=torch.int32),
         "_floats": lambda num, device: torch.empty(num),
         "_bytes": lambda num, device: torch.empty(num, dtype=torch.uint8),
