@@ -42,10 +42,11 @@ $(FLOOR)/.installed: Makefile
 	$(FLOOR)/bin/python -m pip install --quiet torch==2.9.1 numpy pytest pytest-xdist nvtx
 	touch $@
 
-# Random valid and invalid arguments, and random cases of context parallelism, for a minute each; the compile gates of
-# all kernels, also of those whose sources did not change.
+# Random valid and invalid arguments, and random cases of context parallelism, for a minute each; random calls against
+# the oracle; the compile gates of all kernels, also of those whose sources did not change.
 nightly: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m "not gpu" tests/test_fuzz.py tests/distributed/test_random.py --fuzz-seconds=60
+	$(BIN)/python -m pytest -q -m "not gpu" tests/test_random.py --random-calls=3000
 	$(PYTEST) -m "compiles and not gpu" --all-kernels tests/lock tests/kernels tests/device tests/layouts
 
 # Wrong versions of single lines: the tests must notice each of them.

@@ -31,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernel-cache", metavar="DIR", help="keep the kernels that tests compile in DIR")
     parser.addoption("--all-kernels", action="store_true", help="compile the kernels of all compile gates")
     parser.addoption("--combinations", metavar="N", type=int, default=300, help="random calls of each family on a GPU")
+    parser.addoption(
+        "--random-calls", metavar="N", type=int, help="random calls with the oracle of tests/definition.py"
+    )
     parser.addoption("--fuzz-seconds", metavar="S", type=float, default=0.0, help="seconds of random arguments")
     parser.addoption("--support", metavar="FOLDER", help="write the support matrix of random calls to FOLDER")
 
