@@ -29,8 +29,8 @@ LARGE_IDS = torch.tensor([0, 1 << 33, -(1 << 40), 1 << 62])
 # A result may have this many times the error of the yardstick: its mean, its maximum, and both of few numbers, whose
 # rounding errors do not average out.
 TIMES_MEAN, TIMES_MAX, TIMES_FEW, FEW = 2.0, 3.0, 8.0, 600
-# ... and this error: relative to the result (half a unit of the dtype), and absolute, for sums that cancel. The absolute
-# errors are those of the mean, of the maximum, and of few numbers.
+# ... and this error: relative to the result (half a unit of the dtype), and absolute, for sums that cancel. There are
+# three absolute errors: of the mean, of the maximum, and of few numbers.
 FLOORS = {
     BF16: (2.0**-8, 1e-5, 1e-4, 5e-3),
     FP16: (2.0**-11, 1e-5, 1e-4, 5e-3),
