@@ -65,6 +65,7 @@ FEATURES = {
     "causal": {"causal": True},
     "window": {"window": (40, 25)},
     "softcap": {"softcap": 2.0, "causal": True},
+    "large_softcap": {"softcap": 50.0},
     "alibi": {"alibi": SLOPES},
     "sinks": {"sinks": SINKS, "causal": True},
     "dropout": {"dropout": 0.25},

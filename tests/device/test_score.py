@@ -52,14 +52,14 @@ SCALE = 0.37
 
 
 @functools.cache
-def scoring(shape: Any, has_softcap: bool, has_slope: bool, reference: float | None) -> Any:
+def scoring(shape: Any, has_softcap: bool, has_slope: bool, reference: float | None, is_exact: bool = False) -> Any:
     """The compiled program that `scores` runs; scale, softcap, slope and sizes are run-time arguments."""
     rows, columns, threads, mma_of = shape
 
     @cute.jit
     def program(out, products, numbers, sizes):  # type: ignore[no-untyped-def]
         mma = mma_of()
-        score = Score.of(numbers[0], numbers[1] if has_softcap else None)
+        score = Score.of(numbers[0], numbers[1] if has_softcap else None, is_exact=is_exact)
         score = score.for_head(numbers[2] if has_slope else None)
         for thread in range(threads):
             tScS = coordinates(mma, Int32(thread), (rows, columns))
@@ -81,7 +81,7 @@ def scoring(shape: Any, has_softcap: bool, has_slope: bool, reference: float | N
 
 def scores(
     shape: Any, products: torch.Tensor, softcap: float | None, slope: float | None,
-    sizes: tuple[int, ...], reference: float | None = None,
+    sizes: tuple[int, ...], reference: float | None = None, is_exact: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """The scores of a tile of products, in natural units, from all threads.
 
@@ -89,7 +89,7 @@ def scores(
     """
     out = torch.full(shape[:2], torch.nan)
     numbers = torch.tensor([SCALE, softcap or 0.0, slope or 0.0])
-    program = scoring(shape, softcap is not None, slope is not None, reference)
+    program = scoring(shape, softcap is not None, slope is not None, reference, is_exact)
     program(*map(from_dlpack, (out, products, numbers, torch.tensor(sizes, dtype=torch.int32))))
     return out
 
@@ -120,6 +120,20 @@ def test_scores(shape: Any, softcap: float | None, slope: float | None) -> None:
     # A score and a bias of opposite signs may nearly cancel.
     atol = 3e-7 * (softcap or 0.0) + (1e-5 if slope is not None else 0.0)
     torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=atol)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("size", [1e-4, 0.5, 30.0, 1e4])
+def test_softcap_of_fp32_calls(size: float) -> None:
+    """Each score has an error of a few units in the last place, also near 0 and where tanh is nearly 1."""
+    shape = SHAPES["one row tile"]
+    products = torch.randn(*shape[:2], generator=torch.Generator().manual_seed(1)) * size
+    products[0, :3] = torch.tensor([0.0, torch.inf, -torch.inf])
+    found, expected = (
+        scores(shape, products, 50.0, None, (300, 333, 64, 48), is_exact=True).double(),
+        exact_scores(products, 50.0, None, (300, 333, 64, 48)),
+    )
+    torch.testing.assert_close(found, expected, rtol=4e-7, atol=0.0)
 
 
 @pytest.mark.compiles

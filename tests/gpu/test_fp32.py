@@ -8,6 +8,7 @@ import torch
 import cute_flash
 from tests import fp32_cases
 from tests.covering import covering
+from tests.definition import attention
 from tests.gpu.captured import Captured
 from tests.lengths import Lengths
 
@@ -64,6 +65,47 @@ def test_error_is_at_most_twice_that_of_torch(kind, head_dim, causal):
         assert errors[0] <= 2 * errors[1] + 1e-6 * x.abs().max().item(), f"{name}: {errors}"
         if name == "out" and kind == "normal":
             assert errors[0] <= 1e-5
+
+
+MODS = {
+    "tanh": lambda s, b, h, i, j: 20 * torch.tanh(s / 20),
+    "exp, log": lambda s, b, h, i, j: s - torch.log(1 + torch.exp(-s.abs())) + 0.3 * torch.exp2(-(i - j).abs() / 8.0),
+    "sin, cos": lambda s, b, h, i, j: s + torch.sin(i * 0.7 + j) * torch.cos(s),
+    "sigmoid, sqrt": lambda s, b, h, i, j: s * torch.sigmoid(s) + torch.sqrt(s * s + 1) - torch.rsqrt(s * s + 2),
+}
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 5.0])
+@pytest.mark.parametrize("mod", MODS.values(), ids=MODS)
+def test_functions_of_mods_have_the_accuracy_of_fp32(mod, magnitude):
+    assert_as_exact_as_torch(magnitude, {"score_mod": mod, "causal": True}, has_gradients=False)
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 4.0])
+@pytest.mark.parametrize("softcap", [2.0, 30.0, 50.0])
+@pytest.mark.parametrize("others", [{}, {"alibi": torch.tensor([0.3, 0.05])}], ids=["alone", "alibi"])
+def test_softcap_has_the_accuracy_of_fp32(softcap, magnitude, others):
+    """Also where tanh is nearly 1 for many scores."""
+    others = {name: x.cuda() for name, x in others.items()}
+    assert_as_exact_as_torch(magnitude, {"softcap": softcap, "causal": True, **others}, has_gradients=True)
+
+
+def assert_as_exact_as_torch(magnitude, options, has_gradients):
+    """Errors are at most three times those of torch in fp32, plus rounding."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 2, 200, 64, device="cuda") * magnitude for _ in range(4))
+
+    def results(attend, dtype):
+        leaves = [x.to(dtype, copy=True).requires_grad_(has_gradients) for x in (q, k, v)]
+        out, lse = attend(*leaves)
+        grads = torch.autograd.grad(out, leaves, dout.to(dtype)) if has_gradients else ()
+        return dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *grads)))
+
+    found = results(lambda *x: cute_flash.attn(*x, **options, return_lse=True), torch.float32)
+    theirs, exact = (results(lambda *x: attention(*x, options), dtype) for dtype in (torch.float32, torch.float64))
+    for name, x in exact.items():
+        errors = [(y[name].double() - x).abs().max().item() for y in (found, theirs)]
+        assert errors[0] <= 3 * errors[1] + 1e-6 * x.abs().max().item(), f"{name}: {errors}"
 
 
 def by_torch(q, k, v, dout, causal):

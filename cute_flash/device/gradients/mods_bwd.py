@@ -122,6 +122,7 @@ class BwdModParams:
     block_indices: BwdBlockIndices | None = None  # of a block mask
     prefetches_bias: cutlass.Constexpr = True  # registers suffice to load a block's bias while S is computed
     dcapture_terms: CaptureTerms | None = None  # for deterministic gradients
+    is_exact: cutlass.Constexpr = False  # see `CuteArithmetic`
 
     def block(self, plain: BlockScores, mask: Mask, head: Int32, batch: Int32, first_col: Int32):
         """`plain` with the bias and the user mods, for the rows of `mask` and the columns from `first_col` on."""
@@ -140,9 +141,16 @@ class BwdModParams:
 class ModEvaluator:
     """A graph in one block, with the values of its subexpressions that depend on a row of this thread."""
 
-    def __init__(self, graph: Graph, arguments: ModArguments | None, position: BwdBlockPosition, num_rows: int) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        arithmetic: CuteArithmetic,
+        arguments: ModArguments | None,
+        position: BwdBlockPosition,
+        num_rows: int,
+    ) -> None:
         captures, scalars = (tuple(x or ()) for x in arguments or ModArguments())
-        self.evaluator = Evaluator(graph, CuteArithmetic(), captures, scalars)
+        self.evaluator = Evaluator(graph, arithmetic, captures, scalars)
         self.position = position
         self.head = self.evaluator.at_head(position.batch, position.head)
         # In the graph, rows are queries and columns are keys.
@@ -323,7 +331,10 @@ class ModScores:
     def mod(self, name: str) -> ModEvaluator | None:
         """The graph "score", "mask" or "gradient" in this block; None: absent."""
         graph, arguments = getattr(self.graphs, name), getattr(self.params, name)
-        return None if graph is None else ModEvaluator(graph, arguments, self.position, self.size.rows)
+        if graph is None:
+            return None
+        arithmetic = CuteArithmetic(self.params.is_exact)
+        return ModEvaluator(graph, arithmetic, arguments, self.position, self.size.rows)
 
     def mod_input(self, x: Float32, r: int, c: int) -> Float32:
         """The input of score_mod, from the value in a register of S."""

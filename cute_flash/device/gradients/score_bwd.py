@@ -40,11 +40,11 @@ from cute_flash.device.scores.mask import Mask, column_offset
 from cute_flash.device.scores.philox import Dropout, DropoutOrigin, batch_head_index
 from cute_flash.device.scores.position import TilePosition
 from cute_flash.device.scores.score import Score
-from cute_flash.device.scores.softcap import Softcap
+from cute_flash.device.scores.softcap import ExactSoftcap, Softcap
 from cute_flash.device.softmax.softmax import LOG2_E
 
 # The formulas of `Score` whose derivatives are here and in `ModScores`.
-DIFFERENTIATED = (Softcap, Alibi)
+DIFFERENTIATED = (Softcap, ExactSoftcap, Alibi)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """The operations of user mods in a kernel: the arithmetic of `score_mod.evaluate.Evaluator` on DSL scalars.
 
-Floats are fp32 and ints int32; captured tensors are CuTe tensors of any strides. Approximate functions have errors
-of a few ulp, but near a zero of log, tanh, sin or cos only the absolute error is small. A negative index of a captured
+Floats are fp32 and ints int32; captured tensors are CuTe tensors of any strides. In 16-bit calls, functions have errors
+of a few ulp, but near a zero of log, tanh, sin or cos only the absolute error is small. fp32 calls take `EXACT_OPS`,
+the functions of the CUDA math library, with errors of a few ulp everywhere. A negative index of a captured
 tensor counts from its end. An index out of bounds, as may occur past the last row or key, loads the nearest element.
 Graphs must be lowered (`score_mod.lower`).
 """
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -69,6 +71,11 @@ OPS: dict[str, Any] = {
     "atan": cute.math.atan,
     "pow": cute.math.pow,
 }
+EXACT_OPS: dict[str, Any] = {
+    **OPS,
+    **{name: getattr(cute.math, name) for name in (*FUNCTIONS, "exp", "log", "tanh")},
+    "sigmoid": lambda a: 1.0 / (1.0 + cute.math.exp(-a)),
+}
 # Operations that differ between ints and floats.
 INT_OPS: dict[str, Any] = {
     "floordiv": operator.floordiv,
@@ -87,8 +94,11 @@ FLOAT_OPS: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
 class CuteArithmetic:
     """Arithmetic for `Evaluator` inside a kernel."""
+
+    is_exact: bool = False  # functions have the accuracy of fp32 calls
 
     def constant(self, value: Any, kind: str) -> Any:
         return TYPES[kind](value)
@@ -112,7 +122,7 @@ class CuteArithmetic:
             return quotient if node.op == "floordiv" else args[0] - quotient * args[1]
         if node.op in INT_OPS:
             return (FLOAT_OPS if node.kind == "float" else INT_OPS)[node.op](*args)
-        return dtype(OPS[node.op](*args))
+        return dtype((EXACT_OPS if self.is_exact else OPS)[node.op](*args))
 
 
 def indices_in_bounds(capture: cute.Tensor, indices: Sequence[Int32], is_nonnegative: Sequence[bool]) -> Any:

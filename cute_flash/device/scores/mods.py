@@ -50,6 +50,7 @@ class ModParams:
     bias: cute.Tensor | None  # (B, H, Sq, Sk), of any strides
     captures: tuple[cute.Tensor, ...] | None  # tensors that score_mod captures, then those of mask_mod
     scalars: tuple[Float32 | Int32, ...] | None  # Python numbers that they capture, in the same order
+    is_exact: cutlass.Constexpr = False  # see `CuteArithmetic`
 
     def evaluator(self, name: str) -> Evaluator | None:
         """The evaluator of the "score" mod or of the "mask" mod; None: absent."""
@@ -57,7 +58,7 @@ class ModParams:
         if graph is None:
             return None
         arguments = self.spec.graphs.split(self.captures or (), self.scalars or ())
-        return Evaluator(lowered(graph), CuteArithmetic(), *getattr(arguments, name))
+        return Evaluator(lowered(graph), CuteArithmetic(self.is_exact), *getattr(arguments, name))
 
     @property
     def changes_scores(self) -> bool:

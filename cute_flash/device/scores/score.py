@@ -20,7 +20,7 @@ from cutlass import Float32, Int32
 from cute_flash.device.scores.alibi import Alibi
 from cute_flash.device.scores.formula import Scale, ScoreFormula, ScoreTile
 from cute_flash.device.scores.mask import Mask
-from cute_flash.device.scores.softcap import Softcap
+from cute_flash.device.scores.softcap import ExactSoftcap, Softcap
 from cute_flash.device.softmax.fused_exp2 import FusedExp2, TransformedExp2
 from cute_flash.device.softmax.softmax import LOG2_E, RowValues
 
@@ -30,14 +30,24 @@ class Score:
     """The score transform of one head. None: the feature is absent."""
 
     scale_log2: Float32  # the factor of Q K^T
-    softcap: Softcap | None = None
+    softcap: Softcap | ExactSoftcap | None = None
     alibi: Alibi | None = None
     unit: cutlass.Constexpr = LOG2_E  # LOG2_E: fields named _log2 are in units of log2; 1: they are in natural units
 
     @staticmethod
-    def of(scale: Float32, softcap: Float32 | None = None, returns_tanh: bool = False, unit: float = LOG2_E) -> "Score":
-        """The transform without a slope, computed on the host. `returns_tanh`: softcap omits the factor softcap."""
-        formula = None if softcap is None else Softcap.of(scale, softcap, returns_tanh, unit)
+    def of(
+        scale: Float32,
+        softcap: Float32 | None = None,
+        returns_tanh: bool = False,
+        unit: float = LOG2_E,
+        is_exact: bool = False,
+    ) -> "Score":
+        """The transform without a slope, computed on the host.
+
+        `returns_tanh`: softcap omits the factor softcap. `is_exact`: errors of fp32, not of 16-bit calls.
+        """
+        kind = ExactSoftcap if is_exact else Softcap
+        formula = None if softcap is None else kind.of(scale, softcap, returns_tanh, unit)
         return Score(scale * unit, formula, unit=unit)
 
     def for_head(self, slope: Float32 | None) -> "Score":

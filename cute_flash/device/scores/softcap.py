@@ -9,6 +9,7 @@ reciprocal: with e = exp(2 x),
 Four scores share one reciprocal: 1 / a = b (c d) / (a b c d). With the exponential of the softmax, that is 2.25 MUFU
 instructions per score. tanh.approx would make it 2, but its relative error of 2^-11 is visible in 16-bit P and in the
 LSE. The relative error of the polynomial is 2^-19. The second method errs by 2^-21 of the score plus 2^-23 of softcap.
+These errors are too large for fp32 calls, which have `ExactSoftcap`.
 """
 
 from collections.abc import Sequence
@@ -38,6 +39,30 @@ PART, SUMS, MAX_SQUARES = 8 * PART_STEPS, 2, 1e37
 LEAST = 1e-37
 # Upper limit of scale / softcap for the polynomial; the powers of larger ratios leave the range of fp32.
 MAX_NEAR_FACTOR = 65536.0
+
+
+@dataclass(frozen=True)
+class ExactSoftcap(ScoreFormula):
+    """Softcap of fp32 calls, with tanh of the CUDA math library: its error is one or two units in the last place."""
+
+    ratio: Float32  # scale / softcap
+    softcap_log2: Float32  # softcap in the units of `Score.unit`
+    cap: Float32  # factor of tanh: softcap_log2, or 1 for tanh itself
+
+    @staticmethod
+    def of(scale: Float32, softcap: Float32, returns_tanh: bool, unit: float) -> "ExactSoftcap":
+        """The formula, computed on the host. `returns_tanh`: omit the factor softcap."""
+        softcap_log2 = softcap * unit
+        return ExactSoftcap(scale / softcap, softcap_log2, Float32(1.0) if returns_tanh else softcap_log2)
+
+    def apply(self, S_mn: cute.Tensor, tile: ScoreTile, scale: Float32 | None) -> None:
+        self.apply_cap(S_mn)
+
+    @cute.jit
+    def apply_cap(self, acc: cute.Tensor, looks_near: cutlass.Constexpr = False):
+        """Q K^T -> cap tanh(scale s / softcap), in place. There is one method for scores of any size."""
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = self.cap * cute.math.tanh(acc[i] * self.ratio)
 
 
 class Series(NamedTuple):

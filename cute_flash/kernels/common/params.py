@@ -51,12 +51,15 @@ class ScoreParams:
         mods = None
         if static.has_mods:
             arguments = (None if x is None else tuple(x) for x in (args.captures, args.scalars))
-            mods = ModParams(static.mods, args.bias, *arguments)
+            mods = ModParams(static.mods, args.bias, *arguments, is_exact=static.is_fp32)
         # A bias and a score_mod need scores in natural units (base e), not in units of log2.
         is_natural = mods is not None and mods.changes_scores
-        transforms = bool(formulas_of(static.features)) or is_natural
+        score = None
+        if formulas_of(static.features) or is_natural:
+            unit = 1.0 if is_natural else LOG2_E
+            score = Score.of(args.scale, args.softcap, unit=unit, is_exact=static.is_fp32)
         return ScoreParams(
-            score=Score.of(args.scale, args.softcap, unit=1.0 if is_natural else LOG2_E) if transforms else None,
+            score=score,
             alibi_slopes=args.alibi_slopes,
             sinks=args.sinks,
             rng=args.rng,
@@ -179,9 +182,10 @@ def bwd_score_params(static: Static, tile: BwdTileSm80 | BwdTileSm90, args: Simp
             block_indices=None if args.block_indices is None else BwdBlockIndices(*args.block_indices),
             prefetches_bias=tile.prefetches_bias(spec.bwd_ops_per_score, MAPS in formulas_of(static.features)),
             dcapture_terms=None if args.dcapture_terms is None else CaptureTerms(*args.dcapture_terms),
+            is_exact=static.is_fp32,
         )
     return BwdScoreParams(
-        score=Score.of(args.scale, args.softcap, returns_tanh=True),
+        score=Score.of(args.scale, args.softcap, returns_tanh=True, is_exact=static.is_fp32),
         heads=args.q.shape[1],
         alibi_slopes=args.alibi_slopes,
         dalibi_partial=args.dalibi_partial,
