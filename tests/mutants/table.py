@@ -127,6 +127,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "finite = stacked",
         _of("reference/test_merge.py"),
     ),
+    *_mutants(
+        "cute_flash/reference/tiled.py",
+        _of("reference/test_cpu.py"),
+        ("delta.masked_fill_(empty, 0.0)", "pass"),
+        ("tile.load(dO, dtype).masked_fill(empty, 0.0)", "tile.load(dO, dtype)"),
+    ),
     # Planning.
     *_mutants(
         "cute_flash/planning/plan.py",
@@ -275,6 +281,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("nearest <= band.right", "nearest < band.right"),
     ),
     # The CPU path of decode.
+    Mutant(
+        "cute_flash/reference/decode.py",
+        "min(s.first, s.seqlen_before) // page_size",
+        "s.first // page_size",
+        _of("decode/test_bad_input.py"),
+    ),
     *_mutants(
         "cute_flash/reference/decode.py",
         _DECODE,
@@ -283,6 +295,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("x / _by_head(scale, x.dtype)", "x * _by_head(scale, x.dtype)"),
         ("torch.arange(s.seqlen - s.num_queries, s.seqlen", "torch.arange(1, s.num_queries + 1"),
         ("rows = s.seqlen_before, s.seqlen", "rows = 0, s.seqlen - s.seqlen_before"),
+    ),
+    # Tools.
+    *_mutants(
+        "cute_flash/tools/roofline.py",
+        _of("tools/test_roofline.py"),
+        ("if p.band.right == 0 else every_pair", "if p.band.right is not None else every_pair"),
+        ("every_pair // 2 if p.band", "every_pair // 2 if p.band.left is None and p.band"),
     ),
     # Adapters.
     # Keywords that an entry drops in silence.
