@@ -27,7 +27,7 @@ from cute_flash.score_mod.trace import BoundMod, bind
 EMPTY, PARTIAL, FULL = 0, 1, 2
 # The version of a captured tensor in a copy of a block mask, if the tensor was written to before the copy. It differs
 # from all versions, so the copy is refused too.
-_WRITTEN = -1
+_STALE = -1
 # The largest number of (query, key) pairs that are evaluated at a time.
 MAX_PAIRS = 1 << 22
 
@@ -229,9 +229,9 @@ class BlockMask:
         """The state that `copy` and `pickle` copy.
 
         A copied tensor has a new version counter. So the version of a captured tensor is None if the tensor was not
-        written to, and `_WRITTEN` if it was.
+        written to, and `_STALE` if it was.
         """
-        versions = (None if _version(x) == version else _WRITTEN for x, version in zip(self.captured, self.versions))
+        versions = (None if _version(x) == version else _STALE for x, version in zip(self.captured, self.versions))
         # `copy.deepcopy` copies no tensor that autograd computed.
         captured = tuple(x if x.is_leaf else x.detach() for x in self.captured)
         return self.__dict__ | {"captured": captured, "versions": tuple(versions)}

@@ -121,6 +121,15 @@ MUTANTS: tuple[Mutant, ...] = (
         ("accumulate=True", "accumulate=False"),
         ("x.narrow(dim, part.start, len(part))", "x.narrow(dim, 0, len(part))"),
     ),
+    *_mutants(
+        "cute_flash/score_mod",
+        _of("score_mod/test_captures.py", "score_mod/test_block_mask.py"),
+        ("        if reads_state(value):\n", "        if False:\n"),
+        ("if self.distinct and len(", "if not self.distinct and len("),
+        ("self.aliases.append((first, source))\n                self.proxies[path]", "self.proxies[path]"),
+        ("before[key] is not now[key]", "False"),
+        ("_version(x) if version is None else version", "_version(x)"),
+    ),
     Mutant(
         "cute_flash/reference/merge.py",
         "finite = stacked.masked_fill(empty, 0.0)",
