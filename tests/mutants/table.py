@@ -176,6 +176,20 @@ MUTANTS: tuple[Mutant, ...] = (
         ("ceil_div(tokens * group, tile.tile_m) + batch", "ceil_div(tokens * group, tile.tile_m)"),
         ("rows <= MAX_SPLIT_ROWS and keys >= MIN_SPLIT_KEYS", "keys >= MIN_SPLIT_KEYS"),
     ),
+    *_mutants(
+        "cute_flash/kernels/common/varlen_scheduler.py",
+        _of("kernels/test_varlen_scheduler.py"),
+        ("found |= self.mCuSeqlensK[b + 1] < self.mCuSeqlensK[b]", "pass"),
+        ("batch.total_q if is_ordered else 0", "batch.total_q"),
+    ),
+    # The checked mode.
+    *_mutants(
+        "cute_flash",
+        _of("spec/test_checked.py"),
+        ("sequences(q, k, on_host(args))", "pass"),
+        ("read_sequences(q, k_cache, on_host(args))", "pass"),
+        ("for functions in CudaFunctions.all:", "for functions in []:"),
+    ),
     # Operands.
     *_mutants(
         "cute_flash/spec/features.py",
