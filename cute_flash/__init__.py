@@ -21,6 +21,7 @@ if TYPE_CHECKING or not _is_command():
     # Registers the operators `torch.ops.cute_flash`.
     from cute_flash.api import attn, attn_nested, attn_varlen, supports
     from cute_flash.decode import attn_decode, decode_supports
+    from cute_flash.spec.checked import use_checks
     from cute_flash.spec.family import use_kernels
     from cute_flash.spec.problem import Support
 
@@ -48,6 +49,7 @@ __all__ = [
     "masks",
     "merge",
     "supports",
+    "use_checks",
     "use_kernels",
 ]
 
@@ -66,6 +68,7 @@ _MODULES = {
     "install_as_flash_attn": "integrations.install",
     "merge": "reference.merge",
     "supports": "api",
+    "use_checks": "spec.checked",
     "use_kernels": "spec.family",
 }
 

@@ -303,7 +303,7 @@ def attn_varlen(
 
     On CUDA, only kernels read the lengths. The host does not synchronize, new lengths need no compilation, and a CUDA
     graph uses the offsets that the tensors hold when it is replayed. Wrong offsets give wrong results, but no access
-    outside of the tensors.
+    outside of the tensors; `use_checks` finds them.
 
     Args:
         q: Queries of all sequences, (Tq, H, D); dtypes and head dims as for `attn`.

@@ -28,6 +28,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.args import SAVED, SCHEMA, AttentionArgs, from_schema, to_schema
+from cute_flash.spec.checked import CudaFunctions, on_host
 from cute_flash.spec.describe import describe
 from cute_flash.spec.shapes import outputs
 
@@ -57,17 +58,22 @@ attention_bwd = torch.ops.cute_flash.attention_bwd.default
 Outputs = tuple[Tensor, Tensor, Tensor | None]
 
 
-class _Cuda:
-    """`runtime.launcher`, imported at the first call on CUDA to keep `import cute_flash` fast."""
+def _check_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> None:
+    """Raise `ValueError` if offsets or lengths of a varlen call are wrong."""
+    from cute_flash.reference.varlen import sequences
 
-    def __getattr__(self, name: str) -> Any:
-        from cute_flash.runtime import launcher
-
-        self.forward, self.backward = launcher.forward, launcher.backward
-        return getattr(launcher, name)
+    if args.cu_seqlens_q is not None:
+        describe(q, k, v, args, "cuda")
+        sequences(q, k, on_host(args))
 
 
-_cuda = _Cuda()
+def _check_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> None:
+    """The same for the backward, because the offsets may have been written to since the forward."""
+    _out, _lse, args = others
+    _check_forward(q, k, v, args)
+
+
+_cuda = CudaFunctions("cute_flash.runtime.launcher", forward=_check_forward, backward=_check_backward)
 
 
 # ---- the entry point of api.py

@@ -14,7 +14,6 @@ not return its argument, so the first result is then empty. The operator has dis
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.ops import LIBRARY, PLAIN_TYPES, is_observed, is_plain, without_autocast
+from cute_flash.spec.checked import CudaFunctions, on_host
 from cute_flash.spec.decode import SCHEMA, TENSOR_FIELDS, DecodeArgs, decode_outputs, describe_decode, tensors_of
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -35,16 +35,15 @@ LIBRARY.define(
 decode_op = torch.ops.cute_flash.decode.default
 
 
-class _Cuda:
-    """`runtime.decode`, imported at the first call on CUDA to keep `import cute_flash` fast."""
+def _check_values(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, return_lse: bool = True) -> None:
+    """Raise `ValueError` if lengths, offsets, page indices or positions are wrong."""
+    from cute_flash.reference.decode import read_sequences
 
-    def __getattr__(self, name: str) -> Any:
-        module = import_module("cute_flash.runtime.decode")
-        self.run = module.run
-        return getattr(module, name)
+    describe_decode(q, k_cache, v_cache, args, "cuda")
+    read_sequences(q, k_cache, on_host(args))
 
 
-_cuda = _Cuda()
+_cuda = CudaFunctions("cute_flash.runtime.decode", run=_check_values)
 
 
 def decode(

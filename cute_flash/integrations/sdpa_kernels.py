@@ -170,9 +170,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, return_debug_
         args = args._replace(rng=states[0])
     operands = padded(q), padded(k), padded(v)
     if ops.is_direct(*operands, args):
-        from cute_flash.runtime import launcher
-
-        out, lse, _ = launcher.forward(*operands, args)
+        out, lse, _ = ops._cuda.forward(*operands, args)
     else:
         out, lse, _ = ops.attention_fwd(*operands, *to_schema(args))
     return _like(q, out), lse, *states

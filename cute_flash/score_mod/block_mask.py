@@ -5,7 +5,8 @@ all `tile_n` keys, and otherwise *partial*. A last K/V block with fewer than `ti
 
 A `BlockMask` is a snapshot of its mask: it holds copies of the tensors and numbers that the mask_mod captured. `attn`
 uses the copies, and raises a `ValueError` if a captured tensor was written to since. A write through `.data` to a CUDA
-tensor is not detected, and a call inside `torch.compile` detects no write.
+tensor is not detected, and a call inside `torch.compile` detects no write. A copy of a block mask (`copy.deepcopy`,
+`pickle`, `torch.save`) is a block mask of the copied tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from cute_flash.score_mod.tensor_cache import TensorCache
 from cute_flash.score_mod.trace import BoundMod, bind
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+# The version of a captured tensor in a copy of a block mask, if the tensor was written to before the copy. It differs
+# from all versions, so the copy is refused too.
+_STALE = -1
 # The largest number of (query, key) pairs that are evaluated at a time.
 MAX_PAIRS = 1 << 22
 
@@ -173,7 +177,7 @@ class BlockMask:
             raise ValueError(
                 f"window={window}: give whole numbers that are not negative, or None for an unbounded side"
             )
-        versions = tuple(0 if x.is_inference() else x._version for x in captures)
+        versions = tuple(map(_version, captures))
         if mask is not None:
             mask = mask._replace(captures=tuple(x.detach().clone() for x in captures))
 
@@ -205,8 +209,7 @@ class BlockMask:
                 )
             return mask_mod if self.mask is None else self.mask
         for x, version, copy in zip(self.captured, self.versions, () if self.mask is None else self.mask.captures):
-            is_written = not x.is_inference() and x._version != version
-            if is_written or (_is_readable(x) and not _has_same_contents(x, copy)):
+            if _version(x) != version or (_is_readable(x) and not _has_same_contents(x, copy)):
                 raise ValueError(
                     f"block_mask: a captured tensor of its mask_mod, of shape {tuple(x.shape)}, was written to after "
                     "the block mask was built: build a new one"
@@ -221,6 +224,22 @@ class BlockMask:
             "mask_mod differs from the mask_mod of block_mask: leave mask_mod out, because a block mask carries its "
             "own, or build the block mask of both with masks.and_"
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state that `copy` and `pickle` copy.
+
+        A copied tensor has a new version counter. So the version of a captured tensor is None if the tensor was not
+        written to, and `_STALE` if it was.
+        """
+        versions = (None if _version(x) == version else _STALE for x, version in zip(self.captured, self.versions))
+        # `copy.deepcopy` copies no tensor that autograd computed.
+        captured = tuple(x if x.is_leaf else x.detach() for x in self.captured)
+        return self.__dict__ | {"captured": captured, "versions": tuple(versions)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        versions = zip(state["captured"], state["versions"])
+        copied = tuple(_version(x) if version is None else version for x, version in versions)
+        self.__dict__.update(state, versions=copied)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -271,6 +290,11 @@ class BlockMask:
         mask_device = self.partial_kv.num_blocks.device
         if mask_device != device:
             raise ValueError(f"block_mask is on {mask_device} and q is on {device}: they must agree")
+
+
+def _version(x: Tensor) -> int:
+    """The number of writes to a tensor; 0 for an inference tensor, which does not count them."""
+    return 0 if x.is_inference() else x._version
 
 
 def _is_readable(x: Tensor) -> bool:

@@ -28,10 +28,12 @@ from cute_flash.score_mod.constants import (
     is_impure,
     is_key,
     is_numpy,
+    reads_state,
 )
 from cute_flash.score_mod.graph import CAPTURE_KINDS, MAX_CAPTURE_RANK, Builder, CaptureSpec
-from cute_flash.score_mod.objects import BUILTINS, ModuleProxy, ObjectProxy, is_container, plain
+from cute_flash.score_mod.objects import BUILTINS, ModuleProxy, ObjectProxy, StateReader, is_container, plain, replaced
 from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy, trace_error
+from cute_flash.score_mod.writes import WriteLog
 
 MAX_CONTAINER_SIZE = 256
 
@@ -72,11 +74,36 @@ def _global_names(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*names, *inner]))
 
 
-class CaptureTracer:
-    """Rebuilds a mod with proxies for its captured values. `static` has the paths of numbers to compile in."""
+@functools.lru_cache(maxsize=1024)
+def _compares_objects(code: CodeType) -> bool:
+    """Whether `is` compares two values of which the second is no constant, such as None."""
+    before = None
+    for x in dis.get_instructions(code):
+        if x.opname == "IS_OP" and before != "LOAD_CONST":
+            return True
+        before = x.opname
+    return any(_compares_objects(x) for x in code.co_consts if isinstance(x, CodeType))
 
-    def __init__(self, builder: Builder, mod: Any, static: frozenset[tuple]) -> None:
-        self.builder, self.static = builder, static
+
+class ComparesObjects(BaseException):
+    """Raised when a mod compares objects by `is`, to trace it again with `Options.by_identity`."""
+
+
+class Options(NamedTuple):
+    """What is compiled into a trace. A trace begins with the defaults, and is repeated if the mod needs more."""
+
+    static: frozenset[tuple] = frozenset()  # the paths of numbers to compile in
+    # Whether one object has one proxy, and the trace is valid for the same objects only. Mods with `is` need it.
+    by_identity: bool = False
+
+
+class CaptureTracer:
+    """Rebuilds a mod with proxies for its captured values."""
+
+    def __init__(self, builder: Builder, mod: Any, options: Options) -> None:
+        self.builder, (self.static, self.by_identity) = builder, options
+        self.writes = WriteLog()
+        self.builtins = {**vars(builtins), **BUILTINS, "__import__": self._import}
         self.sources = [Source(-1, None, (), _guard(mod))]
         self.values = [mod]  # the value of each source
         self.paths: list[tuple] = [()]  # the path of each source: the (read, key) pairs that lead from the mod to it
@@ -86,6 +113,7 @@ class CaptureTracer:
         self.rebuilding: dict[int, tuple[FunctionType, int]] = {}  # functions in progress, by id, with their sources
         self.objects: dict[int, tuple[ObjectProxy, int]] = {}  # by id, with their sources
         self.aliases: list[tuple[int, int]] = []  # pairs of sources with the same function or object
+        self.distinct: dict[int, int] = {}  # with `by_identity`: the first source of each object, by id
         self.function = self._proxy(mod, 0)
 
     def visit(self, parent: int, read: Callable[..., Any], *key: Any) -> Any:
@@ -96,19 +124,29 @@ class CaptureTracer:
             self.sources.append(Source(parent, read, key, _guard(value, path in self.static)))
             self.values.append(value)
             self.paths.append(path)
-            self.proxies[path] = self._proxy(value, source)
+            first = self._first_source(value, source)
+            if first == source:
+                self.proxies[path] = self._proxy(value, source)
+            else:
+                self.aliases.append((first, source))
+                self.proxies[path] = self.proxies[self.paths[first]]
         return self.proxies[path]
+
+    def _first_source(self, value: Any, source: int) -> int:
+        """With `by_identity`, the first source of an object. Numbers and constants are no objects."""
+        if not self.by_identity or isinstance(value, (int, float)) or is_compiled_in(value) or is_fixed(value):
+            return source
+        first = self.distinct.setdefault(id(value), source)
+        return first if self.paths[first] in self.proxies else source  # a function that captures itself is in progress
 
     def _proxy(self, value: Any, source: int) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value, source)
-        if is_impure(value):
-            name = f"{value.__module__}.{value.__name__}"
-            raise trace_error(
-                f"{name} depends on a clock, the system or random numbers: call it outside, and capture the result"
-            )
-        if is_compiled_in(value) or is_fixed(value) or self.paths[source] in self.static:
-            return value
+        if reads_state(value):
+            return StateReader(self, value)
+        is_constant = is_compiled_in(value) or (is_fixed(value) and not is_impure(value))
+        if is_constant or self.paths[source] in self.static:
+            return replaced(value)
         if type(value) in (int, float):
             self.builder.scalars.append("int" if type(value) is int else "float")
             self.scalars.append(source)
@@ -128,7 +166,7 @@ class CaptureTracer:
             return self._container(value, source)
         if is_fixed_module(value):
             return ModuleProxy(self, value)
-        if isinstance(value, FunctionType):
+        if isinstance(value, FunctionType) and not is_impure(value):
             return self._function(value, source)
         if is_container(value) and is_fixed(type(value)):
             return self.visit(source, plain)
@@ -160,11 +198,19 @@ class CaptureTracer:
                 f"a captured {type(value).__name__} has a {what} that is not a number or a string: "
                 "compute the value outside the mod, and capture it"
             )
+        proxy: Any
         if isinstance(value, (set, frozenset)):
-            return type(value)(value)
-        keys = value if isinstance(value, dict) else range(len(value))
-        proxies = {key: self.visit(source, getitem, key) for key in keys}
-        return proxies if isinstance(value, dict) else type(value)(proxies.values())
+            proxy = type(value)(value)
+        else:
+            keys = value if isinstance(value, dict) else range(len(value))
+            proxies = {key: self.visit(source, getitem, key) for key in keys}
+            proxy = proxies if isinstance(value, dict) else type(value)(proxies.values())
+        self.writes.watch_container(proxy)
+        return proxy
+
+    def _import(self, *args: Any, **kwargs: Any) -> Any:
+        """`import` inside the mod: the attributes of a module are captured values."""
+        return self.visit(0, _imported, builtins.__import__(*args, **kwargs))
 
     def _function(self, value: FunctionType, source: int) -> FunctionType:
         """A function with the same code and with proxies in its closure, globals and defaults."""
@@ -173,9 +219,10 @@ class CaptureTracer:
             self.aliases.append((first, source))
             return new
         code = value.__code__
-        names: dict[str, Any] = {
-            x: value.__globals__[x] for x in ("__builtins__", "__name__") if x in value.__globals__
-        }
+        if _compares_objects(code) and not self.by_identity:
+            raise ComparesObjects
+        names: dict[str, Any] = {"__builtins__": self.builtins}
+        names |= {x: value.__globals__[x] for x in ("__name__", "__package__") if x in value.__globals__}
         cells = tuple(CellType() for _ in code.co_freevars)
         new = FunctionType(code, names, value.__name__, None, cells)
         # Registered before its captures are visited, because it may capture itself.
@@ -188,14 +235,13 @@ class CaptureTracer:
         for name in _global_names(code):
             if name in value.__globals__:
                 names[name] = self.visit(source, _global, name)
-            elif name in BUILTINS:
-                names[name] = BUILTINS[name]
             elif not hasattr(builtins, name):
                 self.visit(source, _has_global, name)
         for name in ("__defaults__", "__kwdefaults__"):
             if getattr(value, name):
                 setattr(new, name, self.visit(source, getattr, name))
         del self.rebuilding[id(value)]
+        self.writes.watch_function(new)
         return new
 
 
@@ -259,6 +305,10 @@ def _global(function: FunctionType, name: str) -> Any:
 
 def _has_global(function: FunctionType, name: str) -> bool:
     return name in function.__globals__
+
+
+def _imported(_: Any, module: ModuleType) -> ModuleType:
+    return module
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

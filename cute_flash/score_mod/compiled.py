@@ -33,7 +33,7 @@ from cute_flash.score_mod.captures import capture
 from cute_flash.score_mod.graph import Builder, drop_unused_arguments
 from cute_flash.score_mod.overrides import inputs
 from cute_flash.score_mod.proxy import METHODS, NOT_SUPPORTED, TORCH, ScalarProxy, Specialise, TensorProxy, without_line
-from cute_flash.score_mod.trace import ROLES, BoundMod, output_node
+from cute_flash.score_mod.trace import ROLES, BoundMod, check_callable, output_node
 
 Step = tuple  # (function or its name, arguments, keyword arguments as pairs), or ("capture", dtype, rank)
 META = torch.device("meta")
@@ -151,6 +151,7 @@ skip_code(mod_arguments.__code__)
 
 def _bind(mod: Callable, role: str, device: torch.device) -> tuple[str, list[Tensor]]:
     """The text of a mod's graph, and the tensors that it captures."""
+    check_callable(mod, role)
     recorder = Recorder(role, device)
     with recorder:
         result = mod(*recorder.inputs)

@@ -14,12 +14,25 @@ import torch
 
 # Modules whose functions and classes need no proxy.
 FIXED_MODULES = frozenset({"torch", "numpy", "cute_flash", "builtins", *sys.stdlib_module_names})
-# The modules of `FIXED_MODULES` whose functions depend on a clock, the system or random numbers.
-IMPURE_MODULES = frozenset({"datetime", "os", "platform", "posix", "secrets", "socket", "time", "uuid"})
+# The modules of `FIXED_MODULES` whose functions depend on a clock, the system or random numbers, or change the system.
+IMPURE_MODULES = frozenset({
+    "_io", "_thread", "ctypes", "datetime", "fileinput", "gc", "genericpath", "getpass", "glob", "importlib", "inspect",
+    "io", "linecache", "locale", "mmap", "multiprocessing", "os", "pathlib", "pkgutil", "platform", "posix", "resource",
+    "runpy", "secrets", "shutil", "signal", "socket", "sqlite3", "subprocess", "sys", "tempfile", "threading", "time",
+    "urllib", "uuid",
+})  # fmt: skip
+# The beginnings of the names of such functions of torch and numpy.
+_IMPURE_NAMES = (
+    "bernoulli", "from_file", "fromfile", "genfromtxt", "load", "manual_seed", "multinomial", "normal", "poisson",
+    "rand", "seed",
+)  # fmt: skip
+# The same for functions of torch that read its state, such as `torch.is_grad_enabled`, and for those that set it.
+_STATE_NAMES = ("are_", "current_", "device_count", "get_", "initial_seed", "is_")
+_SETTER_NAMES = ("set_", "use_")
 # Modules whose numbers and strings are constants, such as math.pi.
 MODULES_OF_CONSTANTS = ("cmath", "math", "numpy", "string", "torch")
 _IMMUTABLE = (
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo,
+    torch.dtype, torch.layout, torch.memory_format, torch.finfo, torch.iinfo,
     operator.attrgetter, operator.itemgetter, operator.methodcaller, re.Pattern,
     types.EllipsisType, types.NotImplementedType, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.GenericAlias,
@@ -30,7 +43,7 @@ _BOUND = (BuiltinFunctionType, MethodWrapperType)
 
 def is_compiled_in(value: Any) -> bool:
     """Whether the value becomes part of the trace, so that the trace is valid only for an equal value."""
-    return value is None or isinstance(value, (bool, str, bytes, range))
+    return value is None or isinstance(value, (bool, str, bytes, range, torch.device))
 
 
 def is_key(value: Any) -> bool:
@@ -59,11 +72,22 @@ def is_fixed_module(value: Any) -> bool:
 
 
 def is_impure(function: Any) -> bool:
-    """Whether a function or a class of Python, torch or numpy depends on a clock, the system or random numbers."""
+    """Whether a function or a class of Python, torch or numpy depends on a clock, the system or random numbers.
+
+    Functions that set torch's state count too, because a mod runs only when it is traced.
+    """
     if not isinstance(function, (type, FunctionType, BuiltinFunctionType)) or bound_to(function) is not None:
         return False
     root, name = _root(function.__module__ or ""), function.__name__
-    return root in IMPURE_MODULES or (root in ("torch", "numpy") and name.startswith(("rand", "bernoulli", "normal")))
+    if root not in ("torch", "numpy"):
+        return root in IMPURE_MODULES
+    return name.startswith(_IMPURE_NAMES) or (not isinstance(function, type) and name.startswith(_SETTER_NAMES))
+
+
+def reads_state(function: Any) -> bool:
+    """Whether a function of torch reads torch's state, such as the grad mode or the default dtype."""
+    is_function = isinstance(function, (FunctionType, BuiltinFunctionType)) and bound_to(function) is None
+    return is_function and _root(function.__module__ or "") == "torch" and function.__name__.startswith(_STATE_NAMES)
 
 
 def bound_to(value: Any) -> Any:

@@ -2,20 +2,24 @@
 
 Python methods are traced with the proxy in place of `self`. Methods in C cannot be traced. Those of containers run on a
 copy whose elements are captured values, `ContextVar.get` returns a captured value, and others raise a `TraceError`.
+
+`replaced` has the versions of built-in functions that mods call, such as `isinstance`, which takes proxies, and `open`,
+which raises a `TraceError`.
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextvars import ContextVar
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cute_flash.errors import TraceError
 from cute_flash.score_mod.constants import (
     MODULES_OF_CONSTANTS,
     bound_to,
@@ -23,8 +27,10 @@ from cute_flash.score_mod.constants import (
     is_fixed_module,
     is_impure,
     is_numpy,
+    reads_state,
 )
-from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy, trace_error
+from cute_flash.score_mod.proxy import Proxy, ScalarProxy, TensorProxy, trace_error
+from cute_flash.score_mod.writes import NO_WRITES
 
 if TYPE_CHECKING:
     from cute_flash.score_mod.captures import CaptureTracer
@@ -50,6 +56,7 @@ class ObjectProxy:
 
     def __getattr__(self, name: str) -> Any:
         value = self.__value
+        _refuse_impure(value)
         if is_numpy(value, "ndarray"):
             raise trace_error("a captured numpy array: capture torch.from_numpy(array)")
         if isinstance(value, type) and issubclass(value, torch.autograd.Function):
@@ -87,10 +94,20 @@ class ObjectProxy:
             return default[0]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise trace_error(f"assignment to .{name} of a captured object: a mod must not change captured values")
+        raise trace_error(f"an assignment to .{name} of {describe(self)}: {NO_WRITES}")
+
+    def __delattr__(self, name: str) -> None:
+        raise trace_error(f"del .{name} of {describe(self)}: {NO_WRITES}")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise trace_error(f"an assignment to an element of {describe(self)}: {NO_WRITES}")
+
+    def __delitem__(self, key: Any) -> None:
+        raise trace_error(f"del of an element of {describe(self)}: {NO_WRITES}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         value = self.__value
+        _refuse_impure(value)
         if isinstance(value, torch.nn.Module):
             if value._forward_hooks or value._forward_pre_hooks:
                 raise trace_error(f"calling {describe(self)}, which has hooks: remove them, or call its forward")
@@ -147,6 +164,12 @@ class ObjectProxy:
     def __repr__(self) -> str:
         return describe(self)
 
+    def __str__(self) -> str:
+        return self.__special("__str__")
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
 
 class ModuleProxy:
     """A module of Python, torch or numpy. Its functions, classes and constants need no proxy; other values do."""
@@ -161,9 +184,21 @@ class ModuleProxy:
         if is_fixed_module(value):
             return ModuleProxy(self.__tracer, value)
         is_constant = self.__module.__name__ in MODULES_OF_CONSTANTS and isinstance(value, (int, float, str))
-        if is_constant or (is_fixed(value) and not is_impure(value)):
-            return value
+        if is_constant or (is_fixed(value) and not is_impure(value) and not reads_state(value)):
+            return replaced(value)
         return self.__tracer.visit(0, _module_attribute, self.__module, name)
+
+
+class StateReader:
+    """A function of torch that reads torch's state. Its result is a captured value: it is read again at each call."""
+
+    def __init__(self, tracer: CaptureTracer, function: Callable[..., Any]) -> None:
+        self._tracer, self._function = tracer, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, (Proxy, ObjectProxy)) for x in (*args, *kwargs.values())):
+            return self._function(*args, **kwargs)  # a description of a value, such as `torch.is_floating_point`
+        return self._tracer.visit(0, _result, self._function, args, tuple(kwargs.items()))
 
 
 def describe(x: Any) -> str:
@@ -175,6 +210,15 @@ def describe(x: Any) -> str:
 def original(x: Any) -> Any:
     """The captured object behind a proxy. A value that is not an `ObjectProxy` is returned unchanged."""
     return x._ObjectProxy__value if type(x) is ObjectProxy else x
+
+
+def _refuse_impure(value: Any) -> None:
+    if is_impure(value):
+        name = f"{value.__module__}.{value.__name__}"
+        raise trace_error(
+            f"{name} depends on a clock, the system or random numbers, or changes them: call it outside the mod, and "
+            "capture the result"
+        )
 
 
 def is_container(value: Any) -> bool:
@@ -205,13 +249,17 @@ def _module_attribute(_: Any, module: ModuleType, name: str) -> Any:
     return getattr(module, name)
 
 
+def _result(_: Any, function: Callable[..., Any], args: tuple, kwargs: tuple) -> Any:
+    return function(*args, **dict(kwargs))
+
+
 def _is_set(variable: ContextVar) -> bool:
     return variable.get(_UNSET) is not _UNSET
 
 
 _UNSET = object()
 
-# Replacements of built-in functions that inspect the class of a value: for a proxy, they inspect the captured value.
+# Replacements of built-in functions that inspect a value: for a proxy, they inspect the captured value.
 
 
 def _isinstance(x: Any, classes: Any) -> bool:
@@ -225,7 +273,7 @@ def _issubclass(cls: Any, classes: Any) -> bool:
 
 def _class(x: Any, *others: Any) -> Any:
     if others:
-        raise TraceError("a new class inside the mod: create it outside, and capture it")
+        raise trace_error("a new class inside the mod: create it outside, and capture it")
     return x.__class__ if type(x) is ObjectProxy else _class_of(x)
 
 
@@ -235,8 +283,14 @@ def _callable(x: Any) -> bool:
 
 def _vars(*args: Any) -> Any:
     if not args:
-        raise TraceError("vars() without an argument inside the mod: name the variables")
+        raise trace_error("vars() without an argument inside the mod: name the variables")
     return args[0].__dict__
+
+
+def _hash(x: Any) -> int:
+    if isinstance(x, (ObjectProxy, TensorProxy)):
+        raise trace_error(f"hash() of a captured value: {INSTEAD}")
+    return hash(x)
 
 
 def _class_of(x: Any) -> type:
@@ -246,9 +300,32 @@ def _class_of(x: Any) -> type:
 
 
 def _originals(classes: Any) -> Any:
-    return tuple(map(_originals, classes)) if isinstance(classes, tuple) else original(classes)
+    if isinstance(classes, tuple):
+        return tuple(map(_originals, classes))
+    return type if classes is _class else original(classes)
 
 
-BUILTINS: dict[str, Callable] = {
-    "isinstance": _isinstance, "issubclass": _issubclass, "type": _class, "callable": _callable, "vars": _vars,
+def _refused(name: str, instead: str) -> Callable[..., Any]:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise trace_error(f"{name}() inside the mod: {instead}")
+
+    return refused
+
+
+_REPLACEMENTS: dict[Any, Callable] = {
+    isinstance: _isinstance, issubclass: _issubclass, type: _class, callable: _callable, vars: _vars, hash: _hash,
+    dir: _refused("dir", "name the attributes"),
+    globals: _refused("globals", "name the variables"),
+    id: _refused("id", "compare objects with `is`"),
+    operator.is_: _refused("operator.is_", "write `is`"),
+    operator.is_not: _refused("operator.is_not", "write `is not`"),
+    **{x: _refused(x.__name__, "write the code in the mod") for x in (compile, eval, exec)},
+    **{x: _refused(x.__name__, "call it outside, and capture the result") for x in (input, open)},
 }  # fmt: skip
+# By name, for the built-in functions of mods.
+BUILTINS = {x.__name__: new for x, new in _REPLACEMENTS.items() if hasattr(builtins, x.__name__)}
+
+
+def replaced(value: Any) -> Any:
+    """The version for mods of a built-in function; any other value is returned unchanged."""
+    return _REPLACEMENTS.get(value, value) if isinstance(value, BuiltinFunctionType) else value

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cute_flash.errors import TraceError
-from cute_flash.score_mod.captures import CaptureTracer, Source, code_of, definition_of
+from cute_flash.score_mod.captures import CaptureTracer, ComparesObjects, Options, Source, code_of, definition_of
 from cute_flash.score_mod.graph import Builder, Graph, drop_unused_arguments
 from cute_flash.score_mod.overrides import inputs
 from cute_flash.score_mod.proxy import ScalarProxy, Specialise, TensorProxy, is_row, node_of, user_line, without_line
+from cute_flash.score_mod.writes import NO_WRITES, line_of_first_write
 
 # The inputs of each kind of mod.
 ROLES = {
@@ -50,6 +51,7 @@ class Trace:
     captures: tuple[int, ...]  # indices into sources
     scalars: tuple[int, ...]  # indices into sources
     aliases: tuple[tuple[int, int], ...]  # pairs of sources that must give the same object
+    distinct: tuple[int, ...]  # sources that must give different objects
 
     def bind(self, mod: Any) -> BoundMod | None:
         """Read the captured values of a mod; None if a guard fails."""
@@ -65,6 +67,8 @@ class Trace:
         for i, j in self.aliases:
             if values[i] is not values[j]:
                 return None
+        if self.distinct and len({id(values[i]) for i in self.distinct}) < len(self.distinct):
+            return None
         scalars = tuple([values[i] for i in self.scalars]) if self.scalars else ()
         for x in scalars:
             if type(x) is int and not -MAX_INT <= x < MAX_INT:
@@ -85,16 +89,16 @@ def bind(mod: Callable, role: str) -> BoundMod:
         role: "score_mod", "mask_mod" or "score_mod_bwd".
 
     Raises:
+        ValueError: The mod is not a function.
         TraceError: The mod cannot be traced.
     """
     if isinstance(mod, BoundMod):
         return mod
-    if not callable(mod):
-        raise TraceError(f"{role} is a {type(mod).__name__}: give a function of ({_signature(role)})")
     key = role, code_of(mod)
     for trace in _traces.get(key, ()):
         if (bound_mod := trace.bind(mod)) is not None:
             return bound_mod
+    check_callable(mod, role)
     trace = _traced(mod, role)
     if len(_traces) >= MAX_CODES:
         _traces.clear()
@@ -109,9 +113,11 @@ def bind(mod: Callable, role: str) -> BoundMod:
     return bound_mod
 
 
-def _signature(role: str) -> str:
-    names = {"q": "q_idx", "kv": "kv_idx"}
-    return ", ".join(names.get(name, name) for name in ROLES[role])
+def check_callable(mod: Any, role: str) -> None:
+    if not callable(mod):
+        names = {"q": "q_idx", "kv": "kv_idx"}
+        signature = ", ".join([names.get(name, name) for name in ROLES[role]])
+        raise ValueError(f"{role} is of type {type(mod).__name__}: give a function of ({signature})")
 
 
 @contextmanager
@@ -124,17 +130,23 @@ def _errors_at_definition(mod: Callable) -> Iterator[None]:
 
 
 def _traced(mod: Callable, role: str) -> Trace:
-    """Trace a mod. If Python needs captured numbers (`Specialise`), trace again with these numbers compiled in."""
+    """Trace a mod.
+
+    The mod is traced again if Python needs captured numbers (`Specialise`), with these numbers compiled in, and if it
+    compares objects by `is`.
+    """
     global num_traces
     num_traces += 1
-    static: frozenset[tuple] = frozenset()
+    options = Options()
     while True:
         builder = Builder()
         tracer = None
         try:
             with _errors_at_definition(mod):
-                tracer = CaptureTracer(builder, mod, static)
+                tracer = CaptureTracer(builder, mod, options)
             result = tracer.function(*inputs(builder, ROLES[role]))
+            if what := tracer.writes.first():
+                raise TraceError(f"{what}: {NO_WRITES} ({_line_of_first_write(mod, role, options)})")
             with _errors_at_definition(mod):
                 output = output_node(builder, result, role)
             graph, captures, scalars = drop_unused_arguments(builder.graph(output))
@@ -144,15 +156,25 @@ def _traced(mod: Callable, role: str) -> Trace:
                 tuple(tracer.captures[i] for i in captures),
                 tuple(tracer.scalars[i] for i in scalars),
                 tuple(tracer.aliases),
+                tuple(tracer.distinct.values()),
             )
         except Specialise as needed:
             assert tracer is not None
-            static |= {tracer.paths[tracer.scalars[i]] for i in needed.scalars}
+            static = {tracer.paths[tracer.scalars[i]] for i in needed.scalars}
+            options = options._replace(static=options.static | static)
+        except ComparesObjects:
+            options = options._replace(by_identity=True)
         except TraceError as error:
             raise TraceError(f"{role}: {error}") from None
         except Exception as error:
             line = user_line(reversed(list(walk_tb(error.__traceback__)))) or definition_of(mod)
             raise TraceError(f"{role}: {type(error).__name__}: {error} ({line})") from error
+
+
+def _line_of_first_write(mod: Callable, role: str, options: Options) -> str:
+    builder = Builder()
+    tracer = CaptureTracer(builder, mod, options)
+    return line_of_first_write(lambda: tracer.function(*inputs(builder, ROLES[role])), tracer.writes)
 
 
 def output_node(builder: Builder, result: Any, role: str) -> int:

@@ -36,6 +36,7 @@ FLAVOURS = {"cu12": (12090, "575.51"), "cu13": (13000, "580.65")}
 VARIABLES: dict[str, Callable[[str], object]] = {
     "CUTE_FLASH_ARCH": arch.by_name,
     "CUTE_FLASH_CACHE_DIR": str,
+    "CUTE_FLASH_CHECK": str,
     "CUTE_FLASH_KERNELS": check_family,
     "CUTE_FLASH_NVTX": str,
 }

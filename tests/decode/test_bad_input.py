@@ -37,7 +37,7 @@ def rotary(width: int = 8, **changes: Any) -> dict[str, Any]:
     return call(k_new=NEW, v_new=NEW, rotary_cos=table, rotary_sin=table) | changes
 
 
-NEW = torch.zeros(B, T, HKV, D)
+NEW, NEW3 = torch.zeros(B, T, HKV, D), torch.zeros(B, 3, HKV, D)
 FP8 = torch.zeros(B, S, HKV, D).to(torch.float8_e4m3fn)
 CU = ints(0, 1, 2)
 Q3 = torch.zeros(2, H, D)
@@ -116,6 +116,9 @@ WRONG_VALUES = [
     (paged(cache_seqlens=ints(0, 25)), "cache_seqlens[1]=25: the cache holds 24 rows per sequence"),
     (paged(page_table=torch.full((2, 3), 6, dtype=torch.int32)), "page_table[0, 0]=6: there are 6 pages"),
     (paged(page_table=torch.tensor([[0, 1, 2], [3, -1, 5]]).int()), "page_table[1, 1]=-1: there are 6 pages"),
+    # Of the rows 7, 8 and 9, which are appended, the query sees row 9 alone.
+    (paged(page_table=torch.tensor([[0, 1, 2], [-1, 4, 5]]).int(), cache_seqlens=ints(5, 7), k_new=NEW3, v_new=NEW3,
+           window=(0, 0)), "page_table[1, 0]=-1: there are 6 pages"),
     (call(cache_batch_idx=ints(0, 2)), "cache_batch_idx[1]=2: the cache has 2 sequences, numbered from 0"),
     (call(leftpad=ints(0, -3)), "leftpad[1]=-3 is negative"),
     (call(q=Q3, cu_seqlens_q=ints(0, 1, 3)), "cu_seqlens_q ends with 3: there are 2 tokens in q"),

@@ -56,10 +56,15 @@ def sequences(
 ) -> list[SeqlenInfo]:
     """The sequences whose tiles are listed, then the rows that belong to no sequence.
 
+    If offsets decrease, all rows belong to no sequence.
+
     `of_keys`: tiles are of keys, and unused keys of each sequence are listed too. `numbers_rest`: the rows after the
     last sequence get the next sequence number.
     """
     queries, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    if any(end < begin for offsets in (queries, keys) for begin, end in pairwise(offsets)):
+        queries, keys = ([0] * len(queries) for _ in range(2))
+        seqused_k = None if seqused_k is None else torch.zeros_like(seqused_k)
     used, unused = [], []
     for b, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(queries), pairwise(keys), strict=True)):
         k_len = k1 - k0 if seqused_k is None else int(seqused_k[b])

@@ -229,6 +229,25 @@ def test_a_graph_of_a_generation() -> None:
     assert torch.equal(call.k_cache.view(torch.int16), eager.k_cache.view(torch.int16))
 
 
+def test_checks_read_lengths_and_pages_before_the_launch() -> None:
+    case = replace(APPENDING, page_size=16)
+    expected, call = run(case.build(DEVICE, torch.bfloat16)), case.build(DEVICE, torch.bfloat16)
+    with cute_flash.use_checks():
+        assert all(map(torch.equal, run(call), expected))
+        Captured.of(lambda: run(call))  # a captured call is not checked, because the host cannot wait
+        before = call.k_cache.clone()
+        lengths, table = call.options["cache_seqlens"], call.options["page_table"]
+        lengths[1] = capacity = table.shape[1] * 16
+        with pytest.raises(
+            ValueError, match=rf"cache_seqlens\[1\]={capacity} and . new rows: the cache holds {capacity}"
+        ):
+            run(call)
+        lengths[1], table[2, 0] = case.seqlens[1], len(call.k_cache)
+        with pytest.raises(ValueError, match=rf"page_table\[2, 0\]={len(call.k_cache)}: there are {len(call.k_cache)}"):
+            run(call)
+    assert torch.equal(call.k_cache.view(torch.int16), before.view(torch.int16))
+
+
 def test_compiled_equals_eager() -> None:
     eager, compiled = (APPENDING.build(DEVICE, torch.bfloat16) for _ in range(2))
     expected = run(eager)

@@ -1,5 +1,8 @@
 """`attn_varlen` on a GPU: a sequence depends on no other sequence; jagged tensors; new lengths need no host work."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -139,3 +142,58 @@ def test_new_lengths_neither_wait_nor_compile(features):
         assert all(x.isfinite().all() for x in step(seed, 700, "error"))
     after = cache_info()
     assert (after.compiles, after.disk_hits) == (before.compiles, before.disk_hits)
+
+
+# A hanging kernel would block the GPU, so this runs in a separate process with a time limit.
+DECREASING = """
+import sys, torch, cute_flash
+from tests.fakes.gpu import poisoned_memory
+
+def ints(offsets):
+    return torch.tensor(offsets, device="cuda", dtype=torch.int32)
+
+right = [0, 1000, 1300, 1500]
+wrong = ([0, 1000, 300, 1500], [0, 1400, 90, 1300, 200, 1500], [900, 0, 1500], [0, 1500, 0])
+with cute_flash.use_kernels(sys.argv[1]), poisoned_memory():
+    for head_dim, deterministic in ((64, True), (128, True), (256, True), (256, False)):
+        q, k, v = (torch.randn(1500, h, head_dim, device="cuda").bfloat16().requires_grad_() for h in (4, 2, 2))
+        for offsets in (*wrong, right):
+            aligned = right if len(offsets) == 4 else offsets
+            for cu_q, cu_k in ((offsets, aligned), (aligned, offsets), (offsets, offsets)):
+                options = dict(causal=True, deterministic=deterministic, return_lse=True)
+                out, lse = cute_flash.attn_varlen(q, k, v, ints(cu_q), ints(cu_k), **options)
+                grads = torch.autograd.grad(out.float().sum(), (q, k, v))
+                if offsets is right:
+                    print(int(all(x.isfinite().all() and x.any() for x in (out, lse, *grads))))
+                else:
+                    print(int((lse == -torch.inf).all()), int(not any(x.any() for x in (out, *grads))))
+# Few queries: keys are split among CTAs, which wait for each other.
+q, k, v = (torch.randn(length, 2, 128, device="cuda").bfloat16() for length in (6, 20000, 20000))
+cute_flash.attn_varlen(q, k, v, ints([0, 4, 2, 6]), ints([0, 15000, 300, 20000]))
+torch.cuda.synchronize()
+print("end")
+"""
+
+
+def test_decreasing_offsets_are_padding_and_hang_nothing(family):
+    """Sequences would overlap. So all tokens count as tokens after the last sequence, and the kernels end."""
+    command = [sys.executable, "-c", DECREASING, family]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    assert done.stdout.split() == ["1"] * (4 * (4 * 3 * 2 + 3)) + ["end"]
+
+
+def test_checks_read_offsets_before_the_launch():
+    case = varlen(THREE, 2, 2, 128, BF16, CAUSAL)
+    x, wrong = on_gpu(case), THREE.cu_k.clone().cuda()
+    expected = case.attend(x)
+    wrong[2] = wrong[1] - 1
+    offsets = {"cu_seqlens_q": THREE.cu_q.cuda(), "cu_seqlens_k": wrong}
+    with cute_flash.use_checks():
+        found = case.attend(x)
+        with pytest.raises(ValueError, match=r"cu_seqlens_k\[2\]=89 is less than cu_seqlens_k\[1\]=90"):
+            cute_flash.attn_varlen(x["q"], x["k"], x["v"], **offsets)
+        # The operator, as in a compiled function.
+        with pytest.raises(ValueError, match="offsets may not decrease"), torch.autocast("cuda", dtype=torch.bfloat16):
+            cute_flash.attn_varlen(x["q"], x["k"], x["v"], **offsets)
+    assert all(map(torch.equal, found, expected))
+    cute_flash.attn_varlen(x["q"], x["k"], x["v"], **offsets)

@@ -106,8 +106,8 @@ def test_padded_sequences_do_not_overlap(seed: int, tile: int) -> None:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("of_keys", [False, True])
-@pytest.mark.parametrize("seed", range(6))
-def test_segments_of_the_kernel(seed: int, of_keys: bool) -> None:
+@pytest.mark.parametrize(("seed", "decreasing"), [*((seed, "") for seed in range(6)), (3, "q"), (4, "k"), (5, "k")])
+def test_segments_of_the_kernel(seed: int, of_keys: bool, decreasing: str) -> None:
     pytest.importorskip("cutlass")
     from cutlass import Int32, cute
     from cutlass.cute.runtime import from_dlpack
@@ -117,7 +117,11 @@ def test_segments_of_the_kernel(seed: int, of_keys: bool) -> None:
 
     lengths, tiles, band = Lengths.drawn(seed), (128, 64), BANDS[seed % len(BANDS)]
     used = lengths.used_k
-    expected = varlen_model.sequences(lengths.cu_q, lengths.cu_k, used, lengths.totals, of_keys)
+    cu_q, cu_k = lengths.cu_q, lengths.cu_k
+    if decreasing:
+        offsets = cu_q if decreasing == "q" else cu_k
+        offsets[-2] = offsets[-1] + 1
+    expected = varlen_model.sequences(cu_q, cu_k, used, lengths.totals, of_keys)
 
     @cute.jit
     def program(out, cu_q, cu_k, used_k, total_q, total_k, tile_rows, tile_columns):  # type: ignore[no-untyped-def]
@@ -125,14 +129,16 @@ def test_segments_of_the_kernel(seed: int, of_keys: bool) -> None:
         bounds = TracedBand(*(Int32(1 << 29 if side is None else side) for side in (band.left, band.right)))
         builder = TileListBuilder(out, batch, of_keys, False, tile_rows, tile_columns, bounds, Int32(0))
         out[0, 7] = builder.num_segments
+        # As the threads of a CTA do: each checks every third sequence.
+        decreases = batch.decreases(Int32(0), 3) or batch.decreases(Int32(1), 3) or batch.decreases(Int32(2), 3)
         for r in range(builder.num_segments):
-            segment = builder.segment(Int32(r))
+            segment = builder.segment(Int32(r), not decreases)
             out[r, 0], out[r, 1], out[r, 2], out[r, 3], out[r, 4] = segment
             out[r, 5], out[r, 6] = builder.segment_tiles(segment)
 
     out = torch.full((len(expected), 8), -1, dtype=torch.int32)
     program(
-        *map(from_dlpack, (out, lengths.cu_q, lengths.cu_k)),
+        *map(from_dlpack, (out, cu_q, cu_k)),
         None if used is None else from_dlpack(used),
         *map(Int32, (*lengths.totals, *tiles)),
     )

@@ -121,11 +121,26 @@ MUTANTS: tuple[Mutant, ...] = (
         ("accumulate=True", "accumulate=False"),
         ("x.narrow(dim, part.start, len(part))", "x.narrow(dim, 0, len(part))"),
     ),
+    *_mutants(
+        "cute_flash/score_mod",
+        _of("score_mod/test_captures.py", "score_mod/test_block_mask.py"),
+        ("        if reads_state(value):\n", "        if False:\n"),
+        ("if self.distinct and len(", "if not self.distinct and len("),
+        ("self.aliases.append((first, source))\n                self.proxies[path]", "self.proxies[path]"),
+        ("before[key] is not now[key]", "False"),
+        ("_version(x) if version is None else version", "_version(x)"),
+    ),
     Mutant(
         "cute_flash/reference/merge.py",
         "finite = stacked.masked_fill(empty, 0.0)",
         "finite = stacked",
         _of("reference/test_merge.py"),
+    ),
+    *_mutants(
+        "cute_flash/reference/tiled.py",
+        _of("reference/test_cpu.py"),
+        ("delta.masked_fill_(empty, 0.0)", "pass"),
+        ("tile.load(dO, dtype).masked_fill(empty, 0.0)", "tile.load(dO, dtype)"),
     ),
     # Planning.
     *_mutants(
@@ -160,6 +175,20 @@ MUTANTS: tuple[Mutant, ...] = (
         ("32 if rows > 16 and head_dim <= 128 else 16", "32 if rows > 16 else 16"),
         ("ceil_div(tokens * group, tile.tile_m) + batch", "ceil_div(tokens * group, tile.tile_m)"),
         ("rows <= MAX_SPLIT_ROWS and keys >= MIN_SPLIT_KEYS", "keys >= MIN_SPLIT_KEYS"),
+    ),
+    *_mutants(
+        "cute_flash/kernels/common/varlen_scheduler.py",
+        _of("kernels/test_varlen_scheduler.py"),
+        ("found |= self.mCuSeqlensK[b + 1] < self.mCuSeqlensK[b]", "pass"),
+        ("batch.total_q if is_ordered else 0", "batch.total_q"),
+    ),
+    # The checked mode.
+    *_mutants(
+        "cute_flash",
+        _of("spec/test_checked.py"),
+        ("sequences(q, k, on_host(args))", "pass"),
+        ("read_sequences(q, k_cache, on_host(args))", "pass"),
+        ("for functions in CudaFunctions.all:", "for functions in []:"),
     ),
     # Operands.
     *_mutants(
@@ -275,6 +304,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("nearest <= band.right", "nearest < band.right"),
     ),
     # The CPU path of decode.
+    Mutant(
+        "cute_flash/reference/decode.py",
+        "min(s.first, s.seqlen_before) // page_size",
+        "s.first // page_size",
+        _of("decode/test_bad_input.py"),
+    ),
     *_mutants(
         "cute_flash/reference/decode.py",
         _DECODE,
@@ -283,6 +318,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("x / _by_head(scale, x.dtype)", "x * _by_head(scale, x.dtype)"),
         ("torch.arange(s.seqlen - s.num_queries, s.seqlen", "torch.arange(1, s.num_queries + 1"),
         ("rows = s.seqlen_before, s.seqlen", "rows = 0, s.seqlen - s.seqlen_before"),
+    ),
+    # Tools.
+    *_mutants(
+        "cute_flash/tools/roofline.py",
+        _of("tools/test_roofline.py"),
+        ("if p.band.right == 0 else every_pair", "if p.band.right is not None else every_pair"),
+        ("every_pair // 2 if p.band", "every_pair // 2 if p.band.left is None and p.band"),
     ),
     # Adapters.
     # Keywords that an entry drops in silence.

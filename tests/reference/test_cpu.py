@@ -132,13 +132,16 @@ def test_backward(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
         assert_error_within(f"d{name}", gradient, oracle, oracle.to(dtype))
 
 
-def test_backward_ignores_gradients_of_rows_without_keys() -> None:
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])], ids=["plain", "sinks"])
+def test_backward_ignores_gradients_of_rows_without_keys(sinks: torch.Tensor | None, poison: float) -> None:
+    """With sinks these rows have a finite LSE: their dLSE reaches the sinks, and neither q nor k."""
     q, k, v = make_inputs(Case(1, 2, 1, 9, 4, 8, CAUSAL), torch.float32)
-    args = plain_args(q, CAUSAL)
+    args = plain_args(q, CAUSAL)._replace(sinks=sinks)
     out, lse, _ = reference.forward(q, k, v, args)
     dout, dlse = torch.ones_like(out), torch.ones_like(lse)
     *clean, _ = reference.backward(dout, dlse, q, k, v, out, lse, args)
-    dout[:, :, :5], dlse[:, :, :5] = torch.nan, torch.inf
+    dout[:, :, :5], dlse[:, :, :5] = torch.nan, poison
     *poisoned, _ = reference.backward(dout, dlse, q, k, v, out, lse, args)
     for gradient, expected in zip(poisoned, clean, strict=True):
         assert torch.equal(gradient, expected)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -237,6 +241,56 @@ def test_writing_to_a_captured_tensor(write) -> None:
     with pytest.raises(ValueError, match="was written to after the block mask was built: build a new one"):
         attn(q, k, v, block_mask=block_mask)
     torch.testing.assert_close(attn(q, k, v, block_mask=BlockMask.of(mask, (1, 2, 256, 256))), attn(q, k, v))
+
+
+def _saved(x: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "torch.save": _saved,
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "computed"])
+def test_a_copy_is_a_block_mask_of_the_copied_tensors(copied: Callable, is_leaf: bool) -> None:
+    q, k, v = _qkv()
+    ids = torch.arange(256.0).div_(100, rounding_mode="floor")  # written to once
+    ids = ids if is_leaf else ids * torch.ones(256, requires_grad=True)
+    block_mask = BlockMask.of(lambda b, h, i, j: ids[i] == ids[j], (1, 2, 256, 256))
+    expected = attn(q, k, v, block_mask=block_mask)
+    own = copied(copied(block_mask))
+    torch.testing.assert_close(attn(q, k, v, block_mask=own), expected)
+    with torch.no_grad():
+        own.captured[0].fill_(0)
+    with pytest.raises(ValueError, match="was written to after the block mask was built"):
+        attn(q, k, v, block_mask=own)
+    if copied is not copy.copy:  # which shares the tensors
+        torch.testing.assert_close(attn(q, k, v, block_mask=block_mask), expected)
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_notices_writes_by_the_version_of_the_copied_tensor(copied: Callable) -> None:
+    """These writes change no element, so a comparison of elements does not notice them."""
+    q, k, v = _qkv()
+    ids = (torch.arange(256) // 100).add_(0)
+    block_mask = BlockMask.of(masks.document(ids), (1, 2, 256, 256))
+    # A module that holds both has one copy of the tensor.
+    own = copied({"ids": ids, "block_mask": block_mask})
+    attn(q, k, v, block_mask=own["block_mask"])
+    own["ids"].add_(0)
+    with pytest.raises(ValueError, match="was written to"):
+        attn(q, k, v, block_mask=own["block_mask"])
+    ids.add_(0)
+    with pytest.raises(ValueError, match="was written to"):
+        attn(q, k, v, block_mask=copied(block_mask))
 
 
 def test_numbers_are_those_of_the_time_it_was_made() -> None:

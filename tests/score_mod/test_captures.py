@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import contextvars
 import datetime
 import enum
 import fractions
 import functools
+import heapq
 import os
+import pathlib
 import random
+import sys
 import time
 import types
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -82,6 +87,14 @@ class Holder:
         return (q >= kv) & (q - kv < self.cfg.w)
 
 
+@dataclass
+class Named:
+    w: int
+
+    def __str__(self) -> str:
+        return f"w={self.w}"
+
+
 class Slotted:
     __slots__ = ("_value",)
 
@@ -100,6 +113,19 @@ def near(size_of: Callable) -> Callable[[Any], Any]:
 def context() -> contextvars.ContextVar:
     variable.set(3)
     return variable
+
+
+def _sizes_module() -> types.ModuleType:
+    module = sys.modules["sizes_of_masks"] = types.ModuleType("sizes_of_masks")
+    module.w, module.zero = 3, 0  # type: ignore[attr-defined]
+    return module
+
+
+def _imported_size(_: Any) -> Any:
+    import sizes_of_masks
+    from sizes_of_masks import zero
+
+    return sizes_of_masks.w + zero
 
 
 # A captured object with 3 in it, a mask of a window of that size, and the change to a window of 7.
@@ -171,6 +197,24 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable, Callable[[Any], Any]]] = {
         lambda x: flex_attention.and_masks(near(lambda x: x.w)(x), masks.causal()),
         lambda x: setattr(x, "w", 7),
     ),
+    "module that the mod imports": (_sizes_module, near(_imported_size), lambda x: setattr(x, "w", 7)),
+    "same list": (lambda: [[0], [0]], near(lambda x: 7 if x[0] is x[1] else 3), lambda x: x.__setitem__(0, x[1])),
+    "same list, from the other side": (
+        lambda: [[0]] * 2, near(lambda x: 3 if x[0] is x[1] else 7 + x[0][0]), lambda x: x.__setitem__(0, [0]),
+    ),
+    "same tensor": (
+        lambda: [torch.zeros(2)] * 2, near(lambda x: 7 if x[0] is not x[1] else 3),
+        lambda x: x.__setitem__(0, torch.zeros(2)),
+    ),
+    "same function": (
+        lambda: [window, visible], near(lambda x: 7 if x[0] is x[1] else 3), lambda x: x.__setitem__(1, x[0]),
+    ),
+    "same object": (
+        lambda: [Holder(), Holder()], near(lambda x: 3 if x[0] is not x[1] else 7), lambda x: x.__setitem__(0, x[1]),
+    ),
+    "text of an object": (
+        lambda: Named(3), near(lambda x: 7 if f"{x}" == str(x) == "w=7" else 3), lambda x: setattr(x, "w", 7),
+    ),
     "key of a dict": (
         lambda: types.SimpleNamespace(layer=0), near(lambda x: {0: 3, 1: 7}[x.layer]), lambda x: setattr(x, "layer", 1),
     ),
@@ -197,6 +241,55 @@ def test_a_changed_value_is_noticed(name: str) -> None:
     assert torch.equal(visible(mask), window(3))
     change(captured)
     assert torch.equal(visible(mask), window(7))
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+STATES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "grad mode": (torch.is_grad_enabled, torch.no_grad),
+    "inference mode": (lambda: torch.is_inference_mode_enabled(), torch.inference_mode),
+    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+    "default dtype": (torch.get_default_dtype, lambda: default_dtype(torch.float64)),
+    "default device": (lambda: torch.get_default_device(), lambda: torch.device("meta")),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_the_state_of_torch_is_read_again(name: str) -> None:
+    read, changed = STATES[name]
+    before = read()
+
+    def mask(b, h, q, kv):
+        return (q >= kv) & (q - kv < (3 if read() == before else 7))
+
+    def graph(mask_mod: Any) -> Any:
+        return trace.bind(mask_mod, "mask_mod").graph
+
+    narrow = graph(lambda b, h, q, kv: (q >= kv) & (q - kv < 3))
+    wide = graph(lambda b, h, q, kv: (q >= kv) & (q - kv < 7))
+    assert graph(mask) == narrow != wide
+    with changed():
+        assert graph(mask) == wide
+    traces = trace.num_traces
+    assert graph(mask) == narrow and trace.num_traces == traces
+
+
+def test_a_number_of_the_state_of_torch_is_an_argument() -> None:
+    def mask(b, h, q, kv):
+        return q < torch.initial_seed()
+
+    with torch.random.fork_rng():
+        for seed in (3, 7):
+            torch.manual_seed(seed)
+            assert trace.bind(mask, "mask_mod").scalars == (seed,)
 
 
 def test_a_number_in_a_namespace_does_not_retrace() -> None:
@@ -315,6 +408,7 @@ def test_gradients_of_a_parameter_list() -> None:
 hooked = torch.nn.Identity()
 hooked.register_forward_hook(lambda *x: None)
 ARRAY, FRACTION, GENERATOR, COMPLEX = np.arange(4), fractions.Fraction(1, 3), random.Random(0), 1j
+READ = eval
 KEYED, ITERATOR = {Holder: 1, Slotted(1): 2}, iter([1, 2])
 
 
@@ -350,6 +444,18 @@ REFUSED = [
     (lambda s, b, h, q, kv: s + KEYED[1], "a captured dict has a key that is not a number or a string"),
     (lambda s, b, h, q, kv: hooked(s), "calling a captured Identity, which has hooks"),
     (lambda s, b, h, q, kv: s + Holder().cfg.w, "a new Holder inside the mod: create it outside"),
+    (lambda s, b, h, q, kv: s * len(open(__file__).read()), r"open\(\) inside the mod: call it outside"),
+    (lambda s, b, h, q, kv: s * len(pathlib.Path(__file__).read_text()), "pathlib.Path depends on a clock, the system"),
+    (lambda s, b, h, q, kv: s * np.load("table.npy").item(), "numpy.load depends on a clock, the system"),
+    (lambda s, b, h, q, kv: s * id(ARRAY), r"id\(\) inside the mod: compare objects with `is`"),
+    (lambda s, b, h, q, kv: s * hash(GENERATOR), r"hash\(\) of a captured value: compute it outside"),
+    (lambda s, b, h, q, kv: s * globals().get("SIZE", 3), r"globals\(\) inside the mod: name the variables"),
+    (lambda s, b, h, q, kv: s * eval("SIZE"), r"eval\(\) inside the mod: write the code in the mod"),
+    (lambda s, b, h, q, kv: exec("x = 3") or s, r"exec\(\) inside the mod: write the code in the mod"),
+    (lambda s, b, h, q, kv: s * READ("SIZE"), r"eval\(\) inside the mod"),
+    (lambda s, b, h, q, kv: s * __import__("time").time(), "time.time depends on a clock"),
+    (lambda s, b, h, q, kv: s * len(str(GENERATOR)), "__str__ of a captured Random: compute it outside"),
+    (lambda s, b, h, q, kv: (torch.manual_seed(0), s)[1], "torch.random.manual_seed depends on .* or changes them"),
 ]  # fmt: skip
 
 
@@ -357,3 +463,90 @@ REFUSED = [
 def test_refusals(mod: Any, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         trace.bind(mod, "score_mod")
+
+
+# Writes: a mod runs only when it is traced, so they would be lost.
+
+
+count = 0
+NUMBERS, TABLES, NAMES, QUEUE = [1, 2], {"a": [1]}, {"x"}, collections.deque([1])
+
+
+def _counting_global(score, b, h, q, kv):
+    global count
+    count += 1
+    return score * count
+
+
+def _counting_nonlocal() -> Any:
+    calls = 0
+
+    def mod(score, b, h, q, kv):
+        def inner():
+            nonlocal calls
+            calls += 1
+
+        inner()
+        return score
+
+    return mod
+
+
+WRITES = {
+    "global": (_counting_global, "an assignment to the global count", 2),
+    "nonlocal": (_counting_nonlocal(), "an assignment to the nonlocal calls", 3),
+    "append": (lambda s, b, h, q, kv: NUMBERS.append(3) or s, "a write to a captured list", 0),
+    "element of a list": (lambda s, b, h, q, kv: NUMBERS.__setitem__(0, s) or s, "a write to a captured list", 0),
+    "function that writes": (lambda s, b, h, q, kv: s * heapq.heappop(NUMBERS), "a write to a captured list", 0),
+    "list in a dict": (lambda s, b, h, q, kv: TABLES["a"].clear() or s, "a write to a captured list", 0),
+    "dict": (lambda s, b, h, q, kv: TABLES.update(b=s) or s, "a write to a captured dict", 0),
+    "set": (lambda s, b, h, q, kv: NAMES.add("y") or s, "a write to a captured set", 0),
+    "deque": (lambda s, b, h, q, kv: QUEUE.append(3) or s, "a write to a captured list", 0),
+    "__dict__": (lambda s, b, h, q, kv: vars(SETTINGS).update(w=4) or s, "a write to a captured dict", 0),
+    "attribute": (lambda s, b, h, q, kv: setattr(SETTINGS, "w", 4) or s, "an assignment to .w of a captured Simple", 0),
+    "del of an attribute": (lambda s, b, h, q, kv: delattr(SETTINGS, "w") or s, "del .w of a captured Simple", 0),
+    "attribute of a function": (
+        lambda s, b, h, q, kv: setattr(window, "calls", 1) or s, "an assignment to .calls of a captured function", 0,
+    ),
+}  # fmt: skip
+SETTINGS = types.SimpleNamespace(w=3)
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_to_a_captured_value_is_refused(name: str) -> None:
+    mod, message, line = WRITES[name]
+    with pytest.raises(TraceError, match=f"score_mod: {message}.*it must not change captured values") as raised:
+        trace.bind(mod, "score_mod")
+    assert str(raised.value).endswith(f"({__file__}:{mod.__code__.co_firstlineno + line})")
+    assert (count, NUMBERS, TABLES, NAMES, len(QUEUE)) == (0, [1, 2], {"a": [1]}, {"x"}, 1)
+
+
+def test_writes_to_values_of_the_mod_itself() -> None:
+    """Lists, dicts and variables that the mod makes, and assignments that change nothing."""
+    sizes = [3, 0]
+
+    def mask(b, h, q, kv):
+        total, kinds = 0, {}
+
+        def add(x):
+            nonlocal total
+            total += x
+            kinds[x] = True
+
+        own = [*sizes]
+        own.append(0)
+        own.sort()
+        for size in own:
+            add(size)
+        sizes[1] = sizes[1]
+        warnings.warn("a warning is registered in the globals of the mod", stacklevel=1)
+        return (q >= kv) & (q - kv < total) & (len(kinds) == 2)
+
+    with pytest.warns(UserWarning, match="is registered"):
+        assert torch.equal(visible(mask), window(3))
+
+
+def test_impure_classes_may_be_named() -> None:
+    paths = [3, pathlib.Path()]
+    is_path = lambda x: isinstance(x, pathlib.Path)  # noqa: E731
+    assert torch.equal(visible(near(lambda x: x[0] if is_path(x[1]) and not is_path(x[0]) else 7)(paths)), window(3))

@@ -346,6 +346,11 @@ def test_an_error_names_the_function() -> None:
         call(*qkv())
 
 
+def test_a_mod_that_is_no_function() -> None:
+    with pytest.raises(Exception, match="mask_mod is of type int: give a function"):
+        compiled(lambda q, k, v: attn(q, k, v, mask_mod=3))[0](*qkv())
+
+
 def test_a_mod_that_dynamo_cannot_run_breaks_the_graph() -> None:
     q, k, v = qkv()
 

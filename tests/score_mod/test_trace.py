@@ -238,8 +238,10 @@ def test_refusals_name_the_operation_and_the_line(function: Any, message: str) -
 def test_other_refusals() -> None:
     with pytest.raises(TraceError, match="mask_mod: it returns an int: return a bool"):
         bind(lambda b, h, q, kv: q, "mask_mod")
-    with pytest.raises(TraceError, match=r"score_mod is a int: give a function of \(score, b, h, q_idx, kv_"):
-        bind(3, "score_mod")  # type: ignore[arg-type]
+    for role, signature in (("score_mod", "score, b, h, q_idx, kv_idx"), ("mask_mod", "b, h, q_idx, kv_idx")):
+        with pytest.raises(ValueError, match=rf"{role} is of type int: give a function of \({signature}\)") as invalid:
+            attn(*(torch.zeros(1, 1, 2, 8) for _ in range(3)), **{role: 3})  # type: ignore[arg-type]
+        assert not isinstance(invalid.value, UnsupportedError)
     huge = 1 << 40
     with pytest.raises(TraceError, match="a captured number is 1099511627776: captured ints must fit in 32 bits"):
         bind(lambda b, h, q, kv: q < huge, "mask_mod")

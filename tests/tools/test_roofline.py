@@ -38,6 +38,11 @@ def test_flops_of_worked_examples() -> None:
     assert roofline.flops_nominal(causal) == every_pair // 2
     window = replace(LARGE, band=Band(0, 0))
     assert roofline.flops(window) == 4 * 2 * 16 * 128 * 4096
+    # A right bound of 0 halves the count, whatever the left bound; other windows count every pair.
+    for band in (Band(0, 0), Band(100, 0)):
+        assert roofline.flops_nominal(replace(LARGE, band=band)) == every_pair // 2
+    for band in (Band(0, None), Band(100, 5), Band(None, 5)):
+        assert roofline.flops_nominal(replace(LARGE, band=band)) == every_pair
     assert roofline.exp_count(causal) == 2 * 16 * (4096 * 4097 // 2)
 
 

@@ -42,7 +42,12 @@ WARPS = THREADS // 32
 
 @dataclass(frozen=True)
 class VarlenBatch:
-    """The offsets of the sequences, clamped so that no tile is outside of the tensors."""
+    """The offsets of the sequences, clamped so that no tile is outside of the tensors.
+
+    If offsets decrease, sequences overlap. They would share blocks of the backward's workspace and their semaphores,
+    and CTAs would wait forever for a count that another sequence overwrote. So all rows then count as rows after the
+    last sequence, and all sequences are empty.
+    """
 
     mCuSeqlensQ: cute.Tensor  # (B + 1)
     mCuSeqlensK: cute.Tensor
@@ -59,6 +64,16 @@ class VarlenBatch:
         """(first row, one past the last row) of sequence b, clamped to [0, total]."""
         begin = cutlass.max(cutlass.min(mCuSeqlens[b], total), 0)
         return begin, cutlass.max(cutlass.min(mCuSeqlens[b + 1], total), begin)
+
+    @cute.jit
+    def decreases(self, first: Int32, step: Int32) -> cutlass.Boolean:
+        """Whether an offset is less than the one before, among the sequences first, first + step, …"""
+        found = cutlass.Boolean(False)
+        for b in cutlass.range(first, self.size, step, unroll=1):
+            # Without short circuits, so that all loads are in flight at once.
+            found |= self.mCuSeqlensQ[b + 1] < self.mCuSeqlensQ[b]
+            found |= self.mCuSeqlensK[b + 1] < self.mCuSeqlensK[b]
+        return found
 
     @cute.jit
     def used_keys(self, b: Int32, k_len: Int32) -> Int32:
@@ -110,8 +125,11 @@ class TileListBuilder:
         return (2 * size if self.of_keys and self.batch.mSeqUsedK is not None else size) + 1
 
     @cute.jit
-    def segment(self, index: Int32) -> Segment:
-        """The index-th segment: sequences first, then unused keys, then the rows after the last sequence."""
+    def segment(self, index: Int32, is_ordered: cutlass.Boolean) -> Segment:
+        """The index-th segment: sequences first, then unused keys, then the rows after the last sequence.
+
+        `is_ordered`: no offset of the batch is less than the one before; see `VarlenBatch`.
+        """
         batch, size = self.batch, self.batch.size
         b = cutlass.min(index, size - 1)
         is_rest = index == self.num_segments - 1
@@ -119,8 +137,8 @@ class TileListBuilder:
         if cutlass.const_expr(self.of_keys and batch.mSeqUsedK is not None):
             is_unused = index >= size and not is_rest
             b = index - size if is_unused else b
-        q_begin, q_end = batch.offsets(batch.mCuSeqlensQ, b, batch.total_q)
-        k_begin, k_end = batch.offsets(batch.mCuSeqlensK, b, batch.total_k)
+        q_begin, q_end = batch.offsets(batch.mCuSeqlensQ, b, batch.total_q if is_ordered else 0)
+        k_begin, k_end = batch.offsets(batch.mCuSeqlensK, b, batch.total_k if is_ordered else 0)
         k_len = batch.used_keys(b, k_end - k_begin)
         q_len = q_end - q_begin
         if cutlass.const_expr(self.of_keys):
@@ -151,13 +169,18 @@ class TileListBuilder:
     def build(self, classes: cute.Tensor, sums: cute.Tensor):
         """Build the list with one CTA. `classes` (NUM_LENGTH_CLASSES) and `sums` (WARPS) are in shared memory."""
         thread, _, _ = cute.arch.thread_idx()
+        lane, warp = thread % 32, thread // 32
         classes[thread] = 0
+        decreases = cute.arch.vote_any_sync(self.batch.decreases(thread, THREADS))
+        if lane == 0:
+            sums[warp] = Int32(decreases)
         cute.arch.sync_threads()
-        self.visit_segments(classes, thread, False)
+        is_ordered = not cute.arch.vote_any_sync(sums[cutlass.min(lane, WARPS - 1)] != 0)
+        self.visit_segments(classes, thread, is_ordered, False)
         cute.arch.sync_threads()
         self.sum_classes(classes, sums, thread)
         cute.arch.sync_threads()
-        self.visit_segments(classes, thread, True)
+        self.visit_segments(classes, thread, is_ordered, True)
 
     @cute.jit
     def sum_classes(self, classes: cute.Tensor, sums: cute.Tensor, thread: Int32):
@@ -178,14 +201,16 @@ class TileListBuilder:
             self.mTiles[0, 0] = cutlass.min(prefix, self.mTiles.shape[0] - TILE_LIST_HEADER)
 
     @cute.jit
-    def visit_segments(self, classes: cute.Tensor, thread: Int32, writes: cutlass.Constexpr):
+    def visit_segments(
+        self, classes: cute.Tensor, thread: Int32, is_ordered: cutlass.Boolean, writes: cutlass.Constexpr
+    ):
         """Reserve an entry in its length class for every tile. `writes`: also write the tiles to their entries.
 
         Without `writes`, the reservations only count the tiles of each class.
         """
         lane = thread % 32
         for first in cutlass.range(thread - lane, self.num_segments, THREADS, unroll=1):
-            segment = self.segment(cutlass.min(first + lane, self.num_segments - 1))
+            segment = self.segment(cutlass.min(first + lane, self.num_segments - 1), is_ordered)
             tiles, longest = self.segment_tiles(segment)
             tiles = tiles if first + lane < self.num_segments else 0
             if tiles == 1:
