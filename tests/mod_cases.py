@@ -86,6 +86,33 @@ class Make:
         ids = self.ints(2, self.sizes.batch, longest).cumsum(1) // max(1, longest // 8)
         return masks.document(ids.to(torch.int32))
 
+    def hashes(self) -> Tensor:
+        """int64 ids of documents that differ only above bit 32; (S)."""
+        longest = max(self.sizes.seqlen_q, self.sizes.seqlen_k)
+        return ((self.ints(2, longest).cumsum(0) // max(1, longest // 8)) << 33) + 12345
+
+    def hashed(self) -> Callable:
+        ids = self.hashes()
+        return lambda b, h, q, kv: ids[q] == ids[kv]
+
+    def hashed_causal(self) -> Callable:
+        return masks.and_(self.hashed(), masks.causal(self.sizes.seqlen_k - self.sizes.seqlen_q))
+
+    def hashed_near(self) -> Callable:
+        """Differences and products of int64, and captured and literal ints beyond 32 bits."""
+        ids, end = self.hashes(), 12345 + (5 << 33)
+
+        def mod(b, h, q, kv):
+            is_near = ((ids[q] - ids[kv]).abs() <= 1 << 33) & (ids[kv] < end)
+            return is_near | ((q.long() - kv) * (1 << 31) == (ids[q] - ids[kv]) // 4)
+
+        return mod
+
+    def same_document(self) -> Callable:
+        """A learned value for each head and document, which a part of an int64 indexes."""
+        ids, bonus = self.hashes(), self.normal(self.sizes.heads, 8)
+        return lambda score, b, h, q, kv: score + torch.where(ids[q] == ids[kv], bonus[h, (ids[kv] >> 33) & 7], -0.5)
+
     def document_causal(self) -> Callable:
         return masks.and_(self.document(), masks.causal(self.sizes.seqlen_k - self.sizes.seqlen_q))
 

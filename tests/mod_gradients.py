@@ -53,7 +53,16 @@ TMA_KINDS = [
     Kind(128, score="alibi", bias=torch.float16, is_aligned=True, dtype=torch.float16),
     Kind(64, mask="document", bias=torch.bfloat16, is_aligned=True, has_block_mask=True, bounds=(False, True)),
 ]
-KINDS = mod_cases.KINDS + WIDE_KINDS + TMA_KINDS
+# int64 ids, which differ only above bit 32.
+INT64_KINDS = [
+    Kind(64, score="same_document", mask="hashed"),
+    Kind(128, mask="hashed_causal", has_block_mask=True),
+    Kind(128, mask="hashed", bounds=(False, True), dtype=torch.float16),
+    Kind(64, mask="hashed_near"),
+    Kind(128, score="same_document"),
+    Kind(192, mask="hashed", bias=torch.bfloat16),
+]
+KINDS = mod_cases.KINDS + WIDE_KINDS + TMA_KINDS + INT64_KINDS
 
 
 def leaves_of(case: Case) -> dict[str, Tensor]:

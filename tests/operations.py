@@ -25,6 +25,8 @@ def score_mods(device: str = "cpu") -> dict[str, Mod]:
     flags = torch.tensor([True, False, True, True, False], device=device)
     powers = torch.tensor([0.5, 1.5, 2.0, 3.0], device=device)
     table = TABLE.to(device)
+    int64 = torch.tensor([5, 5 + (1 << 32), -1, 1 << 62, -3_000_000_000], device=device)
+    large = (1 << 32) + 5
     return {
         "sign": lambda s, b, h, q, kv: torch.sign(s) + torch.sign(q - kv),
         "erf": lambda s, b, h, q, kv: torch.erf(s) + s.erf(),
@@ -63,6 +65,17 @@ def score_mods(device: str = "cpu") -> dict[str, Mod]:
         "power of a negative number": lambda s, b, h, q, kv: s + torch.pow(-(kv + 1.0), (h - 1).float()),
         "int8": lambda s, b, h, q, kv: s + int8[kv % 5] // 2 + uint8[q % 5] % 7 + int16[kv % 5] * 0.01,
         "bool table": lambda s, b, h, q, kv: torch.where(flags[q % 5] ^ flags[kv % 5], s, s * 0.5),
+        "int64": lambda s, b, h, q, kv: (
+            torch.where(int64[q % 5] == int64[kv % 5], s, s * 0.5)
+            + (int64[kv % 5] // (q + 3)) % 7
+            + (((int64[q % 5] ^ int64[kv % 5]) >> 33) & 3)
+            + int64[(q + kv) % 5] * 1e-20
+        ),
+        "large ints": lambda s, b, h, q, kv: (
+            torch.where(int64[kv % 5] == large, s * 0.5, s)
+            + (q.long() * (1 << 33) - kv) % 1000 * 0.01
+            + table[h, int64[q % 5] >> 61] * (int64[kv % 5] < 1 << 40)
+        ),
         "negative index": lambda s, b, h, q, kv: s * table[h, -1] + table[h - 1, (kv % 5) - 5] + table[-(h + 1), q % 5],
     }
 

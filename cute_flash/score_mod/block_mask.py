@@ -338,7 +338,9 @@ def visible_pairs(
     if mask is not None:
         b, h = (torch.tensor(x, device=rows.device) for x in head)
         arguments = mask.captures, mask.scalars
-        (mod_mask,) = evaluate(mask.graph, arguments, torch.float32, (b, h, rows[:, None], keys))
+        # Calls with fp32 arithmetic refuse masks that need fp64 (`Graph.rounded_operation`).
+        dtype = torch.float32 if mask.graph.rounded_operation is None else torch.float64
+        (mod_mask,) = evaluate(mask.graph, arguments, dtype, (b, h, rows[:, None], keys))
         visible &= mod_mask
     return visible
 

@@ -26,6 +26,7 @@ from cute_flash.score_mod.constants import (
     is_fixed,
     is_fixed_module,
     is_impure,
+    is_int32,
     is_key,
     is_numpy,
     reads_state,
@@ -285,6 +286,8 @@ def _guard(value: Any, is_static: bool = False) -> Callable[[Any], bool]:
         return lambda x: type(x) is kind and x.__name__ == name
     if is_fixed(value) or isinstance(value, ModuleType):
         return lambda x: x is value
+    if kind is int:
+        return lambda x: type(x) is int and is_int32(x)
     return lambda x: type(x) is kind
 
 

@@ -90,8 +90,11 @@ class Recorder(TorchFunctionMode):
         if isinstance(x, (int, float)) and not isinstance(x, bool):
             if has_static_value(x):
                 return operator.index(x) if isinstance(x, int) else x
-            # Added to a tensor, which keeps the number symbolic; torch.full would make it static.
-            dtype = torch.int32 if isinstance(x, int) else self.float_dtype
+            # Added to a tensor, which keeps the number symbolic; torch.full would make it static. Dynamo guards the
+            # comparisons.
+            dtype = self.float_dtype
+            if isinstance(x, int):
+                dtype = torch.int32 if -(1 << 31) <= x < 1 << 31 else torch.int64
             return self.capture(torch.zeros((), dtype=dtype, device=self.device) + x)
         if not isinstance(x, Tensor):
             return x

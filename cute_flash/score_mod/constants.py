@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from cute_flash.score_mod.graph import fits
+
 # Modules whose functions and classes need no proxy.
 FIXED_MODULES = frozenset({"torch", "numpy", "cute_flash", "builtins", *sys.stdlib_module_names})
 # The modules of `FIXED_MODULES` whose functions depend on a clock, the system or random numbers, or change the system.
@@ -42,8 +44,16 @@ _BOUND = (BuiltinFunctionType, MethodWrapperType)
 
 
 def is_compiled_in(value: Any) -> bool:
-    """Whether the value becomes part of the trace, so that the trace is valid only for an equal value."""
-    return value is None or isinstance(value, (bool, str, bytes, range, torch.device))
+    """Whether the value becomes part of the trace, so that the trace is valid only for an equal value.
+
+    An int beyond 32 bits does, because kernels take captured ints as int32.
+    """
+    is_wide = type(value) is int and not is_int32(value)
+    return value is None or is_wide or isinstance(value, (bool, str, bytes, range, torch.device))
+
+
+def is_int32(value: int) -> bool:
+    return fits(value, "int")
 
 
 def is_key(value: Any) -> bool:

@@ -145,13 +145,13 @@ TORCH_OPS = {name: getattr(torch, TORCH_NAMES.get(name, name)) for name in OPERA
 
 @dataclass(frozen=True)
 class TorchArithmetic:
-    """Values are torch tensors that broadcast: floats of one dtype, 64-bit ints and bools."""
+    """Values are torch tensors that broadcast: floats of one dtype, int32, int64 and bools."""
 
     dtype: torch.dtype
     device: torch.device
 
     def _dtype(self, kind: str) -> torch.dtype:
-        return {"bool": torch.bool, "int": torch.int64, "float": self.dtype}[kind]
+        return {"bool": torch.bool, "int": torch.int32, "int64": torch.int64, "float": self.dtype}[kind]
 
     def constant(self, value: Any, kind: str) -> Tensor:
         return torch.tensor(value, dtype=self._dtype(kind), device=self.device)
@@ -164,6 +164,9 @@ class TorchArithmetic:
         return capture[indices_in_bounds(capture, indices)].to(self._dtype(kind))
 
     def op(self, node: Node, args: Sequence[Tensor], is_nonnegative: Sequence[bool]) -> Tensor:
+        if node.op == "to_index":
+            bounds = torch.iinfo(torch.int32)
+            return args[0].clamp(bounds.min, bounds.max).to(torch.int32)
         if node.op in CASTS:
             return args[0].to(self._dtype(node.kind))
         return TORCH_OPS[node.op](*args)
@@ -196,7 +199,7 @@ def evaluate(
     Returns:
         The outputs of the graph.
     """
-    b, h, q, kv = indices
+    b, h, q, kv = (x.to(torch.int32) for x in indices)
     evaluator = Evaluator(graph, TorchArithmetic(dtype, b.device), *map(tuple, arguments))
     head = evaluator.at_head(b, h)
     return evaluator.at(head, evaluator.at_row(head, q), evaluator.at_column(head, kv), score, grad)

@@ -1,8 +1,9 @@
 """The graph of a mod: its operations on scores, positions and captured values.
 
-Nodes are in topological order and refer to their operands by index; equal nodes are shared. A value has one of three
-kinds: "bool", "int" (int32 in a kernel) or "float" (fp32 in a kernel). The tensors and numbers that a mod captures are
-arguments of the graph, `captures` and `scalars`: changing their values does not change the graph.
+Nodes are in topological order and refer to their operands by index; equal nodes are shared. A value has one of four
+kinds: "bool", "int" (int32), "int64" or "float" (fp32 in a kernel). An operation of an "int" and an "int64" is computed
+in 64 bits. The tensors and numbers that a mod captures are arguments of the graph, `captures` and `scalars`: changing
+their values does not change the graph.
 
 `Graph.text` identifies a graph. Graphs with the same text are equal and share a kernel.
 """
@@ -29,13 +30,40 @@ INPUTS = {
     "score": ("float", SCORE),
     "grad": ("float", SCORE),  # gradient of the modified score, an input of gradient graphs
 }
-TYPES: dict[str, type[Any]] = {"bool": bool, "int": int, "float": float}  # Python type of each kind, narrowest first
+# The Python type of each kind, narrowest first.
+TYPES: dict[str, type[Any]] = {"bool": bool, "int": int, "int64": int, "float": float}
+INT_BITS = {"int": 32, "int64": 64}
 CAPTURE_KINDS = {
     **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), "float"),
-    **dict.fromkeys(("int8", "uint8", "int16", "int32", "int64"), "int"),
+    **dict.fromkeys(("int8", "uint8", "int16", "int32"), "int"),
+    "int64": "int64",
     "bool": "bool",
 }
 MAX_CAPTURE_RANK = 4
+
+
+def fits(value: int, kind: str) -> bool:
+    """Whether an int is a value of the kind "int" or "int64"."""
+    bound = 1 << (INT_BITS[kind] - 1)
+    return -bound <= value < bound
+
+
+def kind_of(value: bool | int | float) -> str:
+    """The kind of a Python number: the narrowest one that has its value. Ints beyond 64 bits are floats."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return next((kind for kind in INT_BITS if fits(value, kind)), "float")
+    return next(kind for kind, cls in TYPES.items() if isinstance(value, cls))
+
+
+def _wrapped(value: int, kind: str) -> int:
+    """The result of integer arithmetic in the bits of a kind."""
+    bound = 1 << (INT_BITS[kind] - 1)
+    return (value + bound) % (2 * bound) - bound
+
+
+def _to_index(value: int) -> int:
+    bound = 1 << (INT_BITS["int"] - 1)
+    return min(max(value, -bound), bound - 1)
 
 
 def _not(x: Any) -> Any:
@@ -62,14 +90,18 @@ FLOATING: dict[str, Callable] = {  # of floats
     "rsqrt": lambda x: 1 / math.sqrt(x),
     "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
 }
-CASTS: dict[str, Callable] = {f"to_{kind}": cast for kind, cast in TYPES.items()}
+# "to_int" of an int64 keeps the low 32 bits. "to_index" clamps it to 32 bits: for an index, out of bounds either way.
+CASTS: dict[str, Callable] = {**{f"to_{kind}": cast for kind, cast in TYPES.items()}, "to_index": _to_index}
 OPERATIONS: dict[str, Callable] = {
     **ARITHMETIC, **COMPARISONS, **LOGIC, **SHIFTS, **FLOATING, **CASTS, "where": lambda c, a, b: a if c else b,
 }  # fmt: skip
 # Arithmetic on bools is logic, as in torch.
 OF_BOOLS = {"add": "or", "mul": "and", "min": "and", "max": "or"}
-# Operations on floats that take many instructions, with the number of operations that they count as.
+# Operations that take many instructions, with the number of operations that they count as: of floats, and of int64.
 LONG_OPERATIONS = {"erf": 10, "atan": 10, "pow": 30, "floordiv": 20, "mod": 20}
+LONG_INT64_OPERATIONS = {"floordiv": 70, "mod": 70}
+# Operations whose result may differ by more than the rounding of an operand.
+SENSITIVE = (*COMPARISONS, *CASTS, "floor", "round", "floordiv", "mod", "add", "sub", "sin", "cos")
 # The torch functions of operations, where their names differ.
 TORCH_NAMES = {
     **{"floordiv": "floor_divide", "mod": "remainder", "min": "minimum", "max": "maximum"},
@@ -82,8 +114,9 @@ _IDENTITIES = {
     **dict.fromkeys(("mul", "div", "floordiv", "and"), 1),
 }
 _COMMUTATIVE = ("add", "or", "xor", "mul", "and")
-_NO_IDENTITY = (("and", "int"), ("floordiv", "float"))  # 1 & 2 is not 2, and 2.5 // 1 is not 2.5
-_ABSORBED_BY_ZERO = (("mul", "int"), ("and", "int"), ("and", "bool"))  # x op 0 = 0; false for a float x that is NaN
+_NO_IDENTITY = (("and", "int"), ("and", "int64"), ("floordiv", "float"))  # 1 & 2 is not 2, and 2.5 // 1 is not 2.5
+# x op 0 = 0; false for a float x that is NaN.
+_ABSORBED_BY_ZERO = (("mul", "int"), ("mul", "int64"), ("and", "int"), ("and", "int64"), ("and", "bool"))
 
 
 @dataclass(frozen=True)
@@ -98,8 +131,10 @@ class Node:
     @property
     def num_ops(self) -> int:
         """The number of operations that the node counts as."""
-        if self.op == "input":
+        if self.op in ("input", "to_int64"):
             return 0
+        if self.kind == "int64":
+            return LONG_INT64_OPERATIONS.get(self.op, 2)
         return LONG_OPERATIONS.get(self.op, 1) if self.kind == "float" else 1
 
     def moved(self, indices: Any) -> Node:
@@ -125,6 +160,10 @@ class CaptureSpec:
     @property
     def is_differentiable(self) -> bool:
         return self.kind == "float"
+
+
+# A tensor without dimensions counts as a number, as in torch's promotion of types.
+_FLOAT64_TABLES = [CaptureSpec("float64", rank) for rank in range(1, MAX_CAPTURE_RANK + 1)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +220,29 @@ class Graph:
     @property
     def ops_per_score(self) -> int:
         """The number of operations that run once per score; long ones count as several."""
-        return sum(node.num_ops for node in self.per_score)
+        return sum(map(self.num_ops, self.per_score))
+
+    def num_ops(self, node: Node) -> int:
+        """The number of operations that one of the nodes counts as."""
+        is_wide = node.op in COMPARISONS and self.nodes[node.args[0]].kind == "int64"
+        return node.num_ops + is_wide
+
+    @cached_property
+    def rounded_operation(self) -> str | None:
+        """An operation that may be far off because a float64 tensor is rounded to fp32: its torch name. None: there is
+        none.
+
+        Such an operation has no score among its operands. Scores are rounded too, so that the result has their error
+        anyway.
+        """
+        is_rounded: list[bool] = []
+        for node, bits in zip(self.nodes, self.depends):
+            is_table = node.op == "load" and self.captures[node.value] in _FLOAT64_TABLES
+            has_rounded = not bits & SCORE and any(is_rounded[i] for i in node.args)
+            if has_rounded and node.op in SENSITIVE:
+                return TORCH_NAMES.get(node.op, node.op)
+            is_rounded.append(is_table or has_rounded)
+        return None
 
     @cached_property
     def is_nonnegative(self) -> tuple[bool, ...]:
@@ -206,7 +267,9 @@ def _is_nonnegative(node: Node, operands: list[bool], graph: Graph) -> bool:
     if node.op in ("where", "mod", "shl", "shr"):
         # A remainder has the sign of the divisor, and a shift that of the number.
         return {"where": all(operands[1:]), "mod": operands[-1]}.get(node.op, operands[0])
-    closed = "add", "mul", "min", "floordiv", "div", "or", "xor", "to_int", "to_float", "floor", "round"
+    if node.op == "to_int" and graph.nodes[node.args[0]].kind == "int64":
+        return False
+    closed = "add", "mul", "min", "floordiv", "div", "or", "xor", *CASTS, "floor", "round"
     return node.op in closed and all(operands)
 
 
@@ -243,7 +306,7 @@ class Builder:
         return self.add(Node("input", INPUTS[name][0], value=name))
 
     def constant(self, value: Any, kind: str | None = None) -> int:
-        kind = kind or next(kind for kind, cls in TYPES.items() if isinstance(value, cls))
+        kind = kind or kind_of(value)
         return self.add(Node("constant", kind, value=TYPES[kind](value)))
 
     def scalar(self, i: int) -> int:
@@ -253,10 +316,14 @@ class Builder:
         """An element of a captured tensor; a negative index counts from the end, one out of bounds is clamped."""
         spec = self.captures[capture]
         assert len(indices) == spec.rank
-        return self.add(Node("load", spec.kind, tuple(self.cast(i, "int") for i in indices), capture))
+        return self.add(Node("load", spec.kind, tuple(map(self.index, indices)), capture))
 
     def cast(self, i: int, kind: str) -> int:
         return i if self.kind(i) == kind else self.op(f"to_{kind}", i)
+
+    def index(self, i: int) -> int:
+        """An int as an index of a captured tensor, which has 32 bits."""
+        return self.op("to_index", i) if self.kind(i) == "int64" else self.cast(i, "int")
 
     def op(self, name: str, *args: int) -> int:
         """Add an operation, cast its operands, simplify it if possible, and return the index of the result."""
@@ -266,14 +333,23 @@ class Builder:
         operands = [self.nodes[i] for i in args]
         if all(node.op == "constant" for node in operands):
             try:
-                return self.constant(OPERATIONS[name](*(node.value for node in operands)), kind)
+                value = OPERATIONS[name](*(node.value for node in operands))
             except (ArithmeticError, ValueError):
                 pass  # 1 / 0 and the like are computed by torch or the GPU
+            else:
+                if kind not in INT_BITS or fits(value, kind):
+                    return self.constant(value, kind)
+                if operands[0].kind != "float":
+                    return self.constant(_wrapped(value, kind), kind)
         same = self._simplified(name, args, kind)
         return self.add(Node(name, kind, args)) if same is None else same
 
     def typed(self, name: str, args: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
         """The operands, cast to a kind that the operation takes, and the kind of its result."""
+        if name == "to_index":
+            if self.kind(args[0]) != "int64":
+                raise TraceError(f"to_index of {self.kind(args[0])}: only an int64 is clamped to 32 bits")
+            return args, "int"
         if name in CASTS:
             return args, name.removeprefix("to_")
         if name == "where":
@@ -300,7 +376,7 @@ class Builder:
         """A node that equals the operation by an identity such as x + 0 = x; None: there is none."""
         a, b = args[0], args[-1]
         if name in CASTS:
-            return a if self.kind(a) == kind else None
+            return self._simplified_cast(name, a, kind)
         if name == "where":
             condition, a, b = args
             if self.nodes[condition].op == "constant":
@@ -318,6 +394,17 @@ class Builder:
                 return a
             if self._is(a, _IDENTITIES[name]) and name in _COMMUTATIVE:
                 return b
+        return None
+
+    def _simplified_cast(self, name: str, a: int, kind: str) -> int | None:
+        inner = self.nodes[a]
+        if inner.kind == kind:
+            return a
+        if inner.op == "to_int64" and self.kind(inner.args[0]) != "float":
+            return self.cast(inner.args[0], kind)  # the int64 has the value of its operand
+        if name == "to_index" and inner.op in ("min", "max", "where"):
+            *condition, x, y = inner.args
+            return self.op(inner.op, *condition, self.index(x), self.index(y))  # clamping is monotonic
         return None
 
     def _is(self, i: int, value: Any) -> bool:

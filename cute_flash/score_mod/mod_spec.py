@@ -65,6 +65,12 @@ class ModSpec:
         is_short = sum(graph.ops_per_score for graph in graphs) <= LONG_MOD_OPS
         return bool(graphs or self.bias_dtype) and is_short and not any(map(_loads_per_score, graphs))
 
+    @cached_property
+    def has_int64(self) -> bool:
+        """Whether score_mod or mask_mod computes with an int64 per score."""
+        graphs = [lowered(graph) for graph in (self.graphs.score, self.graphs.mask) if graph is not None]
+        return any(graph.nodes[i].kind == "int64" for graph in graphs for node in graph.per_score for i in node.args)
+
     @property
     def bias_pairs_are_shared(self) -> bool:
         """Whether all queries share one row of a 16-bit bias, which is read as 32-bit pairs of keys."""
@@ -78,7 +84,7 @@ class ModSpec:
         share.
         """
         score, is_alone = self.graphs.score, self.graphs.mask is None and self.block_mask_tile is None
-        if not (self.fuses_with_exp2 and is_alone) or (score is not None and self.bias_dtype):
+        if not (self.fuses_with_exp2 and is_alone) or (score is not None and self.bias_dtype) or self.has_int64:
             return False
         if score is None:
             return self.bias_pairs_are_shared
@@ -154,7 +160,8 @@ _SLOW = {"mod": 10, "floordiv": 10}
 @lru_cache(maxsize=1024)
 def _weighted_ops(graph: Graph) -> int:
     """Operations per score of the lowered graph; slow ones count as several."""
-    return sum(max(node.num_ops, _SLOW.get(node.op, 0)) for node in lowered(graph).per_score)
+    graph = lowered(graph)
+    return sum(max(graph.num_ops(node), _SLOW.get(node.op, 0)) for node in graph.per_score)
 
 
 def _loads_per_row(graph: Graph) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cute_flash.score_mod.graph import CASTS, COMPARISONS, LOGIC, OPERATIONS, TORCH_NAMES, Builder
 from cute_flash.score_mod.proxy import (
+    DTYPES,
     METHODS,
     REDUCTIONS,
     TORCH,
@@ -30,7 +31,7 @@ from cute_flash.score_mod.proxy import (
 
 # Powers with integer exponents up to this are computed by multiplication.
 MAX_PRODUCT = 64
-KINDS = {torch.bool: "bool", torch.int32: "int", torch.int64: "int", torch.float32: "float", torch.float64: "float"}
+KINDS = {dtype: kind for kind, dtype in DTYPES.items()} | {torch.float64: "float"}
 
 
 def inputs(builder: Builder, names: Sequence[str]) -> list[ScalarProxy]:
@@ -44,7 +45,7 @@ def _to(x: ScalarProxy, *args: Any, **kwargs: Any) -> ScalarProxy:
     if not dtypes:
         return x
     if dtypes[0] not in KINDS:
-        raise trace_error(f"a cast to {dtypes[0]}: values are bool, int32 or float32")
+        raise trace_error(f"a cast to {dtypes[0]}: values are bool, int32, int64 or float32")
     return op(f"to_{KINDS[dtypes[0]]}", x)
 
 
@@ -265,7 +266,7 @@ REDUCTIONS.update({
 _ALIASES = {
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne", "negative": "neg",
     "absolute": "abs", "fmin": "min", "fmax": "max", "multiply": "mul", "true_divide": "div",
-    "float": "to_float", "double": "to_float", "int": "to_int", "long": "to_int", "bool": "to_bool",
+    "float": "to_float", "double": "to_float", "int": "to_int", "long": "to_int64", "bool": "to_bool",
 }  # fmt: skip
 # By name, for both torch functions and tensor methods.
 METHODS.update({

@@ -13,6 +13,7 @@ from cute_flash.score_mod.graph import (
     CASTS,
     FLOATING,
     INPUTS,
+    INT_BITS,
     MAX_CAPTURE_RANK,
     OPERATIONS,
     TYPES,
@@ -20,6 +21,7 @@ from cute_flash.score_mod.graph import (
     CaptureSpec,
     Graph,
     Node,
+    fits,
 )
 
 UNARY = {"neg", "abs", "not", *CASTS, *FLOATING} - {"div", "pow"}
@@ -56,9 +58,8 @@ def _node(builder: Builder, op: str, kind: str, args: list[int], value: Any = No
     if op == "input":
         _require(not args and kind == INPUTS[value][0], f"the input {value} cannot have kind {kind} or operands")
     elif op == "constant":
-        _require(
-            not args and type(value) is TYPES[kind], f"the constant {value!r} is not of kind {kind}, or has operands"
-        )
+        is_valid = type(value) is TYPES[kind] and (kind not in INT_BITS or fits(value, kind))
+        _require(not args and is_valid, f"the constant {value!r} is not of kind {kind}, or has operands")
     elif op == "scalar":
         exists = type(value) is int and 0 <= value < len(builder.scalars)
         _require(

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from cute_flash.errors import TraceError
 from cute_flash.score_mod.constants import is_numpy
-from cute_flash.score_mod.graph import TYPES, Builder, Node
+from cute_flash.score_mod.graph import INT_BITS, TYPES, Builder, Node
 
-DTYPES = {"bool": torch.bool, "int": torch.int32, "float": torch.float32}
+DTYPES = {"bool": torch.bool, "int": torch.int32, "int64": torch.int64, "float": torch.float32}
 USE_WHERE = "use torch.where(condition, a, b), and &, | and ~ instead of and, or and not"
 # Rows are unrolled, so long rows would take long to compile and to run.
 MAX_ROW = 32
@@ -227,7 +227,7 @@ class TensorProxy(Proxy):
             if index is None or index is Ellipsis or isinstance(index, slice):
                 raise trace_error(f"indexing a captured tensor with {index}: give an index for each dimension")
         nodes = tuple(node_of(self._builder, index) for index in keys)
-        if any(self._builder.kind(i) != "int" for i in nodes):
+        if any(self._builder.kind(i) not in INT_BITS for i in nodes):
             raise trace_error("an index of a captured tensor is not an int: cast it with .int()")
         indices = self._indices + nodes
         if len(indices) > self._rank:

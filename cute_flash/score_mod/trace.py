@@ -2,7 +2,8 @@
 
 A mod is traced once. Traces are cached by code object and guarded, as in torch.compile: a trace is valid while the
 captured values have the same types. Captured numbers and tensors are read again at each call and may differ. Bools,
-None and strings are compiled in, and so are numbers that Python itself needs, as in `range(n)` or `if n > 0`.
+None, strings and ints beyond 32 bits are compiled in, and so are numbers that Python itself needs, as in `range(n)` or
+`if n > 0`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from cute_flash.errors import TraceError
 from cute_flash.score_mod.captures import CaptureTracer, ComparesObjects, Options, Source, code_of, definition_of
-from cute_flash.score_mod.graph import Builder, Graph, drop_unused_arguments
+from cute_flash.score_mod.graph import INT_BITS, Builder, Graph, drop_unused_arguments
 from cute_flash.score_mod.overrides import inputs
 from cute_flash.score_mod.proxy import ScalarProxy, Specialise, TensorProxy, is_row, node_of, user_line, without_line
 from cute_flash.score_mod.writes import NO_WRITES, line_of_first_write
@@ -29,7 +30,6 @@ ROLES = {
     "mask_mod": ("b", "h", "q", "kv"),
     "score_mod_bwd": ("grad", "score", "b", "h", "q", "kv"),
 }
-MAX_INT = 1 << 31
 # Bounds of the cache, for programs that create new functions endlessly.
 MAX_TRACES_OF_CODE, MAX_CODES = 16, 1024
 
@@ -70,9 +70,6 @@ class Trace:
         if self.distinct and len({id(values[i]) for i in self.distinct}) < len(self.distinct):
             return None
         scalars = tuple([values[i] for i in self.scalars]) if self.scalars else ()
-        for x in scalars:
-            if type(x) is int and not -MAX_INT <= x < MAX_INT:
-                raise TraceError(f"a captured number is {x}: captured ints must fit in 32 bits")
         captures = tuple([values[i] for i in self.captures]) if self.captures else ()
         return BoundMod(self.graph, captures, scalars)
 
@@ -187,6 +184,6 @@ def output_node(builder: Builder, result: Any, role: str) -> int:
     if role != "mask_mod":
         return builder.cast(node, "float")
     if (kind := builder.kind(node)) != "bool":
-        article = "an" if kind == "int" else "a"
+        article = "an" if kind in INT_BITS else "a"
         raise TraceError(f"it returns {article} {kind}: return a bool, such as the result of a comparison")
     return node

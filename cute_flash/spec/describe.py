@@ -226,6 +226,16 @@ def _check_tables(args: AttentionArgs, sizes: tuple[int, int, int, int]) -> None
         first += len(graph.captures)
 
 
+def _check_precision(args: AttentionArgs, dtype: torch.dtype) -> None:
+    """Raise `UnsupportedError` if a mod's result may depend on bits of a float64 tensor that fp32 does not have."""
+    for graph in args.mods.present:
+        if graph.rounded_operation is not None:
+            raise UnsupportedError(
+                f"{graph.rounded_operation} of elements of a captured float64 tensor with {dtype} inputs: mods compute "
+                "in fp32, and the rounding could change the result; capture x.float(), or x as int64, which is exact"
+            )
+
+
 def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[int, int, int, int]) -> None:
     if args.cu_seqlens_q is not None:
         for name, present in (("bias", args.bias is not None), ("block_mask", bool(args.block_mask))):
@@ -240,6 +250,8 @@ def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[int, int, int, int]
     for x in args.captures:
         check_device("a captured tensor", x, q)
     _check_tables(args, sizes)
+    if q.dtype != torch.float64:
+        _check_precision(args, q.dtype)
     if args.block_mask:
         from cute_flash.score_mod.block_mask import BlockMask
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.score_mod.bound import Graphs
 from cute_flash.score_mod.derive import gradient
 from cute_flash.score_mod.evaluate import Evaluator, Stages, evaluate
-from cute_flash.score_mod.graph import Builder, CaptureSpec, Graph
+from cute_flash.score_mod.graph import Builder, CaptureSpec, Graph, is_per_score
 from cute_flash.score_mod.lower import lowered
 from cute_flash.score_mod.mod_spec import ModSpec
+from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy
 from cute_flash.score_mod.trace import BoundMod, bind
 from tests.operations import SCORE_MODS, places, scores
 
@@ -184,13 +186,78 @@ def test_division_by_powers_of_two_on_the_host() -> None:
         assert torch.equal(one, other.float().expand(SIZE, SIZE))
 
 
+# ---- 64 bits
+
+WIDE = torch.tensor([5, 5 + (1 << 32), -1, 1 << 62, -(1 << 63), -3_000_000_000, 7])
+PARTS = (0, 16, 32, 48)  # shifts of the 16-bit parts of an int64, which are exact as floats
+WIDE_MODS: dict[str, Any] = {
+    **{op.__name__: lambda a, b, q, op=op: op(a, b) for op in (eq, ne, lt, le, gt, ge)},
+    "arithmetic": lambda a, b, q: (a + b) ^ (a - b) * 3 ^ (a * b) ^ (a & b) ^ (a | b),
+    "unary": lambda a, b, q: ~a + abs(b) ^ -a,
+    "min max": lambda a, b, q: torch.minimum(a, b) ^ torch.maximum(a, q),
+    "shifts": lambda a, b, q: (a << 9 * q) ^ (b >> 9 * q),
+    "division": lambda a, b, q: ((a >> 1) // (b | 1)) ^ ((a >> 1) % (b | 1)) ^ (a // (q + 1)) ^ (b % -(q + 3)),
+    "division by powers of two": lambda a, b, q: (a // (1 << 33)) ^ (b % (1 << 40)) ^ (a % 8),
+    "where": lambda a, b, q: torch.where(a < b, a, q),
+    "numbers": lambda a, b, q: (a ^ 0x5DEECE66D1) + q.long() * (1 << 40) + COUNT,
+    "comparisons with positions": lambda a, b, q: (a < q) ^ (q == b) ^ (q * 2 - 9 >= a) ^ (a != 5) ^ (b > -(1 << 40)),
+    "casts": lambda a, b, q: a.int() + (b.float() * 1e-12).int() + q.long() * (1 << 35) + a.bool().long(),
+    "casts of floats": lambda a, b, q: (a.float() * 0.75).long() + (b.float() * 0.5).long() // 1000,
+    "positions": lambda a, b, q: (q.long() - 3).abs() * 2 - torch.clamp(q.long(), max=4),
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.usefixtures("host_instructions")
+@pytest.mark.parametrize("name", WIDE_MODS)
+def test_ints_of_64_bits(name: str) -> None:
+    """As torch computes them, also after lowering, for values that differ only above bit 32."""
+    function = WIDE_MODS[name]
+
+    def parts(a: Any, b: Any, q: Any) -> list[Any]:
+        x = function(a, b, q)
+        return [x.float()] if x.dtype == torch.bool else [((x >> shift) & 0xFFFF).float() for shift in PARTS]
+
+    builder = Builder([CaptureSpec("int64", 1)])
+    q, kv = (ScalarProxy(builder, builder.input(name)) for name in ("q", "kv"))
+    table = TensorProxy(builder, 0, lambda: ())
+    graph = builder.graph(*(x._node for x in parts(table[q], table[kv], q)))
+    expected = parts(WIDE[:, None], WIDE, torch.arange(SIZE, dtype=torch.int32)[:, None])
+    for one in (graph, lowered(graph)):
+        by_torch = evaluate(one, ((WIDE,), ()), torch.float32, places(SIZE))
+        by_kernel = on_the_host(BoundMod(one, (WIDE,), ()), one, torch.zeros(SIZE, SIZE))
+        for x, y, z in zip(expected, by_torch, by_kernel, strict=True):
+            assert torch.equal(y.expand(SIZE, SIZE), x.expand(SIZE, SIZE))
+            assert torch.equal(z, x.expand(SIZE, SIZE))
+
+
+def test_64_bits_only_where_they_are_needed() -> None:
+    """Positions stay in 32 bits; an int64 that is compared with them, or is an index, is clamped once per row."""
+    lengths, ids, small = torch.tensor([3, 4]), torch.arange(SIZE) << 40, torch.arange(SIZE, dtype=torch.int32)
+
+    def kinds(mask: Any) -> list[str]:
+        graph = lowered(bind(mask, "mask_mod").graph)
+        return sorted({node.op for i, node in enumerate(graph.nodes) if is_per_score(graph.depends[i]) and (
+            "int64" in (node.kind, *(graph.nodes[j].kind for j in node.args)))})  # fmt: skip
+
+    assert kinds(lambda b, h, q, kv: (q - kv).abs() < lengths[b]) == []
+    assert kinds(lambda b, h, q, kv: (q.long() - kv.long()).abs().clamp(max=9) >= lengths[b]) == []
+    assert kinds(lambda b, h, q, kv: small[lengths[b] + ids[q]] == small[kv]) == []
+    assert kinds(lambda b, h, q, kv: (q - kv < 1 << 40) & (q > ids[kv])) == []
+    assert kinds(lambda b, h, q, kv: ids[q] == ids[kv]) == ["eq"]
+    assert kinds(lambda b, h, q, kv: small[q] == ids[kv]) == ["eq"]  # a clamped id could equal the largest int32
+    assert kinds(lambda b, h, q, kv: q * 1000 - kv < ids[q]) == ["lt", "to_int64"]
+    without = bind(lambda s, b, h, q, kv: s + small[q - kv] * (kv % 3), "score_mod").graph
+    assert "int64" not in lowered(without).text and "int64" not in lowered(gradient(without).graph).text
+
+
 def test_lowered_division_by_powers_of_two() -> None:
     """By other ints, and by captured ints, it stays a division. `ModSpec` counts the lowered operations."""
     one = bind(lambda b, h, q, kv: ((q - kv) // 8 > 2) & ((q - kv) % 8 == 3) & (kv % 1 == 0), "mask_mod").graph
     other = bind(lambda b, h, q, kv: ((q - kv) >> 3 > 2) & ((q - kv) & 7 == 3), "mask_mod").graph
     assert lowered(one) == lowered(other)
     assert ModSpec(Graphs(mask=one)).bwd_ops_per_score == ModSpec(Graphs(mask=other)).bwd_ops_per_score == 6
-    kept = bind(lambda b, h, q, kv: (kv // 3 == q % -4) | (kv % COUNT == q // (1 << 31)), "mask_mod").graph
+    kept = bind(lambda b, h, q, kv: (kv // 3 == q % -4) | (kv % COUNT == q // COUNT), "mask_mod").graph
     ops = [node.op for node in lowered(kept).nodes]
     assert ops.count("floordiv") == ops.count("mod") == 2
 

@@ -22,7 +22,7 @@ from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import ceil_div
 from tests.jit.gates import kernel_resources
-from tests.lock.cases import cases, compile_key, plan_of
+from tests.lock.cases import AMPERE, HOPPER, bwd, cases, compile_key, fwd, plan_of
 from tests.lock.decode_cases import case as decode_case
 from tests.lock.sample import SAMPLE
 
@@ -163,6 +163,27 @@ def test_a_decode_kernel_keeps_everything_in_registers(name: str) -> None:
     assert found.sass["HMMA"] > 0 and found.sass["HGMMA"] == 0
     assert found.sass["LDGSTS"] > 0 and found.sass["MUFU"] > 0
     assert found.sass["LDL"] == found.sass["STL"] == 0
+
+
+# Mods that compare int64 per score, whose rows and keys take twice the registers.
+INT64 = {
+    case.name: case
+    for case in (
+        fwd(HOPPER, 128, mask="window", mask_mod="hashed"),
+        fwd(HOPPER, 64, mask="full", score_mod="same_document"),
+        fwd(AMPERE, 128, mask="full", mask_mod="hashed", dtype="fp32"),
+        bwd(HOPPER, 128, mask="causal", mask_mod="hashed_causal", block_map=True),
+        bwd(AMPERE, 128, mask="window", score_mod="same_document", has_table_gradients=True),
+    )
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.kernels("fwd_sm80", "fwd_sm90", "bwd_sm80", "bwd_sm90")
+@pytest.mark.parametrize("name", INT64)
+def test_mods_with_int64_keep_everything_in_registers(name: str) -> None:
+    found = kernel_resources(compile_key(INT64[name]))
+    assert found.spill_bytes == found.stack_bytes == 0 and found.serialised_wgmma == ()
 
 
 @pytest.mark.compiles

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
-from cute_flash import BlockMask, attn, attn_varlen, masks, reference, supports
+from cute_flash import BlockMask, UnsupportedError, attn, attn_varlen, masks, reference, supports
 from cute_flash.reference import tiled
 from cute_flash.reference.dense import band_mask
 from cute_flash.score_mod.bound import mod_arguments
@@ -358,6 +358,39 @@ def test_refusals() -> None:
     far = torch.ones(H, device="meta")
     with pytest.raises(ValueError, match="a captured tensor is on meta"):
         attn(q, k, v, score_mod=lambda s, b, h, i, j: s + far[h])
+
+
+TIMES = 1.7e9 + torch.arange(37, dtype=torch.float64)  # neighbours are equal in fp32
+ROUNDED: list[tuple[dict[str, Any], str]] = [
+    ({"mask_mod": lambda b, h, i, j: TIMES[i] - TIMES[j] < 9.0}, "sub of elements of a captured float64 tensor with"),
+    ({"mask_mod": lambda b, h, i, j: TIMES[i] * 2 >= TIMES[j]}, "ge of elements of a captured float64 tensor with"),
+    ({"score_mod": lambda s, b, h, i, j: s + (TIMES[i] * 0.1).int()}, r"to_int .*capture x.float\(\), or x as int64"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), ROUNDED, ids=str)
+def test_float64_tensors_that_fp32_would_change(given: dict[str, Any], message: str) -> None:
+    """fp32 calls refuse what fp64 calls compute."""
+    q, k, v = (x.detach() for x in inputs(CASES[0]))
+    for dtype in (torch.float32, torch.bfloat16):
+        low = [x.to(dtype) for x in (q, k, v)]
+        with pytest.raises(UnsupportedError, match=message):
+            attn(*low, **given)
+        assert not supports(*low, **given)
+    assert attn(q, k, v, **given).isfinite().all()
+
+
+def test_float64_tensors_that_fp32_may_round() -> None:
+    q, k, v = (x.detach().float() for x in inputs(CASES[0]))
+    near = BlockMask.of(ROUNDED[0][0]["mask_mod"], (2, H, 37, 37), tile=(8, 8))
+    expected = BlockMask.of(lambda b, h, i, j: i - j < 9, (2, H, 37, 37), tile=(8, 8))
+    assert torch.equal(near.status, expected.status)
+    table = torch.linspace(-1, 1, 37, dtype=torch.float64)
+    gated = {"score_mod": lambda s, b, h, i, j: (s - 0.1 * table[i]).floor() * torch.sigmoid(table[j])}
+    expected_out = attn(q.double(), k.double(), v.double(), **gated)
+    torch.testing.assert_close(attn(q, k, v, **gated).double(), expected_out, rtol=1e-4, atol=1e-4)
+    # A tensor without dimensions is a number, which torch rounds to fp32 too.
+    assert supports(q, k, v, mask_mod=lambda b, h, i, j: i * SCALE > j)
 
 
 def test_shapes_on_cuda() -> None:

@@ -180,6 +180,16 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable, Callable[[Any], Any]]] = {
         lambda: [Pair(3)], near(lambda x: (lambda size, other: size)(*x[0])), lambda x: x.__setitem__(0, Pair(7)),
     ),
     "numpy scalar": (lambda: [np.int64(3)], near(lambda x: x[0]), lambda x: x.__setitem__(0, np.int64(7))),
+    "int beyond 32 bits": (
+        lambda: [3 + (1 << 40)], near(lambda x: x[0] - (1 << 40)), lambda x: x.__setitem__(0, 7 + (1 << 40)),
+    ),
+    "int that grows beyond 32 bits": (
+        lambda: [3], near(lambda x: x[0] % (1 << 32)), lambda x: x.__setitem__(0, 7 + (1 << 32)),
+    ),
+    "numpy int64 beyond 32 bits": (
+        lambda: [np.int64(3 + (1 << 40))], near(lambda x: x[0] % (1 << 32)),
+        lambda x: x.__setitem__(0, np.int64(7 + (1 << 40))),
+    ),
     "numpy float": (lambda: [np.float32(3)], near(lambda x: x[0]), lambda x: x.__setitem__(0, np.float32(7))),
     "numpy bool": (lambda: [np.False_], near(lambda x: 7 if x[0] else 3), lambda x: x.__setitem__(0, np.True_)),
     "Enum": (lambda: [Mode.NARROW], near(lambda x: x[0].value), lambda x: x.__setitem__(0, Mode.WIDE)),

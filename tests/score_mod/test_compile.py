@@ -214,6 +214,10 @@ def compared(q, k, v, n):
     return attn(q, k, v, mask_mod=mask)
 
 
+def shifted(q, k, v, n):
+    return attn(q, k, v, mask_mod=lambda b, h, i, j: i - j + n < n + 4)
+
+
 def with_mask(q, k, v, mask):
     return attn(q, k, v, mask_mod=mask)
 
@@ -223,6 +227,7 @@ CHANGES: dict[str, tuple[Callable, tuple, int | None]] = {
     "int": (scaled, (3, 4, 5, 6, 3), 2),
     "float": (scaled, (0.1, 1.3, 2.7, 3.9, 0.1), 2),
     "exponent": (to_the_power, (1, 2, 3), None),
+    "beyond 32 bits": (shifted, (3, 4, 1 << 31, -(1 << 41)), None),
     "compared by Python": (compared, (3, 5, 4, 6), None),
     "in a closure made outside": (with_mask, tuple(masks.sliding_window(n) for n in (2, 3, 4, 2)), None),
 }

@@ -12,7 +12,7 @@ import torch
 from cute_flash import TraceError, UnsupportedError, attn
 from cute_flash.score_mod import trace
 from cute_flash.score_mod.bound import BoundMods
-from cute_flash.score_mod.graph import COLUMN, ROW, SCORE, B, Builder, H
+from cute_flash.score_mod.graph import COLUMN, ROW, SCORE, B, Builder, CaptureSpec, H
 from cute_flash.score_mod.trace import bind
 from tests.call_count import python_calls
 
@@ -242,9 +242,6 @@ def test_other_refusals() -> None:
         with pytest.raises(ValueError, match=rf"{role} is of type int: give a function of \({signature}\)") as invalid:
             attn(*(torch.zeros(1, 1, 2, 8) for _ in range(3)), **{role: 3})  # type: ignore[arg-type]
         assert not isinstance(invalid.value, UnsupportedError)
-    huge = 1 << 40
-    with pytest.raises(TraceError, match="a captured number is 1099511627776: captured ints must fit in 32 bits"):
-        bind(lambda b, h, q, kv: q < huge, "mask_mod")
     five = torch.zeros(1, 1, 1, 1, 1)
     with pytest.raises(TraceError, match="has 5 dimensions: give it at most 4"):
         bind(lambda s, b, h, q, kv: s + five[0, 0, 0, 0, 0], "score_mod")
@@ -264,6 +261,27 @@ def test_other_refusals() -> None:
 
 
 # Graphs
+
+
+def test_ints_have_the_bits_that_they_need() -> None:
+    """Python ints beyond 32 bits are int64, those beyond 64 bits are floats; constants wrap as the results of torch."""
+    large, ids = (1 << 40) + 3, torch.tensor([1 << 40, 2])
+    graph = traced(lambda s, b, h, q, kv: torch.where((ids[q] == large) & (q < 10**30), s, 0.0)).graph
+    assert graph.scalars == () and [x.value for x in graph.nodes if x.op == "constant"] == [large, 1e30, 0.0]
+    build = Builder([CaptureSpec("int64", 1), CaptureSpec("float32", 1)])
+    q, most = build.input("q"), build.constant((1 << 31) - 1)
+    kinds = [build.kind(build.constant(x)) for x in (-(1 << 31), 1 << 31, -(1 << 63), 1 << 63)]
+    assert kinds == ["int", "int64", "int64", "float"]
+    assert build.nodes[build.op("add", most, most)] == build.nodes[build.constant(-2)]
+    assert build.nodes[build.op("to_int", build.constant((1 << 40) + 7))] == build.nodes[build.constant(7)]
+    wide = build.op("to_int64", q)
+    assert build.kind(build.op("add", q, wide)) == build.kind(build.op("mul", q, build.constant(large))) == "int64"
+    assert build.op("to_int", wide) == build.op("to_index", wide) == q
+    assert build.op("to_float", wide) == build.op("to_float", q)
+    clamped = build.nodes[build.load(1, [build.op("min", build.load(0, [wide]), build.constant(5))])].args[0]
+    assert build.nodes[clamped].op == "min" and build.kind(clamped) == "int"
+    with pytest.raises(TraceError, match="to_index of float"):
+        build.op("to_index", build.input("score"))
 
 
 def test_builder_folds() -> None:

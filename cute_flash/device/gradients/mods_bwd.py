@@ -30,6 +30,7 @@ from cute_flash.device.ptx import bits_and, select_if, store_if, tanh_derivative
 from cute_flash.device.scheduling.block_sparse import BwdBlockIndices
 from cute_flash.device.scores.mask import Mask, column_offset
 from cute_flash.device.scores.mod_arithmetic import CuteArithmetic, indices_in_bounds
+from cute_flash.device.scores.mods import COLUMNS_AT_ONCE
 from cute_flash.device.scores.position import BwdBlockPosition
 from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.score_mod.bound import Graphs
@@ -38,8 +39,6 @@ from cute_flash.score_mod.evaluate import Evaluator, Part
 from cute_flash.score_mod.graph import COLUMN, ROW, Graph
 from cute_flash.score_mod.lower import lowered
 
-# If a thread has many columns, mask_mod loads captured elements for this many columns at a time.
-COLUMNS_AT_ONCE = 8
 # The sentinel NaN of masked scores. Arithmetic returns NaNs with other bits.
 MASKED_BITS = 0x7FC0DEAD
 Outputs = tuple[Any, ...]  # of a graph: DSL scalars
@@ -279,8 +278,6 @@ class ModScores:
             S_mn, masked = self.masked_value(acc_S)
             for c in cutlass.range_constexpr(self.size.columns):
                 if cutlass.const_expr(self.size.columns > 2 * COLUMNS_AT_ONCE and c % COLUMNS_AT_ONCE == 0):
-                    # The compiler does not move loads across this barrier. Loading all columns at once would spill
-                    # registers.
                     cute.arch.sync_warp()
                 column = mask_mod.column(c)
                 for r in cutlass.range_constexpr(self.size.rows):

@@ -1,8 +1,8 @@
 """The operations of user mods in a kernel: the arithmetic of `score_mod.evaluate.Evaluator` on DSL scalars.
 
-Floats are fp32 and ints int32; captured tensors are CuTe tensors of any strides. In 16-bit calls, functions have errors
-of a few ulp, but near a zero of log, tanh, sin or cos only the absolute error is small. fp32 calls take `EXACT_OPS`,
-the functions of the CUDA math library, with errors of a few ulp everywhere. A negative index of a captured
+Floats are fp32, and ints int32 or int64; captured tensors are CuTe tensors of any strides. In 16-bit calls, functions
+have errors of a few ulp, but near a zero of log, tanh, sin or cos only the absolute error is small. fp32 calls take
+`EXACT_OPS`, the functions of the CUDA math library, with errors of a few ulp everywhere. A negative index of a captured
 tensor counts from its end. An index out of bounds, as may occur past the last row or key, loads the nearest element.
 Graphs must be lowered (`score_mod.lower`).
 """
@@ -15,13 +15,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import arith
 
 from cute_flash.device.softmax.softmax import LN_2, LOG2_E
-from cute_flash.score_mod.graph import Node
+from cute_flash.score_mod.graph import INT_BITS, Node
 
-TYPES = {"bool": Boolean, "int": Int32, "float": Float32}
+TYPES = {"bool": Boolean, "int": Int32, "int64": Int64, "float": Float32}
 
 
 def _fast(name: str) -> Callable[[Float32], Float32]:
@@ -113,12 +113,14 @@ class CuteArithmetic:
             return dtype(cutlass.select_(args[0], dtype(args[1]), dtype(args[2])))
         if node.op == "to_bool":
             return args[0] != 0
+        if node.op == "to_index":
+            return Int32(cutlass.max(cutlass.min(args[0], Int64(Int32.max)), Int64(Int32.min)))
         if node.op.startswith("to_"):
             return dtype(args[0])
         if node.op == "not" and node.kind == "bool":
             return args[0] == Boolean(False)
-        if node.op in ("floordiv", "mod") and node.kind == "int" and not all(is_nonnegative):
-            quotient = _floordiv_ints(*args)
+        if node.op in ("floordiv", "mod") and node.kind in INT_BITS and not all(is_nonnegative):
+            quotient = _floordiv_ints(*args, dtype)
             return quotient if node.op == "floordiv" else args[0] - quotient * args[1]
         if node.op in INT_OPS:
             return (FLOAT_OPS if node.kind == "float" else INT_OPS)[node.op](*args)
@@ -135,9 +137,9 @@ def indices_in_bounds(capture: cute.Tensor, indices: Sequence[Int32], is_nonnega
     return coord if len(coord) > 1 else coord[0]
 
 
-def _floordiv_ints(a: Int32, b: Int32) -> Int32:
+def _floordiv_ints(a: Int32 | Int64, b: Int32 | Int64, dtype: type) -> Int32 | Int64:
     """a // b, rounded down. The DSL's operator rounds towards 0 if an operand is a coordinate of a layout."""
-    return Int32(arith.floordivsi(Int32(a).ir_value(), Int32(b).ir_value()))
+    return dtype(arith.floordivsi(dtype(a).ir_value(), dtype(b).ir_value()))
 
 
 def _from_end(i: Int32, size: Int32) -> Int32:

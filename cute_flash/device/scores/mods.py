@@ -27,6 +27,10 @@ from cute_flash.device.softmax.softmax import RowValues, Softmax
 from cute_flash.score_mod.evaluate import Evaluator, Part
 from cute_flash.score_mod.lower import lowered
 
+# If a thread has many columns, mask_mod may load captured elements for this many columns at a time, because loading all
+# columns at once would spill registers. The compiler does not move loads across a `sync_warp`.
+COLUMNS_AT_ONCE = 8
+
 
 class ColumnPosition(NamedTuple):
     """The index of a column, as an int and as a float."""
@@ -154,6 +158,8 @@ class HeadMods:
         mask_mod = self.in_block("mask", mask, first_col)
         if cutlass.const_expr(mask_mod is not None):
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
+                if cutlass.const_expr(self.params.spec.has_int64 and c % COLUMNS_AT_ONCE == 0):
+                    cute.arch.sync_warp()
                 column = mask_mod.column(mask_mod.position(c))
                 for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
                     acc_S_mn[r, c] = cutlass.select_(mask_mod.at(r, column), acc_S_mn[r, c], -Float32.inf)

@@ -127,7 +127,9 @@ class FwdTileSm90(Tile):
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
         is_as_wide = (self.head_dim_v is None) == (static.head_dim_v is None)
         is_for_features = not self.only or (static.features == (self.only,) and not static.block_sparse)
-        has_room = self.max_cost >= static.feature_cost and self.divides_block_mask(static)
+        # An int64 of a row or a key takes two registers. With a block mask, most blocks do not evaluate the mask_mod.
+        has_int64 = static.mods is not None and static.mods.has_int64 and not static.block_sparse
+        has_room = self.max_cost >= static.feature_cost + has_int64 and self.divides_block_mask(static)
         return is_wide_enough and is_as_wide and is_for_features and has_room and self.is_for(static)
 
 
