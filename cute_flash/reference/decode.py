@@ -7,8 +7,9 @@ Sequence b has cache_seqlens[b] rows in the cache. The call first appends the ro
 
 This is `attn` over these rows, with the mask aligned bottom right. Rotary embedding rotates an appended key by the
 position of its row, and a query by its own position if there is a window or a causal mask, else by cache_seqlens[b].
-Rotations are computed in fp32 (fp64 for fp64 inputs); queries are then rounded to their dtype, keys to that of the
-cache. An FP8 cache stores x / scale, rounded and saturated; a value is multiplied by the scale when it is read.
+Rotations are computed in fp32 (fp64 for fp64 inputs) and rounded once: keys to the dtype of the cache, queries to
+`query_dtype`. An FP8 cache stores x / scale, rounded and saturated; a value is multiplied by the scale when it is read.
+Kernels do the same operations, so they write the same bits to the caches.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cute_flash.reference import tiled
 from cute_flash.reference.varlen import read_offsets
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band, ceil_div
-from cute_flash.spec.decode import FP8, DecodeArgs, decode_outputs
+from cute_flash.spec.decode import FP8, DecodeArgs, decode_outputs, query_dtype
 from cute_flash.spec.shapes import lse_dtype
 
 
@@ -131,7 +132,8 @@ def attend(
         sinks=args.sinks,
     )
     for s in sequences:
-        Q = _rotated(s.of_tokens(q).to(lse_dtype(q.dtype)), _positions(s, args, q.device), args).to(q.dtype)
+        Q = _rotated(s.of_tokens(q).to(lse_dtype(q.dtype)), _positions(s, args, q.device), args)
+        Q = Q.to(query_dtype(q.dtype, k_cache.dtype))
         K = _loaded(s.read(k_cache, s.first, s.seqlen), args.k_scale, wide)
         V = _loaded(s.read(v_cache, s.first, s.seqlen), args.v_scale, wide)
         O, L = (x[None].to(wide) for x in (s.of_tokens(out).transpose(0, 1), s.of_rows(lse)))
@@ -160,11 +162,16 @@ def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, is_interleav
     turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     if is_interleaved:
         a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     else:
         a, b = turned.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    pair = _fused(a, cos, -b * sin), _fused(b, cos, a * sin)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if is_interleaved else torch.cat(pair, dim=-1)
     return torch.cat((turned, rest), dim=-1)
+
+
+def _fused(x: Tensor, cos: Tensor, product: Tensor) -> Tensor:
+    """x · cos + product, rounded once, as by a fused multiply-add."""
+    return (x.double() * cos.double() + product.double()).to(x.dtype)
 
 
 def _rotated(x: Tensor, positions: Tensor, args: DecodeArgs) -> Tensor:

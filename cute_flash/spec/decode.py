@@ -200,6 +200,11 @@ def decode_outputs(q: Tensor, v_cache: Tensor, args: DecodeArgs) -> tuple[Tensor
     return out, q.new_empty(shape, dtype=lse_dtype(q.dtype))
 
 
+def query_dtype(q: torch.dtype, cache: torch.dtype) -> torch.dtype:
+    """The dtype to which queries are rounded: kernels multiply FP8 keys, and then queries, as fp16."""
+    return torch.float16 if cache == FP8 and _name(q) in GPU_DTYPES else q
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

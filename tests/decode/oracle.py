@@ -48,6 +48,8 @@ def oracle(
     batch, left = len(cache_seqlens), window[0]
     right = 0 if causal else window[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    # Kernels multiply FP8 keys as fp16.
+    rounded_to = torch.float16 if keys.dtype == FP8 and q.dtype == torch.bfloat16 else q.dtype
 
     def tokens(x: Tensor, b: int) -> Tensor:
         if cu_seqlens_q is None:
@@ -96,7 +98,7 @@ def oracle(
         for i in range(len(queries)):
             position = length - len(queries) + i
             turn = position if causal or left is not None or right is not None else int(cache_seqlens[b])
-            query = rotated(queries[i], turn).to(q.dtype).double()
+            query = rotated(queries[i], turn).to(rounded_to).double()
             visible = [
                 j
                 for j in range(skipped, length)

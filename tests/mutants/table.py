@@ -278,12 +278,13 @@ MUTANTS: tuple[Mutant, ...] = (
     *_mutants(
         "cute_flash/reference/decode.py",
         _DECODE,
-        ("torch.stack((a * cos - b * sin, b * cos + a * sin)", "torch.stack((a * cos + b * sin, b * cos - a * sin)"),
+        ("_fused(a, cos, -b * sin), _fused(b, cos, a * sin)", "_fused(a, cos, b * sin), _fused(b, cos, -a * sin)"),
         ("first=min(max(lo, leftpads[b]), seqlen)", "first=min(lo, seqlen)"),
         ("x / _by_head(scale, x.dtype)", "x * _by_head(scale, x.dtype)"),
         ("torch.arange(s.seqlen - s.num_queries, s.seqlen", "torch.arange(1, s.num_queries + 1"),
         ("rows = s.seqlen_before, s.seqlen", "rows = 0, s.seqlen - s.seqlen_before"),
     ),
+    Mutant("cute_flash/spec/decode.py", "torch.float16 if cache == FP8 and", "q if cache == FP8 and", _DECODE),
     # Adapters.
     # Keywords that an entry drops in silence.
     *_mutants(
