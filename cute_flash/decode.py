@@ -93,7 +93,7 @@ def attn_decode(
             `page_table`.
         leftpad: (B), int32: the number of rows to skip at the start of each sequence.
         k_new: Keys to append, (B, Tn, Hkv, D), or (T, Hkv, D) with `cu_seqlens_q`; in the dtype of q. They are written
-            in place after the rows of each sequence. Tn may differ from T.
+            in place after the rows of each sequence, whose caches must not overlap in memory. Tn may differ from T.
         v_new: Values to append, in the same form, with head dim Dv.
         rotary_cos: Cosines of the rotary embedding, (positions, rotary_dim / 2), of any floating-point dtype. k_new is
             rotated by the position of its row. A query is rotated by its own position if `causal` or `window` is set,

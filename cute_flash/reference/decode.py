@@ -242,6 +242,7 @@ def read_sequences(q: Tensor, k_cache: Tensor, args: DecodeArgs) -> list[CachedS
         )
         _check_pages(sequences[-1], k_cache)
         _check_positions(sequences[-1], args)
+    _check_places(sequences, k_cache)
     return sequences
 
 
@@ -254,6 +255,24 @@ def _check_pages(s: CachedSequence, k_cache: Tensor) -> None:
     for i, page in enumerate(s.pages[begin:end].tolist(), begin):
         if not 0 <= page < num_pages:
             raise ValueError(f"page_table[{s.index}, {i}]={page}: there are {num_pages} pages")
+
+
+def _check_places(sequences: list[CachedSequence], k_cache: Tensor) -> None:
+    """Raise `ValueError` if two sequences append to the same row of a page, or to the same contiguous cache."""
+    owners: dict[Any, int] = {}
+    for s in sequences:
+        rows = range(s.seqlen_before, s.seqlen)
+        if s.pages is None:
+            places: list[Any] = [s.cache_row] if rows else []
+        else:
+            pages, page_size = s.pages.tolist(), k_cache.shape[1]
+            places = [(pages[j // page_size], j % page_size) for j in rows]
+        for place in places:
+            if place in owners:
+                where = f"batch index {place}" if s.pages is None else f"page {place[0]}"
+                remedy = "cache_batch_idx must differ" if s.pages is None else "give each its own pages for new rows"
+                raise ValueError(f"sequences {owners[place]} and {s.index} both append to {where}: {remedy}")
+            owners[place] = s.index
 
 
 def _check_positions(s: CachedSequence, args: DecodeArgs) -> None:

@@ -65,7 +65,7 @@ def _bind(
 def plan_call(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> DecodePlan | None:
     """Describe and plan a call, or raise `UnsupportedError`; None if there is nothing to compute."""
     problem = describe_decode(q, k_cache, v_cache, args, "cuda")
-    check_caches(k_cache, v_cache)
+    check_caches(k_cache, v_cache, args)
     if 0 in (problem.batch, problem.total_tokens, problem.heads, problem.capacity, k_cache.shape[0]):
         if problem.has_new and 0 not in (problem.batch, problem.heads_kv, problem.capacity, k_cache.shape[0]):
             raise UnsupportedError("k_new without queries on cuda: write the rows into the caches by index")

@@ -238,6 +238,10 @@ def test_what_has_no_kernel() -> None:
     call = replace(BASE, head_dim=36, head_dim_v=36).build(DEVICE, torch.bfloat16)
     with pytest.raises(cute_flash.UnsupportedError, match="head_dim=36"):
         run(call)
+    call = replace(BASE, new=(1, 1, 1)).build(DEVICE, torch.bfloat16)
+    run(call)
+    with pytest.raises(ValueError, match="a k_cache and a v_cache that overlap"):
+        run(replace(call, v_cache=call.k_cache))
     for head_dims in ((40, 40), (64, 72)):
         widths = {"head_dim": head_dims[0], "head_dim_v": head_dims[1]}
         call = replace(BASE, fp8="scalar", **widths).build(DEVICE, torch.bfloat16)

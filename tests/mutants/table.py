@@ -285,6 +285,14 @@ MUTANTS: tuple[Mutant, ...] = (
         ("rows = s.seqlen_before, s.seqlen", "rows = 0, s.seqlen - s.seqlen_before"),
     ),
     Mutant("cute_flash/spec/decode.py", "torch.float16 if cache == FP8 and", "q if cache == FP8 and", _DECODE),
+    *_mutants(
+        "cute_flash/spec/overlap.py",
+        _of("decode/test_bad_input.py"),
+        ("return -width_v < distance < width_k", "return distance == 0"),
+        ("if stride < extent:", "if stride == 0:"),
+        ("args.cache_batch_idx is None else 1", "args.cache_batch_idx is None else 0"),
+        ("max(nearest, 1 - size), min(farthest, size - 1) + 1", "max(nearest, 0), min(farthest, size - 1) + 1"),
+    ),
     # Adapters.
     # Keywords that an entry drops in silence.
     *_mutants(

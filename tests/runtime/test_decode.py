@@ -242,6 +242,21 @@ def test_addresses_are_checked_by_every_call(sm_90: FakeGpu) -> None:
     assert len(bound) == 1 and len(sm_90.launches) == 2
 
 
+def test_overlapping_caches(sm_90: FakeGpu) -> None:
+    """Strides are checked when a signature is bound, and addresses by every call."""
+    call = build(new=(1, 1))
+    twice = DecodeCall(call.q, call.k_cache, call.k_cache, call.options)
+    expanded = DecodeCall(call.q, call.k_cache[:1].expand_as(call.k_cache), call.v_cache, call.options)
+    for wrong, message in ((twice, "a k_cache and a v_cache that overlap"), (expanded, "whose rows overlap")):
+        with pytest.raises(ValueError, match=message):
+            run(wrong)
+    run(call)
+    with pytest.raises(ValueError, match="a k_cache and a v_cache that overlap"):
+        run(twice)
+    assert len(bound) == len(sm_90.launches) == 1
+    run(DecodeCall(call.q, call.k_cache, call.k_cache, build().options))
+
+
 def test_fp8_needs_head_dims_of_16_bytes(sm_90: FakeGpu) -> None:
     for widths, name in (((24, 16), "k_cache"), ((16, 40), "v_cache")):
         with pytest.raises(UnsupportedError, match=f"{name} in FP8 with head dim .* use a multiple of 16"):
