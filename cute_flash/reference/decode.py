@@ -38,7 +38,7 @@ class CachedSequence:
     seqlen_before: int  # rows before the append
     seqlen: int  # rows after the append
     first: int  # the first row that a query may see
-    cache_row: int  # of contiguous caches
+    cache_row: int  # the index of its cache, or of its row of the page table
     pages: Tensor | None  # its row of the page table
 
     def of_tokens(self, x: Tensor) -> Tensor:
@@ -223,10 +223,10 @@ def read_sequences(q: Tensor, k_cache: Tensor, args: DecodeArgs) -> list[CachedS
             raise ValueError(f"cache_seqlens[{b}]={seqlens[b]}{appended}: the cache holds {capacity} rows per sequence")
         if leftpads[b] < 0:
             raise ValueError(f"leftpad[{b}]={leftpads[b]} is negative: give the number of rows to skip")
-        if not paged and not 0 <= cache_rows[b] < len(k_cache):
-            raise ValueError(
-                f"cache_batch_idx[{b}]={cache_rows[b]}: the cache has {len(k_cache)} sequences, numbered from 0"
-            )
+        num_rows = args.page_table.shape[0] if paged else len(k_cache)  # type: ignore[union-attr]
+        if not 0 <= cache_rows[b] < num_rows:
+            where = "page_table" if paged else "the cache"
+            raise ValueError(f"cache_batch_idx[{b}]={cache_rows[b]}: {where} has {num_rows} sequences, numbered from 0")
         lo = args.band.lo(0, num_queries, seqlen) if num_queries else seqlen
         sequences.append(
             CachedSequence(
@@ -237,7 +237,7 @@ def read_sequences(q: Tensor, k_cache: Tensor, args: DecodeArgs) -> list[CachedS
                 seqlen=seqlen,
                 first=min(max(lo, leftpads[b]), seqlen),
                 cache_row=cache_rows[b],
-                pages=None if args.page_table is None else args.page_table[b],
+                pages=None if args.page_table is None else args.page_table[cache_rows[b]],
             )
         )
         _check_pages(sequences[-1], k_cache)
@@ -254,7 +254,7 @@ def _check_pages(s: CachedSequence, k_cache: Tensor) -> None:
     begin, end = min(s.first, s.seqlen_before) // page_size, ceil_div(s.seqlen, page_size)
     for i, page in enumerate(s.pages[begin:end].tolist(), begin):
         if not 0 <= page < num_pages:
-            raise ValueError(f"page_table[{s.index}, {i}]={page}: there are {num_pages} pages")
+            raise ValueError(f"page_table[{s.cache_row}, {i}]={page}: there are {num_pages} pages")
 
 
 def _check_places(sequences: list[CachedSequence], k_cache: Tensor) -> None:

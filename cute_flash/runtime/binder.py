@@ -66,7 +66,7 @@ _HELPERS: dict[str, Any] = {
         name: getattr(operands, name)
         for name in (
             "aligned_like", "cache_operand", "cache_scale", "check_caches", "dropout_origin_operands",
-            "ensure_aligned", "pack_gqa", "positive_scale", "rotary_operand",
+            "ensure_aligned", "pack_gqa", "positive_scale", "rotary_operand", "rows_of_table",
         )
     },
 }  # fmt: skip

@@ -131,6 +131,11 @@ def cache_operand(x: Tensor) -> Tensor:
     return x
 
 
+def rows_of_table(page_table: Tensor, batch_idx: Tensor) -> Tensor:
+    """The rows of the page table at `batch_idx`, clamped, so that an invalid index stays within the table."""
+    return page_table.index_select(0, batch_idx.clamp(0, page_table.shape[0] - 1))
+
+
 def rotary_operand(x: Tensor, problem: DecodeProblem) -> Tensor:
     """A table of cosines or sines, in the dtype that the kernel reads."""
     return x.to(getattr(torch, problem.rotary_dtype)).contiguous()

@@ -57,9 +57,10 @@ def oracle(
         return x[int(cu_seqlens_q[b]) : int(cu_seqlens_q[b + 1])]
 
     def place(b: int, j: int) -> tuple[int, int]:
+        row = b if cache_batch_idx is None else int(cache_batch_idx[b])
         if page_table is not None:
-            return int(page_table[b, j // keys.shape[1]]), j % keys.shape[1]
-        return (b if cache_batch_idx is None else int(cache_batch_idx[b])), j
+            return int(page_table[row, j // keys.shape[1]]), j % keys.shape[1]
+        return row, j
 
     def rotated(x: Tensor, position: int) -> Tensor:
         """The rotated heads of one token, (heads, D)."""

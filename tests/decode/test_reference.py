@@ -194,6 +194,17 @@ def test_queries_with_strided_elements() -> None:
     assert torch.equal(found, expected)
 
 
+def test_an_append_without_queries() -> None:
+    """The rows are those of a call with queries."""
+    case = small_case(tokens=(3, 3), new=(3, 3), rotary_dim=16, page_size=8, has_batch_idx=True)
+    call, expected = case.build(), case.build()
+    cute_flash.attn_decode(*expected.tensors, **expected.options)
+    out, lse = cute_flash.attn_decode(call.q[:, :0], *call.tensors[1:], return_lse=True, **call.options)
+    assert out.shape == (2, 0, 4, 16) and lse.shape == (2, 4, 0)
+    assert torch.equal(bits(call.k_cache), bits(expected.k_cache))
+    assert torch.equal(bits(call.v_cache), bits(expected.v_cache))
+
+
 @pytest.mark.parametrize("shape", [(0, 1, 4), (2, 0, 4)], ids=str)
 def test_empty_calls(shape: tuple[int, int, int]) -> None:
     batch, tokens, heads = shape

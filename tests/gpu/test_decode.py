@@ -94,7 +94,12 @@ def test_rotary(case: DecodeCase, dtype: torch.dtype) -> None:
     check(case, dtype)
 
 
-@pytest.mark.parametrize("num_splits", (1, 2, 3, 5, 8, 16, 31, 32))
+@pytest.mark.parametrize("fp8", ("", "heads"))
+def test_an_append_without_queries(fp8: str) -> None:
+    check(replace(APPENDING, tokens=(0,) * 3, new=(5,) * 3, seqlens=(1000, 77, 0), fp8=fp8), torch.bfloat16)
+
+
+@pytest.mark.parametrize("num_splits", (1, 2, 3, 5, 8, 16, 31, 32, 5000))
 def test_forced_splits(num_splits: int) -> None:
     for case, dtype in decode_cases.SPLIT:
         check(case, dtype, num_splits=num_splits)
