@@ -310,8 +310,15 @@ MUTANTS: tuple[Mutant, ...] = (
         ("return bound if bound >= 0 else None", "return bound if bound > 0 else None"),
         ("missing = -x.shape[-1] % HEAD_DIM_STEP", "missing = 0"),
         ("softcap if softcap > 0 else None", "None"),
-        ("torch.arange(x.shape[1], device=x.device) + (start", "torch.arange(x.shape[1], device=x.device) - (start"),
         ("return 3 if returns_probs else 1", "return 2 if returns_probs else 1"),
+    ),
+    *_mutants(
+        "cute_flash/integrations/flash_attn_tokens.py",
+        (*_FLASH, *_of("integrations/test_flash_attn_kvcache.py")),
+        ("(starts + moves * torch.arange", "(starts - moves * torch.arange"),
+        ("is_unused = index >= pad(lengths", "is_unused = index > pad(lengths"),
+        ("seqused_q.minimum(cu_seqlens_q.diff())", "seqused_q"),
+        (".where(sequence < offsets.shape[0] - 1, 0)", ""),
     ),
     *_mutants(
         "cute_flash/integrations/transformers.py",
