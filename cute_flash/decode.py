@@ -89,11 +89,11 @@ def attn_decode(
         cache_seqlens: (B), int32: the number of rows of each sequence before the append; or one number for all.
         page_table: (B, max_pages), int32: row j of sequence b is row ``j % page_size`` of page
             ``page_table[b, j // page_size]``. Pages can have any size. Entries past the end of a sequence are not used.
-        cache_batch_idx: (B), int32: the index of sequence b along dimension 0 of the caches; None: b. Not with
-            `page_table`.
+        cache_batch_idx: (B), int32: the index of sequence b along dimension 0 of the caches, or of `page_table`, which
+            then may have any number of rows; None: b.
         leftpad: (B), int32: the number of rows to skip at the start of each sequence.
         k_new: Keys to append, (B, Tn, Hkv, D), or (T, Hkv, D) with `cu_seqlens_q`; in the dtype of q. They are written
-            in place after the rows of each sequence. Tn may differ from T.
+            in place after the rows of each sequence, whose caches must not overlap in memory. Tn may differ from T.
         v_new: Values to append, in the same form, with head dim Dv.
         rotary_cos: Cosines of the rotary embedding, (positions, rotary_dim / 2), of any floating-point dtype. k_new is
             rotated by the position of its row. A query is rotated by its own position if `causal` or `window` is set,
@@ -115,8 +115,8 @@ def attn_decode(
         v_scale: The same for v_cache.
         kv_layout: "nhd" as above, or "hnd" for caches (B or more, Hkv, S, D) and pages (num_pages, Hkv, page_size, D).
             k_new and v_new have the same form in both.
-        num_splits: The number of parts into which CUDA kernels split the keys; None: the kernel chooses it by the
-            lengths. The CPU path does not split.
+        num_splits: A hint: the number of parts into which CUDA kernels split the keys, at most 1024. None, 0 or less:
+            the kernel chooses it by the lengths. The CPU path does not split.
         return_lse: Also return the log-sum-exp of each row.
         out: Receives the output, (B, T, H, Dv) or (T, H, Dv), in the dtype of q.
 
@@ -171,8 +171,8 @@ def decode_supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, **keywords: Any
         >>> q, cache = torch.empty(2, 1, 8, 64), torch.empty(2, 100, 2, 64)
         >>> bool(cute_flash.decode_supports(q, cache, cache, cache_seqlens=10))
         True
-        >>> cute_flash.decode_supports(q, cache, cache, cache_seqlens=10, num_splits=0).reason
-        'num_splits=0: use 1 or more, or None to let the kernel choose'
+        >>> cute_flash.decode_supports(q, cache, cache, cache_seqlens=10, softcap=-1.0).reason
+        'softcap=-1.0: use a positive number, or None for no cap'
     """
     try:
         q, k_cache, v_cache, args = bind(q, k_cache, v_cache, **keywords)
@@ -240,6 +240,7 @@ def _canonical(
     rotary_interleaved = as_bool("rotary_interleaved", rotary_interleaved)
     if num_splits is not None:
         num_splits = as_int("num_splits", num_splits)
+        num_splits = num_splits if num_splits > 0 else None
     args = DecodeArgs(
         cache_seqlens, scale, page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin,
         rotary_interleaved, cu_seqlens_q, left, right, softcap, alibi, sinks, k_scale, v_scale, num_splits, out,

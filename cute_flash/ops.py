@@ -175,9 +175,15 @@ def autocast_dtype(x: Tensor, device: str) -> torch.dtype:
 
 def _refuse_tangents(*inputs: Tensor | None) -> None:
     """Raise `UnsupportedError` for forward-mode tangents, which torch would silently drop, as if they were 0."""
-    if forward_ad._current_level >= 0:
-        if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
-            raise UnsupportedError("forward-mode differentiation of attn: use reverse mode, such as out.backward()")
+    if has_tangents(*inputs):
+        raise UnsupportedError("forward-mode differentiation of attn: use reverse mode, such as out.backward()")
+
+
+def has_tangents(*inputs: Tensor | None) -> bool:
+    """Whether a tensor has a tangent at the current level of forward-mode differentiation."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs)
 
 
 def _refuse_mapped(*tensors: Tensor) -> None:

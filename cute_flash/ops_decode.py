@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.ops import LIBRARY, PLAIN_TYPES, is_observed, is_plain, without_autocast
+from cute_flash.ops import LIBRARY, PLAIN_TYPES, has_tangents, is_observed, is_plain, without_autocast
 from cute_flash.spec.checked import CudaFunctions, on_host
 from cute_flash.spec.decode import SCHEMA, TENSOR_FIELDS, DecodeArgs, decode_outputs, describe_decode, tensors_of
+from cute_flash.spec.overlap import check_append
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _TENSOR_NAMES = ("q", "k_cache", "v_cache", *TENSOR_FIELDS)
@@ -66,6 +67,8 @@ def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None
         _cuda.plan_call(q, k_cache, v_cache, args)
     else:
         describe_decode(q, k_cache, v_cache, args)
+        if type(k_cache) in PLAIN_TYPES and type(v_cache) in PLAIN_TYPES:
+            check_append(k_cache, v_cache, args)
 
 
 def is_direct(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> bool:
@@ -111,6 +114,7 @@ def _decode_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> An
 
     args = DecodeArgs(*values)
     describe_decode(q, k_cache, v_cache, args)
+    check_append(k_cache, v_cache, args)
     with without_autocast():
         return _results(*reference.forward(q, k_cache, v_cache, args), args)
 
@@ -122,8 +126,13 @@ def _decode_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> A
 
 
 def _decode_autograd(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> Any:
+    args = DecodeArgs(*values)
+    if has_tangents(q, k_cache, v_cache, *tensors_of(args)):
+        raise UnsupportedError(
+            "forward-mode differentiation of attn_decode, which computes no gradients: use attn, in reverse mode"
+        )
     if torch.is_grad_enabled():
-        refuse_grad(q, k_cache, v_cache, DecodeArgs(*values))
+        refuse_grad(q, k_cache, v_cache, args)
     with torch._C._AutoDispatchBelowAutograd():
         return decode_op(q, k_cache, v_cache, *values)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from cute_flash.api import attn, attn_varlen
 from cute_flash.errors import UnsupportedError
 from cute_flash.integrations import flash_attn_args as args
+from cute_flash.integrations import flash_attn_tokens as tokens
 from cute_flash.spec.values import as_bool, check_are_tensors
 
 
@@ -94,13 +95,16 @@ def flash_attn_varlen_func(
     max_seqlen_k: Any, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: Any = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, block_table: Tensor | None = None, *, page_table: Tensor | None = None,
-    seqused_k: Tensor | None = None, return_softmax_lse: bool = False, s_aux: Tensor | None = None,
-    learnable_sink: Tensor | None = None, sinks: Tensor | None = None, **others: Any,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, return_softmax_lse: bool = False,
+    s_aux: Tensor | None = None, learnable_sink: Tensor | None = None, sinks: Tensor | None = None, **others: Any,
 ) -> Any:
     """`flash_attn_varlen_func` of flash-attn: `attn_varlen`, or `attn_decode` if k and v are pages of a block_table.
 
     The LSE is (H, Tq). With a block_table, k and v are (num_pages, page_size, Hkv, D), and the lengths of the keys are
     `seqused_k` or the differences of `cu_seqlens_k`; dropout and `backward()` raise `UnsupportedError`.
+
+    With `seqused_q`, only the first seqused_q[b] queries of sequence b are used. The other ones have output 0, LSE -inf
+    and gradient 0. The call gathers the used queries, and copies the output back.
     """
     args.check_off("flash_attn_varlen_func", others)
     width = args.result_width(dropout_p, return_attn_probs, return_softmax_lse)
@@ -108,22 +112,28 @@ def flash_attn_varlen_func(
     args.check_qkv(q, k, v, 3, 3 if table is None else 4)
     keywords = args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
     keywords["sinks"] = args.sinks(s_aux, learnable_sink, sinks)
+    if table is not None and dropout_p:
+        raise UnsupportedError(f"dropout_p={dropout_p} with block_table: gather the pages into k and v, or use 0.0")
+    used = None
+    if seqused_q is not None:
+        used = tokens.UsedQueries.of(q, cu_seqlens_q, seqused_q)
+        q, cu_seqlens_q = used.q, used.cu_seqlens
     if table is None:
         out, lse = attn_varlen(
             args.padded(q), args.padded(k), args.padded(v), cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q,  # type: ignore
             max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, dropout=dropout_p, deterministic=deterministic,
             return_lse=True, **keywords,
         )
-        return args.results(args.narrowed(out, v), lse, width)
-    if dropout_p:
-        raise UnsupportedError(f"dropout_p={dropout_p} with block_table: gather the pages into k and v, or use 0.0")
-    if seqused_k is None:
-        check_are_tensors(cu_seqlens_k=cu_seqlens_k)
-        seqused_k = cu_seqlens_k.diff()  # type: ignore[union-attr]
-    out, lse = args.decode(
-        args.padded(q), args.padded(k), args.padded(v), cache_seqlens=seqused_k, page_table=table,
-        cu_seqlens_q=cu_seqlens_q, **keywords,
-    )
+    else:
+        if seqused_k is None:
+            check_are_tensors(cu_seqlens_k=cu_seqlens_k)
+            seqused_k = cu_seqlens_k.diff()  # type: ignore[union-attr]
+        out, lse = args.decode(
+            args.padded(q), args.padded(k), args.padded(v), cache_seqlens=seqused_k, page_table=table,
+            cu_seqlens_q=cu_seqlens_q, **keywords,
+        )
+    if used is not None:
+        out, lse = used.restored(out, lse)
     return args.results(args.narrowed(out, v), lse, width)
 
 
@@ -156,50 +166,74 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None, causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0,
     rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int | None = 0,
     return_softmax_lse: bool = False, *, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: Any = None, k_descale: Any = None, v_descale: Any = None,
-    s_aux: Tensor | None = None, learnable_sink: Tensor | None = None, sinks: Tensor | None = None, **others: Any,
+    cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: Any = None, rotary_seqlens: Tensor | None = None,
+    k_descale: Any = None, v_descale: Any = None, s_aux: Tensor | None = None, learnable_sink: Tensor | None = None,
+    sinks: Tensor | None = None, **others: Any,
 ) -> Any:
     """`flash_attn_with_kvcache` of flash-attn: `attn_decode`. k and v are appended to the caches in place.
 
     Returns `out`, or (out, softmax_lse) with `return_softmax_lse`. `max_seqlen_q` has no effect. Each call
     copies a cache whose head dim is not a multiple of 8.
+
+    `attn_decode` appends and attends in one call, unless the offsets of q and k are different tensors, or queries are
+    rotated by other positions than those in the mask. Then one call appends, torch operations rotate q, and another
+    call attends.
     """
-    # In flash-attn 3, rotary_seqlens is cache_seqlens by default.
-    if others.get("rotary_seqlens") is cache_seqlens:
-        others.pop("rotary_seqlens", None)
     args.check_off("flash_attn_with_kvcache", others)
     table = args.one_of(block_table=block_table, page_table=page_table)
     args.check_qkv(q, k_cache, v_cache, 4 if cu_seqlens_q is None else 3, 4, ("k_cache", "v_cache"))
+    # If k has no offsets of its own, it has the tokens of q.
+    offsets_k = cu_seqlens_q if cu_seqlens_k_new is None and k is not None and k.dim() == 3 else cu_seqlens_k_new
+    dims_k = 4 if offsets_k is None else 3
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if (x is None) != (k is None or v is None):
             raise ValueError(f"{name} alone: give both k and v, or neither")
-        if x is not None and (x.dim() != q.dim() or x.shape[-1] != cache.shape[-1]):
+        if x is not None and (x.dim() != dims_k or x.shape[-1] != cache.shape[-1]):
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}: expected {q.dim()} dimensions and head dim {cache.shape[-1]}"
+                f"{name} has shape {tuple(x.shape)}: expected {dims_k} dimensions and head dim {cache.shape[-1]}"
             )
-    if cu_seqlens_k_new is not None and cu_seqlens_k_new is not cu_seqlens_q:
-        raise UnsupportedError(
-            "cu_seqlens_k_new must be the tensor cu_seqlens_q itself: a call appends one key for each token of q"
-        )
+    if cu_seqlens_k_new is not None and k is None:
+        raise ValueError("cu_seqlens_k_new without k: leave it out, or give k and v")
     if cache_seqlens is None:
         if k is not None:
             raise ValueError("k without cache_seqlens: give the number of rows of each sequence before the append")
         cache_seqlens = k_cache.shape[1] * (1 if table is None else table.shape[-1])
-    keywords = args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    is_banded = keywords["causal"] or keywords["window"] != (None, None)
-    has_other_length = k is not None and cu_seqlens_q is None and q.shape[1] != k.shape[1]
-    if is_banded and has_other_length and rotary_cos is not None and rotary_sin is not None:
-        # `attn_decode` rotates a query by its position in the mask, flash-attn by cache_seqlens plus the query's index.
-        q, k = (args.rotated(x, rotary_cos, rotary_sin, cache_seqlens, rotary_interleaved) for x in (q, k))
-        rotary_cos = rotary_sin = None
+    starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
+    rotary = tokens.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, starts)
+    if starts is not cache_seqlens and (k is None or rotary is None):
+        raise ValueError("rotary_seqlens without k or without rotary_cos: leave it out")
+    if rotary_seqlens is not None:
+        batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+        tokens.check_lengths("rotary_seqlens", rotary_seqlens, q, batch)
     caches = args.padded(k_cache), args.padded(v_cache)
-    out, lse = args.decode(
-        args.padded(q), *caches, cache_seqlens=cache_seqlens, page_table=table, cache_batch_idx=cache_batch_idx,
-        leftpad=cache_leftpad, k_new=None if k is None else args.padded(k), v_new=None if v is None else args.padded(v),
-        rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, cu_seqlens_q=cu_seqlens_q,
-        k_scale=args.scale("k_descale", k_descale, k_cache), v_scale=args.scale("v_descale", v_descale, v_cache),
-        num_splits=num_splits or None, sinks=args.sinks(s_aux, learnable_sink, sinks), **keywords,
+    places = {
+        "page_table": table, "cache_batch_idx": cache_batch_idx,
+        "k_scale": args.scale("k_descale", k_descale, k_cache), "v_scale": args.scale("v_descale", v_descale, v_cache),
+    }  # fmt: skip
+    keywords = {
+        **args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes), **places,
+        "cu_seqlens_q": cu_seqlens_q, "leftpad": cache_leftpad, "num_splits": args.splits(num_splits),
+        "sinks": args.sinks(s_aux, learnable_sink, sinks),
+    }  # fmt: skip
+    new: dict[str, Any] = {
+        "k_new": None if k is None else args.padded(k), "v_new": None if v is None else args.padded(v),
+        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved,
+    }  # fmt: skip
+    is_banded = keywords["causal"] or keywords["window"] != (None, None)
+    # `attn_decode` rotates a query by its position in the mask, flash-attn by `starts` plus the query's index.
+    has_other_positions = rotary is not None and k is not None and (
+        starts is not cache_seqlens or (is_banded and cu_seqlens_q is None and q.shape[1] != k.shape[1])
     )
+    if k is not None and (has_other_positions or offsets_k is not cu_seqlens_q):
+        args.check_decode(args.padded(q), *caches, cache_seqlens=cache_seqlens, **keywords)
+        if rotary is not None:
+            q = rotary.rotated(q, cu_seqlens_q, moves=is_banded)
+            if starts is not cache_seqlens:
+                new |= {"k_new": args.padded(rotary.rotated(k, offsets_k)), "rotary_cos": None, "rotary_sin": None}
+        tokens.append(caches, cache_seqlens, offsets_k, **new, **places)
+        cache_seqlens = cache_seqlens + (k.shape[1] if offsets_k is None else offsets_k.diff())
+        new = {}
+    out, lse = args.decode(args.padded(q), *caches, appended=(k, v), cache_seqlens=cache_seqlens, **new, **keywords)
     for cache, copy in zip((k_cache, v_cache), caches):
         if k is not None and copy is not cache:
             cache.detach().copy_(args.narrowed(copy, cache))

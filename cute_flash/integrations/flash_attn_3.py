@@ -5,13 +5,16 @@ They call the functions of `integrations.flash_attn`. Calls that return the LSE 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cute_flash.integrations import flash_attn
 from cute_flash.integrations import flash_attn_args as args
+from cute_flash.reference.merge import merge
 from cute_flash.spec.values import as_int, check_are_tensors
 
 
@@ -65,7 +68,58 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """`flash_attn_with_kvcache` of flash-attn 3. `return_softmax_lse` returns (out, softmax_lse)."""
     return args.forward(flash_attn.flash_attn_with_kvcache, locals())
+
+
+def get_scheduler_metadata(
+    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int,
+    cache_seqlens: Tensor, qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None, cache_leftpad: Tensor | None = None,
+    page_size: int | None = None, max_seqlen_k_new: int = 0, causal: bool = False, window_size: Any = (-1, -1),
+    attention_chunk: int = 0, has_softcap: bool = False, num_splits: int = 0, pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """`get_scheduler_metadata` of flash-attn 3. Returns an empty tensor: the kernels need no metadata.
+
+    They divide the keys among CTAs themselves, by the lengths that they read when they run.
+    """
+    return cache_seqlens.new_empty(0, dtype=torch.int32)
 # fmt: on
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """`flash_attn_combine` of flash-attn 3: merges attention over disjoint parts of the keys by `cute_flash.merge`.
+
+    Args:
+        out_partial: Outputs of the parts, (num_splits, B, S, H, D), or (num_splits, T, H, D) of varlen batches. They
+            are not read where their LSE is -inf.
+        lse_partial: Their log-sum-exps, (num_splits, B, S, H) or (num_splits, T, H).
+        out: Receives the output.
+        out_dtype: The dtype of the output; that of `out`, else that of `out_partial` by default.
+
+    Returns:
+        The output, (B, S, H, D) or (T, H, D), and the log-sum-exp over all parts, (B, S, H) or (T, H).
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit.
+    """
+    check_are_tensors(out_partial=out_partial, lse_partial=lse_partial)
+    if out_partial.dim() not in (4, 5) or lse_partial.shape != out_partial.shape[:-1] or not len(out_partial):
+        raise ValueError(
+            f"out_partial has shape {tuple(out_partial.shape)} and lse_partial has {tuple(lse_partial.shape)}: "
+            "expected (num_splits, B, S, H, D) and (num_splits, B, S, H), or without B"
+        )
+    dtype = out_dtype or (out_partial if out is None else out).dtype
+    if out is not None and (out.shape != out_partial.shape[1:] or out.dtype != dtype):
+        raise ValueError(
+            f"out is {out.dtype} of shape {tuple(out.shape)}: expected {dtype} of {tuple(out_partial.shape[1:])}"
+        )
+    parts = out_partial.masked_fill((lse_partial == -math.inf)[..., None], 0.0)
+    layout = "thd" if out_partial.dim() == 4 else "bshd"
+    merged, lse = merge(parts, lse_partial.transpose(-1, -2), layout=layout)  # type: ignore[arg-type]
+    merged = merged.to(dtype)
+    return (merged if out is None else out.copy_(merged)), lse.transpose(-1, -2)
 
 
 def _forward(function: Callable, arguments: dict[str, Any]) -> Any:

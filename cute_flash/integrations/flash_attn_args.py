@@ -9,29 +9,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cute_flash import reference
-from cute_flash.decode import attn_decode
+from cute_flash import ops_decode
+from cute_flash.decode import attn_decode, bind
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.refusals import Refused, refuse
-from cute_flash.spec.shapes import lse_dtype
 from cute_flash.spec.values import as_bool, as_float, as_int, check_are_tensors
 
 # Head dims on CUDA are multiples of this.
 HEAD_DIM_STEP = 8
+# Keywords that change the speed in flash-attn, and no result. They are ignored: the runtime chooses the number of
+# splits, and kernels divide the keys on the device.
+HINTS = ("num_splits", "scheduler_metadata")
 # Keywords without a counterpart, and keywords of `attn` that flash-attn calls otherwise.
 OFF: Refused = {
     "alibi": ((None,), "write alibi_slopes"),
     "attention_chunk": ((None, 0), "call cute_flash.attn with a mask_mod for chunks"),
     "dropout": ((None, 0), "write dropout_p"),
     "k_descale": ((None,), "use fp16 or bf16; flash_attn_with_kvcache reads FP8 caches"),
-    "num_splits": ((None, 0, 1), "leave it out, or use flash_attn_with_kvcache"),
     "pack_gqa": ((None, False, True), "use None; cute_flash packs query heads where this is faster"),
     "q_descale": ((None,), "use fp16 or bf16 queries"),
     "qv": ((None,), "concatenate q with qv, and k with v"),
-    "rotary_seqlens": ((None,), "rotate q and k before the call"),
+    "rotary_seqlens": ((None,), "use flash_attn_with_kvcache"),
     "scale": ((None,), "write softmax_scale"),
-    "scheduler_metadata": ((None,), "leave it out; the kernels schedule without it"),
-    "seqused_q": ((None,), "remove the unused queries, and give their cu_seqlens_q"),
+    "seqused_q": ((None,), "use flash_attn_varlen_func"),
     "sm_margin": ((None, 0), "leave it out"),
     "v_descale": ((None,), "use fp16 or bf16; flash_attn_with_kvcache reads FP8 caches"),
     "ver": ((None, 2, 3, 4), "leave it out; there is one implementation"),
@@ -41,7 +41,13 @@ OFF: Refused = {
 
 def check_off(function: str, keywords: Mapping[str, Any]) -> None:
     """Raise `UnsupportedError` for a keyword that is on, and `TypeError` for an unknown one."""
-    refuse(function, keywords, others=OFF)
+    splits(keywords.get("num_splits"))
+    refuse(function, {name: value for name, value in keywords.items() if name not in HINTS}, others=OFF)
+
+
+def splits(num_splits: Any) -> int | None:
+    """`num_splits` of `attn_decode`; any integer is valid."""
+    return None if num_splits is None else as_int("num_splits", num_splits)
 
 
 def forward(function: Callable, arguments: dict[str, Any], dropped: Sequence[str] = (), **changes: Any) -> Any:
@@ -166,12 +172,21 @@ def scale(name: str, value: Any, cache: Tensor) -> Any:
     return value[0].contiguous()
 
 
-def decode(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
-    """out and lse of `attn_decode`, also for tensors that require grad; `backward()` then raises `UnsupportedError`."""
+def decode(q: Tensor, k: Tensor, v: Tensor, /, appended: Sequence[Any] = (), **keywords: Any) -> tuple[Tensor, Tensor]:
+    """out and lse of `attn_decode`, also for tensors that require grad; `backward()` then raises `UnsupportedError`.
+
+    `appended`: tensors that an earlier call appended to the caches.
+    """
     with torch.no_grad():
         out, lse = attn_decode(q, k, v, return_lse=True, **keywords)
-    inputs = [x for x in (q, k, v, *keywords.values()) if isinstance(x, Tensor) and x.requires_grad]
+    inputs = [x for x in (q, k, v, *appended, *keywords.values()) if isinstance(x, Tensor) and x.requires_grad]
     return _NoBackward.apply(out, lse, *inputs) if inputs and torch.is_grad_enabled() else (out, lse)
+
+
+def check_decode(q: Tensor, k: Tensor, v: Tensor, /, **keywords: Any) -> None:
+    """Raise the errors of `decode`. Nothing is launched."""
+    with torch.no_grad():
+        ops_decode.check(*bind(q, k, v, **keywords))
 
 
 class _NoBackward(torch.autograd.Function):
@@ -187,14 +202,3 @@ class _NoBackward(torch.autograd.Function):
             "there are no gradients with a K/V cache or block_table: use flash_attn_func, or flash_attn_varlen_func "
             "without block_table"
         )
-
-
-def rotated(x: Any, cos: Tensor, sin: Tensor, start: Tensor | int, is_interleaved: bool) -> Tensor:
-    """Rotary embedding of x, (B, T, H, D), from position `start` on, computed in fp32 (fp64 for fp64)."""
-    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
-        raise ValueError(
-            f"rotary_cos has shape {tuple(cos.shape)} and rotary_sin {tuple(sin.shape)}: "
-            f"expected (positions, rotary_dim / 2), with rotary_dim at most {x.shape[-1]}"
-        )
-    positions = torch.arange(x.shape[1], device=x.device) + (start[:, None] if isinstance(start, Tensor) else start)
-    return reference.decode.rotated(x.to(lse_dtype(x.dtype)), positions, cos, sin, is_interleaved).to(x.dtype)

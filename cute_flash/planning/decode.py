@@ -34,6 +34,7 @@ MAX_SPLIT_ROWS = 64
 MIN_SPLIT_KEYS = 512
 # The most queries per sequence, on average, with which `attn_varlen` may use the decode kernel.
 MAX_VARLEN_TOKENS = 4
+# The most parts of the keys of a query tile; a larger `num_splits` is reduced.
 MAX_SPLITS = 1024
 COUNTERS_STEP = 4096
 # Keys of a unit without `num_splits`: a CTA computes whole units (`device/scheduling/kv_splits.py`).
@@ -330,8 +331,10 @@ def plan_splits(
     if num_splits is None and num_ctas % heads_kv <= num_ctas // 16:
         heads_at_once, num_ctas = heads_kv, num_ctas // heads_kv * heads_kv
     if num_splits is not None:
-        if num_splits > MAX_SPLITS:
-            raise UnsupportedError(f"num_splits={num_splits} on cuda: use at most {MAX_SPLITS}, or None")
+        # Fewer parts than asked for, if the kernel could not count their keys or elements in 32 bits.
+        elements_of_split = num_query_tiles * tile.tile_m * tile.head_dim
+        counted = (MAX_COUNT - 1) // max(elements_of_split, ceil_div(capacity, UNIT_KEYS), 1)
+        num_splits = max(min(num_splits, MAX_SPLITS, counted), 1)
         # A unit is then one of the `num_splits` parts of a query tile's keys, and each CTA computes one unit.
         num_ctas = num_query_tiles * num_splits
     if num_query_tiles >= MAX_OVERLAP_TILES_PER_SM * arch.num_sms:
@@ -349,10 +352,9 @@ def plan_splits(
     elements = plan.num_slots * tile.tile_m * tile.head_dim
     products = ceil_div(capacity, UNIT_KEYS) * (num_splits or 1)
     if max(capacity, units, elements, products) >= MAX_COUNT:
-        fewer = ", or use a smaller num_splits" if num_splits else ""
         raise UnsupportedError(
             f"attn_decode with {num_query_tiles} query tiles and caches of {capacity} keys on cuda: too many for the "
-            f"32-bit counts of the kernel; make several calls, each with fewer sequences{fewer}"
+            "32-bit counts of the kernel; make several calls, each with fewer sequences"
         )
     return plan
 

@@ -7,8 +7,9 @@ Sequence b has cache_seqlens[b] rows in the cache. The call first appends the ro
 
 This is `attn` over these rows, with the mask aligned bottom right. Rotary embedding rotates an appended key by the
 position of its row, and a query by its own position if there is a window or a causal mask, else by cache_seqlens[b].
-Rotations are computed in fp32 (fp64 for fp64 inputs); queries are then rounded to their dtype, keys to that of the
-cache. An FP8 cache stores x / scale, rounded and saturated; a value is multiplied by the scale when it is read.
+Rotations are computed in fp32 (fp64 for fp64 inputs) and rounded once: keys to the dtype of the cache, queries to
+`query_dtype`. An FP8 cache stores x / scale, rounded and saturated; a value is multiplied by the scale when it is read.
+Kernels do the same operations, so they write the same bits to the caches.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cute_flash.reference import tiled
 from cute_flash.reference.varlen import read_offsets
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band, ceil_div
-from cute_flash.spec.decode import FP8, DecodeArgs, decode_outputs
+from cute_flash.spec.decode import FP8, DecodeArgs, decode_outputs, query_dtype
 from cute_flash.spec.shapes import lse_dtype
 
 
@@ -37,7 +38,7 @@ class CachedSequence:
     seqlen_before: int  # rows before the append
     seqlen: int  # rows after the append
     first: int  # the first row that a query may see
-    cache_row: int  # of contiguous caches
+    cache_row: int  # the index of its cache, or of its row of the page table
     pages: Tensor | None  # its row of the page table
 
     def of_tokens(self, x: Tensor) -> Tensor:
@@ -131,7 +132,8 @@ def attend(
         sinks=args.sinks,
     )
     for s in sequences:
-        Q = _rotated(s.of_tokens(q).to(lse_dtype(q.dtype)), _positions(s, args, q.device), args).to(q.dtype)
+        Q = _rotated(s.of_tokens(q).to(lse_dtype(q.dtype)), _positions(s, args, q.device), args)
+        Q = Q.to(query_dtype(q.dtype, k_cache.dtype))
         K = _loaded(s.read(k_cache, s.first, s.seqlen), args.k_scale, wide)
         V = _loaded(s.read(v_cache, s.first, s.seqlen), args.v_scale, wide)
         O, L = (x[None].to(wide) for x in (s.of_tokens(out).transpose(0, 1), s.of_rows(lse)))
@@ -160,11 +162,16 @@ def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, is_interleav
     turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     if is_interleaved:
         a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     else:
         a, b = turned.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    pair = _fused(a, cos, -b * sin), _fused(b, cos, a * sin)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if is_interleaved else torch.cat(pair, dim=-1)
     return torch.cat((turned, rest), dim=-1)
+
+
+def _fused(x: Tensor, cos: Tensor, product: Tensor) -> Tensor:
+    """x · cos + product, rounded once, as by a fused multiply-add."""
+    return (x.double() * cos.double() + product.double()).to(x.dtype)
 
 
 def _rotated(x: Tensor, positions: Tensor, args: DecodeArgs) -> Tensor:
@@ -216,10 +223,10 @@ def read_sequences(q: Tensor, k_cache: Tensor, args: DecodeArgs) -> list[CachedS
             raise ValueError(f"cache_seqlens[{b}]={seqlens[b]}{appended}: the cache holds {capacity} rows per sequence")
         if leftpads[b] < 0:
             raise ValueError(f"leftpad[{b}]={leftpads[b]} is negative: give the number of rows to skip")
-        if not paged and not 0 <= cache_rows[b] < len(k_cache):
-            raise ValueError(
-                f"cache_batch_idx[{b}]={cache_rows[b]}: the cache has {len(k_cache)} sequences, numbered from 0"
-            )
+        num_rows = args.page_table.shape[0] if paged else len(k_cache)  # type: ignore[union-attr]
+        if not 0 <= cache_rows[b] < num_rows:
+            where = "page_table" if paged else "the cache"
+            raise ValueError(f"cache_batch_idx[{b}]={cache_rows[b]}: {where} has {num_rows} sequences, numbered from 0")
         lo = args.band.lo(0, num_queries, seqlen) if num_queries else seqlen
         sequences.append(
             CachedSequence(
@@ -230,11 +237,12 @@ def read_sequences(q: Tensor, k_cache: Tensor, args: DecodeArgs) -> list[CachedS
                 seqlen=seqlen,
                 first=min(max(lo, leftpads[b]), seqlen),
                 cache_row=cache_rows[b],
-                pages=None if args.page_table is None else args.page_table[b],
+                pages=None if args.page_table is None else args.page_table[cache_rows[b]],
             )
         )
         _check_pages(sequences[-1], k_cache)
         _check_positions(sequences[-1], args)
+    _check_places(sequences, k_cache)
     return sequences
 
 
@@ -246,7 +254,25 @@ def _check_pages(s: CachedSequence, k_cache: Tensor) -> None:
     begin, end = min(s.first, s.seqlen_before) // page_size, ceil_div(s.seqlen, page_size)
     for i, page in enumerate(s.pages[begin:end].tolist(), begin):
         if not 0 <= page < num_pages:
-            raise ValueError(f"page_table[{s.index}, {i}]={page}: there are {num_pages} pages")
+            raise ValueError(f"page_table[{s.cache_row}, {i}]={page}: there are {num_pages} pages")
+
+
+def _check_places(sequences: list[CachedSequence], k_cache: Tensor) -> None:
+    """Raise `ValueError` if two sequences append to the same row of a page, or to the same contiguous cache."""
+    owners: dict[Any, int] = {}
+    for s in sequences:
+        rows = range(s.seqlen_before, s.seqlen)
+        if s.pages is None:
+            places: list[Any] = [s.cache_row] if rows else []
+        else:
+            pages, page_size = s.pages.tolist(), k_cache.shape[1]
+            places = [(pages[j // page_size], j % page_size) for j in rows]
+        for place in places:
+            if place in owners:
+                where = f"batch index {place}" if s.pages is None else f"page {place[0]}"
+                remedy = "cache_batch_idx must differ" if s.pages is None else "give each its own pages for new rows"
+                raise ValueError(f"sequences {owners[place]} and {s.index} both append to {where}: {remedy}")
+            owners[place] = s.index
 
 
 def _check_positions(s: CachedSequence, args: DecodeArgs) -> None:

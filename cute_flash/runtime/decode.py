@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash.errors import UnsupportedError
 from cute_flash.planning.decode import DecodePlan, plan_decode
 from cute_flash.runtime import binder
 from cute_flash.runtime.gpu import bound, current_gpu, remember
@@ -49,7 +48,8 @@ def _bind(
 ) -> Callable[..., Outputs]:
     plan = plan_call(q, k_cache, v_cache, args)
     if plan is None:
-        return _empty
+        appends = args.k_new is not None and args.k_new.numel() > 0
+        return _append if appends and not q.numel() else _empty
     problem = plan.problem
     return binder.bind_decode(
         plan,
@@ -65,10 +65,8 @@ def _bind(
 def plan_call(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> DecodePlan | None:
     """Describe and plan a call, or raise `UnsupportedError`; None if there is nothing to compute."""
     problem = describe_decode(q, k_cache, v_cache, args, "cuda")
-    check_caches(k_cache, v_cache)
+    check_caches(k_cache, v_cache, args)
     if 0 in (problem.batch, problem.total_tokens, problem.heads, problem.capacity, k_cache.shape[0]):
-        if problem.has_new and 0 not in (problem.batch, problem.heads_kv, problem.capacity, k_cache.shape[0]):
-            raise UnsupportedError("k_new without queries on cuda: write the rows into the caches by index")
         return None
     return plan_decode(problem, current_gpu().arch(q.device.index), current_family())
 
@@ -85,6 +83,8 @@ def _values(plan: DecodePlan, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs
         x = getattr(args, name)
         is_plain = x is None or name == "page_table" or x.is_contiguous()
         values[name] = f"args.{name}" if is_plain else f"args.{name}.contiguous()"
+    if args.page_table is not None and args.cache_batch_idx is not None:
+        values["page_table"] = "rows_of_table(args.page_table, args.cache_batch_idx)"
     for name in ("k_new", "v_new"):
         x = getattr(args, name)
         is_plain = x is not None and has_aligned_strides(x)
@@ -97,6 +97,19 @@ def _values(plan: DecodePlan, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs
     for name in ("k_scale", "v_scale"):
         values[name] = f"cache_scale(args.{name}, problem.heads_kv, device)"
     return values
+
+
+def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:
+    """Append without queries.
+
+    The kernel appends while it computes query tiles. So the queries are zeros, one for each new row of a K/V head, and
+    see only their own row.
+    """
+    own_row = args._replace(
+        window_left=0, window_right=0, leftpad=None, softcap=None, alibi=None, sinks=None, num_splits=None, out=None
+    )
+    run(torch.zeros_like(args.k_new), k_cache, v_cache, own_row, return_lse=False)  # type: ignore[arg-type]
+    return _empty(q, k_cache, v_cache, args)
 
 
 def _empty(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import MAX_SEQLEN
-from cute_flash.spec.decode import DecodeProblem
+from cute_flash.spec.decode import DecodeArgs, DecodeProblem
 from cute_flash.spec.dropout import CALL_STRIDE, RECT_KEYS, RECT_ROWS
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
+from cute_flash.spec.overlap import check_append
 
 # Keeps 512 rows below 2^31 elements, because kernels compute offsets within a tile in 32 bits.
 MAX_ROW_STRIDE = (1 << 31) // 512
@@ -102,8 +103,11 @@ def pack_gqa(tensor: Tensor, group: int) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raise `UnsupportedError` for caches that the kernel cannot address. They are never copied."""
+def check_caches(k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None:
+    """Raise `UnsupportedError` for caches that the kernel cannot address, and `ValueError` if it cannot append to them.
+
+    Caches are never copied.
+    """
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         step = ROW_ALIGN_BYTES // cache.element_size()
         if cache.shape[-1] % step:
@@ -114,6 +118,7 @@ def check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
                 f"{name} with strides {tuple(cache.stride())} of {cache.element_size()}-byte elements on cuda: rows "
                 f"must be contiguous and start at multiples of {ROW_ALIGN_BYTES} bytes"
             )
+    check_append(k_cache, v_cache, args)
 
 
 def cache_operand(x: Tensor) -> Tensor:
@@ -124,6 +129,11 @@ def cache_operand(x: Tensor) -> Tensor:
     if any(s % step for s in strides[:-1]):
         x = x.as_strided(x.shape, (*(s if s % step == 0 else step for s in strides[:-1]), 1))
     return x
+
+
+def rows_of_table(page_table: Tensor, batch_idx: Tensor) -> Tensor:
+    """The rows of the page table at `batch_idx`, clamped, so that an invalid index stays within the table."""
+    return page_table.index_select(0, batch_idx.clamp(0, page_table.shape[0] - 1))
 
 
 def rotary_operand(x: Tensor, problem: DecodeProblem) -> Tensor:

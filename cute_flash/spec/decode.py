@@ -38,7 +38,7 @@ class DecodeArgs(NamedTuple):
     cache_seqlens: Tensor  # (B), int32: rows of the cache before the append
     scale: float
     page_table: Tensor | None = None  # (B, max_pages), int32
-    cache_batch_idx: Tensor | None = None  # (B), int32: the index of each sequence in the caches
+    cache_batch_idx: Tensor | None = None  # (B), int32: the index of each sequence in the caches, or in page_table
     leftpad: Tensor | None = None  # (B), int32: rows that are skipped at the start of each sequence
     k_new: Tensor | None = None  # (B, Tn, Hkv, D), or (T, Hkv, D) with cu_seqlens_q
     v_new: Tensor | None = None  # (B, Tn, Hkv, Dv), or (T, Hkv, Dv)
@@ -102,7 +102,7 @@ class DecodeProblem(NamedTuple):
     rotary: str  # "": none; "halves": NeoX; "pairs": interleaved
     rotary_dtype: str  # in which kernels read the tables
     has_leftpad: bool
-    has_batch_idx: bool
+    has_batch_idx: bool  # of contiguous caches; that of a page table selects its rows before the launch
     features: tuple[str, ...]  # of softcap, alibi and sinks
     num_splits: int | None
     band: Band
@@ -181,7 +181,7 @@ def describe_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArg
         rotary=("pairs" if args.rotary_interleaved else "halves") if rotary_dim else "",
         rotary_dtype=_rotary_dtype(args.rotary_cos),
         has_leftpad=args.leftpad is not None,
-        has_batch_idx=args.cache_batch_idx is not None,
+        has_batch_idx=args.cache_batch_idx is not None and args.page_table is None,
         features=tuple([name for name in DECODE_FEATURES if getattr(args, name) is not None]),
         num_splits=args.num_splits,
         band=args.band,
@@ -198,6 +198,11 @@ def decode_outputs(q: Tensor, v_cache: Tensor, args: DecodeArgs) -> tuple[Tensor
     out = q.new_empty((*q.shape[:-1], v_cache.shape[3])) if args.out is None else args.out
     shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
     return out, q.new_empty(shape, dtype=lse_dtype(q.dtype))
+
+
+def query_dtype(q: torch.dtype, cache: torch.dtype) -> torch.dtype:
+    """The dtype to which queries are rounded: kernels multiply FP8 keys, and then queries, as fp16."""
+    return torch.float16 if cache == FP8 and _name(q) in GPU_DTYPES else q
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -275,12 +280,11 @@ def _check_cache(k_cache: Tensor, q: Tensor, args: DecodeArgs, batch: int) -> tu
                 "cache_batch_idx or page_table"
             )
         return None, k_cache.shape[1]
-    if args.cache_batch_idx is not None:
-        raise ValueError("cache_batch_idx with page_table: reorder the rows of page_table instead")
-    if table.dim() != 2 or table.shape[0] != batch:
-        raise ValueError(
-            f"page_table has shape {tuple(table.shape)}: expected ({batch}, max_pages), a row for each sequence"
-        )
+    is_indexed = args.cache_batch_idx is not None
+    if table.dim() != 2 or (table.shape[0] == 0 if is_indexed else table.shape[0] != batch):
+        expected = "(1 or more" if is_indexed else f"({batch}"
+        rows = "rows for cache_batch_idx" if is_indexed else "a row for each sequence"
+        raise ValueError(f"page_table has shape {tuple(table.shape)}: expected {expected}, max_pages), {rows}")
     if table.dtype != torch.int32:
         raise ValueError(f"page_table is {table.dtype}: use torch.int32")
     check_device("page_table", table, q)

@@ -118,8 +118,8 @@ class DecodeExplanation(Bound):
     @property
     def units(self) -> int:
         """Units into which the keys of a query tile are divided."""
-        if self.shape.num_splits is not None:
-            return self.shape.num_splits
+        if self.plan.num_splits is not None:
+            return self.plan.num_splits
         first = (self.shape.keys - self.visited_keys) // UNIT_KEYS
         return max(ceil_div(self.shape.keys, UNIT_KEYS) - first, 1)
 
@@ -136,7 +136,7 @@ class DecodeExplanation(Bound):
         """Units of a CTA, and units of a query tile including padding, as `KvSplits.divide` computes them."""
         units, num_tiles, num_intervals = self.units, self.tiles_at_once, self.plan.num_ctas // self.plan.heads_at_once
         per_cta = max(ceil_div(num_tiles * units, num_intervals), 1)
-        if self.shape.num_splits is not None:
+        if self.plan.num_splits is not None:
             return per_cta, units
         per_cta = max(per_cta, self.plan.tile.least_keys // UNIT_KEYS)
         most = per_cta + per_cta // 16 + 2
@@ -156,7 +156,7 @@ class DecodeExplanation(Bound):
     @property
     def keys_per_cta(self) -> int:
         """The most keys of a CTA."""
-        if self.shape.num_splits is not None:
+        if self.plan.num_splits is not None:
             return self.units_per_cta * ceil_div(ceil_div(self.visited_keys, UNIT_KEYS), self.units) * UNIT_KEYS
         return min(self.units_per_cta, self.tiles_at_once * self.units) * UNIT_KEYS
 

@@ -182,6 +182,13 @@ class DecodeCase:
             for b in range(self.batch):
                 table[b, : used[b]] = torch.tensor([pages.pop() for _ in range(used[b])])
             options["page_table"] = table.to(device, torch.int32)
+            if self.has_batch_idx:
+                rows_of = torch.randperm(self.batch + 2, generator=generator)[: self.batch]
+                wider = torch.full((self.batch + 2, table.shape[1]), NO_PAGES[self.seed % 2])
+                wider[rows_of] = table
+                options["page_table"], options["cache_batch_idx"] = (
+                    x.to(device, torch.int32) for x in (wider, rows_of)
+                )
         k, v = self._storage(num, rows, device, FP8 if self.fp8 else dtype)
         for x, name in ((k, "k_scale"), (v, "v_scale")):
             scale = options[name]
@@ -295,7 +302,7 @@ def _drawn(seed: int, longest: int, kind: int) -> DecodeCase:
         has_sinks=sometimes(0.25, fixed),
         scale=rng.choice([0.3, -0.1]) if sometimes(0.2) else None,
         fp8=rng.choice(["plain", "number", "scalar", "heads"]) if sometimes(0.3, fixed) else "",
-        has_batch_idx=sometimes(0.5, fixed) and page_size is None,
+        has_batch_idx=sometimes(0.5, fixed),
         has_out=sometimes(0.2),
         strided_q=sometimes(0.3),
         num_splits=rng.choice([1, 2, 3, 7, 32]) if sometimes(0.4) else None,

@@ -48,6 +48,8 @@ def oracle(
     batch, left = len(cache_seqlens), window[0]
     right = 0 if causal else window[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    # Kernels multiply FP8 keys as fp16.
+    rounded_to = torch.float16 if keys.dtype == FP8 and q.dtype == torch.bfloat16 else q.dtype
 
     def tokens(x: Tensor, b: int) -> Tensor:
         if cu_seqlens_q is None:
@@ -55,9 +57,10 @@ def oracle(
         return x[int(cu_seqlens_q[b]) : int(cu_seqlens_q[b + 1])]
 
     def place(b: int, j: int) -> tuple[int, int]:
+        row = b if cache_batch_idx is None else int(cache_batch_idx[b])
         if page_table is not None:
-            return int(page_table[b, j // keys.shape[1]]), j % keys.shape[1]
-        return (b if cache_batch_idx is None else int(cache_batch_idx[b])), j
+            return int(page_table[row, j // keys.shape[1]]), j % keys.shape[1]
+        return row, j
 
     def rotated(x: Tensor, position: int) -> Tensor:
         """The rotated heads of one token, (heads, D)."""
@@ -96,7 +99,7 @@ def oracle(
         for i in range(len(queries)):
             position = length - len(queries) + i
             turn = position if causal or left is not None or right is not None else int(cache_seqlens[b])
-            query = rotated(queries[i], turn).to(q.dtype).double()
+            query = rotated(queries[i], turn).to(rounded_to).double()
             visible = [
                 j
                 for j in range(skipped, length)

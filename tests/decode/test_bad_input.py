@@ -37,7 +37,14 @@ def rotary(width: int = 8, **changes: Any) -> dict[str, Any]:
     return call(k_new=NEW, v_new=NEW, rotary_cos=table, rotary_sin=table) | changes
 
 
+def appending(**changes: Any) -> dict[str, Any]:
+    return call(k_new=NEW, v_new=NEW) | changes
+
+
 NEW, NEW3 = torch.zeros(B, T, HKV, D), torch.zeros(B, 3, HKV, D)
+CACHE = torch.zeros(B, S, HKV, D)
+WIDE = torch.zeros(B, S, HKV, 2 * D)
+PAGES = torch.zeros(7, 8, HKV, D)
 FP8 = torch.zeros(B, S, HKV, D).to(torch.float8_e4m3fn)
 CU = ints(0, 1, 2)
 Q3 = torch.zeros(2, H, D)
@@ -70,7 +77,8 @@ WRONG = [
     (call(leftpad=torch.zeros(2)), "leftpad is torch.float32: use torch.int32"),
     (paged(page_table=ints(0, 1)), "page_table has shape (2,): expected (2, max_pages), a row for each sequence"),
     (paged(page_table=torch.zeros(2, 3, dtype=torch.int64)), "page_table is torch.int64: use torch.int32"),
-    (paged(cache_batch_idx=ints(0, 1)), "cache_batch_idx with page_table: reorder the rows of page_table instead"),
+    (paged(cache_batch_idx=ints(0, 1), page_table=torch.zeros(0, 3, dtype=torch.int32)),
+     "page_table has shape (0, 3): expected (1 or more, max_pages), rows for cache_batch_idx"),
     (paged(k_cache=torch.zeros(6, 0, HKV, D), v_cache=torch.zeros(6, 0, HKV, D)), "a page needs at least one row"),
     (call(k_new=NEW), "k_new alone: give both k_new and v_new"),
     (call(v_new=NEW), "v_new alone: give both k_new and v_new"),
@@ -79,6 +87,20 @@ WRONG = [
     (call(k_new=NEW, v_new=NEW[..., :8]), "v_new has shape (2, 1, 2, 8): expected (2, 1, 2, 32)"),
     (call(q=Q3, cu_seqlens_q=CU, k_new=NEW[0], v_new=NEW[0]), "expected (2, 2, 32), the tokens of q"),
     (call(k_new=NEW.half(), v_new=NEW), "k_new is torch.float16 and q is torch.float32: they must agree"),
+    (appending(k_cache=CACHE, v_cache=CACHE), "k_new with a k_cache and a v_cache that overlap in memory: give each"),
+    # One sequence later or earlier; the next row of the same page; half a row; other strides, but the same first row.
+    (appending(k_cache=PAGES[:-1], v_cache=PAGES[1:]), "a k_cache and a v_cache that overlap"),
+    (appending(k_cache=PAGES[1:], v_cache=PAGES[:-1]), "a k_cache and a v_cache that overlap"),
+    (appending(k_cache=WIDE[..., :D], v_cache=WIDE[..., D // 2 : -D // 2]), "a k_cache and a v_cache that overlap"),
+    (paged(k_new=NEW, v_new=NEW, k_cache=PAGES[:6, :-1], v_cache=PAGES[:6, 1:]), "a k_cache and a v_cache that"),
+    (appending(k_cache=PAGES[:2], v_cache=PAGES.flatten(0, 1)[:32].unflatten(0, (2, 16))[:, :8]),
+     "a k_cache and a v_cache that overlap"),
+    (appending(k_cache=CACHE[:1].expand(B, -1, -1, -1)),
+     "k_new with a k_cache of shape (2, 24, 2, 32) and strides (0, 64, 32, 1), whose rows overlap in memory: give "
+     "every row its own memory, such as k_cache.contiguous()"),
+    (paged(k_new=NEW, v_new=NEW, k_cache=PAGES[:1].expand(6, -1, -1, -1)), "and strides (0, 64, 32, 1), whose rows"),
+    (appending(v_cache=CACHE[:, :1].expand(-1, S, -1, -1)), "and strides (1536, 0, 32, 1), whose rows overlap"),
+    (appending(v_cache=CACHE.flatten().unfold(0, S * HKV * D, 64)[:B].view(B, S, HKV, D)), "(64, 64, 32, 1), whose"),
     (rotary(rotary_sin=None), "rotary_cos alone: give both rotary_cos and rotary_sin"),
     (rotary(k_new=None, v_new=None), "rotary_cos without k_new: rotate q before the call, or append"),
     (rotary(rotary_sin=torch.zeros(S, 4)), "rotary_sin has shape (24, 4): expected (positions, rotary_dim / 2)"),
@@ -96,7 +118,6 @@ WRONG = [
     (call(window=(-1, -1)), "window left=-1 is negative: use None for an unbounded side"),
     (call(causal=None), "causal=None: give True or False"),
     (call(kv_layout="NHD"), "kv_layout='NHD': use one of nhd, hnd"),
-    (call(num_splits=0), "num_splits=0: use 1 or more, or None to let the kernel choose"),
     (call(num_splits=1.5), "num_splits=1.5 is a float"),
     (call(return_lse="x"), "return_lse='x': give True or False"),
     (call(out=torch.zeros(B, T, H, 8)), "out has shape (2, 1, 4, 8): expected (2, 1, 4, 32)"),
@@ -120,6 +141,10 @@ WRONG_VALUES = [
     (paged(page_table=torch.tensor([[0, 1, 2], [-1, 4, 5]]).int(), cache_seqlens=ints(5, 7), k_new=NEW3, v_new=NEW3,
            window=(0, 0)), "page_table[1, 0]=-1: there are 6 pages"),
     (call(cache_batch_idx=ints(0, 2)), "cache_batch_idx[1]=2: the cache has 2 sequences, numbered from 0"),
+    (paged(cache_batch_idx=ints(-1, 0)), "cache_batch_idx[0]=-1: page_table has 2 sequences, numbered from 0"),
+    (appending(cache_batch_idx=ints(1, 1)), "sequences 0 and 1 both append to batch index 1: cache_batch_idx must"),
+    (paged(k_new=NEW, v_new=NEW, page_table=torch.tensor([[0, 1, 2], [3, 0, 5]]).int(), cache_seqlens=ints(4, 12)),
+     "sequences 0 and 1 both append to page 0: give each its own pages for new rows"),
     (call(leftpad=ints(0, -3)), "leftpad[1]=-3 is negative"),
     (call(q=Q3, cu_seqlens_q=ints(0, 1, 3)), "cu_seqlens_q ends with 3: there are 2 tokens in q"),
     (call(q=Q3, cu_seqlens_q=ints(0, 2, 1)), "offsets may not decrease"),
@@ -157,6 +182,34 @@ def test_pages_that_no_query_sees_may_have_any_index() -> None:
     run(paged(page_table=table, cache_seqlens=ints(12, 16), leftpad=ints(8, 9)))
 
 
+def test_caches_that_share_memory_but_no_row() -> None:
+    """Appends to views of one tensor, and to pages with a common prefix; and calls that do not append."""
+    pool = torch.zeros(9, 16, 2 * HKV, D)
+    table = {
+        "page_table": torch.tensor([[0, 1], [0, 2]]).int(),
+        "cache_seqlens": ints(8, 9),
+        "k_new": NEW,
+        "v_new": NEW,
+    }
+    halves = {"rows": (pool[:, :8], pool[:, 8:]), "heads": (pool[:, :8, :HKV], pool[:, :8, HKV:])}
+    halves |= {
+        "pages": (pool[:4, :8, :HKV], pool[4:8, :8, :HKV]),
+        "in turns": (pool[:8:2, :8, ::2], pool[1::2, :8, ::2]),
+    }
+    halves |= {"columns": tuple(torch.zeros(9, 8, HKV, 2 * D).split(D, -1))}
+    # The ranges of pages intersect, but the caches have different heads of a page.
+    halves |= {"crossed": (pool[:5, :8, :HKV], pool[2:7, :8, HKV:])}
+    for name, (k_cache, v_cache) in halves.items():
+        caches = {"k_cache": k_cache[..., :HKV, :], "v_cache": v_cache[..., :HKV, :]}
+        assert decode_supports(**call(**caches, **table)) and decode_supports(**appending(**caches)), name
+    run(paged(**table))
+    # V is one page after K, and the table has every other page.
+    even = torch.tensor([[0, 2], [4, 0]]).int()
+    run(paged(**table | {"page_table": even, "cache_seqlens": ints(9, 3)}, k_cache=PAGES[:-1], v_cache=PAGES[1:]))
+    run(call(k_cache=CACHE, v_cache=CACHE, cache_batch_idx=ints(1, 1)))
+    run(call(k_cache=CACHE[:1].expand(B, -1, -1, -1)))
+
+
 def test_grad_mode_decides() -> None:
     arguments = call(q=torch.zeros(B, T, H, D, requires_grad=True))
     with torch.no_grad():
@@ -165,6 +218,18 @@ def test_grad_mode_decides() -> None:
         torch.ops.cute_flash.decode(
             arguments["q"], arguments["k_cache"], arguments["v_cache"], arguments["cache_seqlens"], 0.1
         )
+
+
+def test_tangents() -> None:
+    """Forward-mode differentiation would silently give tangents of 0."""
+
+    def jvp(name: str) -> None:
+        arguments = call()
+        torch.func.jvp(lambda x: run(arguments | {name: x}), (arguments[name],), (arguments[name],))
+
+    for name in ("q", "v_cache"):
+        with pytest.raises(UnsupportedError, match="forward-mode differentiation of attn_decode"):
+            jvp(name)
 
 
 def test_cuda_has_fewer_kernels() -> None:

@@ -109,6 +109,29 @@ def test_rotary_of_chunks_is_rotary_of_the_sequence(interleaved: bool) -> None:
     torch.testing.assert_close(again.k_cache, call.k_cache, equal_nan=True)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dtype", "fp8"), [(torch.bfloat16, ""), (torch.float16, ""), (torch.bfloat16, "scalar")])
+def test_rotated_rows_are_rounded_once(dtype: torch.dtype, fp8: str, interleaved: bool) -> None:
+    """Against exact rotation. u is 2^-8 for bf16, 2^-11 for fp16, and with FP8 caches 2^-11, because kernels then
+    multiply in fp16. Elements of q and k are normal, so a score changes by about u · scale · sqrt(D).
+    """
+    widths = {"head_dim": 160, "head_dim_v": 160, "rotary_dim": 112, "rotary_interleaved": interleaved}
+    lengths = {"seqlens": (21, 0), "tokens": (4, 4), "new": (4, 4)}
+    case = small_case(**widths, **lengths, fp8=fp8, group=4, rotary_fp32=True)
+    call, exact = case.build(dtype=dtype), case.build(dtype=dtype)
+    _, lse = cute_flash.attn_decode(*call.tensors, return_lse=True, **call.options)
+    exact.options |= {name: exact.options[name].double() for name in ("k_new", "v_new")}
+    caches = [x if fp8 else x.double() for x in (call.k_cache, call.v_cache)]
+    _, _, keys, _ = oracle(exact.q, *caches, **exact.options)
+    assert torch.equal(bits(keys.to(call.k_cache.dtype)), bits(call.k_cache)), "new keys are correctly rounded"
+    # Attention over the rows that the call wrote.
+    exact.options |= {"k_new": exact.options["k_new"][:, :0], "v_new": exact.options["v_new"][:, :0]}
+    exact.options["cache_seqlens"] = exact.options["cache_seqlens"] + 4
+    _, expected, *_ = oracle(exact.q.double(), *caches, **exact.options)
+    unit = 2.0**-8 if (dtype, fp8) == (torch.bfloat16, "") else 2.0**-11
+    assert (lse.double() - expected).abs().max() <= 1.5 * unit
+
+
 def test_queries_without_a_mask_are_rotated_by_the_old_length() -> None:
     case = small_case(tokens=(2, 2), new=(2, 2), rotary_dim=16, causal=False)
     call = case.build(dtype=torch.float64)
@@ -169,6 +192,17 @@ def test_queries_with_strided_elements() -> None:
         again.options[name] = again.options[name].mT.contiguous().mT
     found = cute_flash.attn_decode(again.q.mT.contiguous().mT, *again.tensors[1:], **again.options)
     assert torch.equal(found, expected)
+
+
+def test_an_append_without_queries() -> None:
+    """The rows are those of a call with queries."""
+    case = small_case(tokens=(3, 3), new=(3, 3), rotary_dim=16, page_size=8, has_batch_idx=True)
+    call, expected = case.build(), case.build()
+    cute_flash.attn_decode(*expected.tensors, **expected.options)
+    out, lse = cute_flash.attn_decode(call.q[:, :0], *call.tensors[1:], return_lse=True, **call.options)
+    assert out.shape == (2, 0, 4, 16) and lse.shape == (2, 4, 0)
+    assert torch.equal(bits(call.k_cache), bits(expected.k_cache))
+    assert torch.equal(bits(call.v_cache), bits(expected.v_cache))
 
 
 @pytest.mark.parametrize("shape", [(0, 1, 4), (2, 0, 4)], ids=str)

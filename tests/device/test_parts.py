@@ -21,6 +21,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.device.memory.copies import RowTiles, plain_row_copy
+from cute_flash.device.memory.rotary import VECTOR, Rotary
 from cute_flash.device.memory.views import as_mn, as_operand_a
 from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler
 from cute_flash.device.scores.band import Band
@@ -30,6 +31,7 @@ from cute_flash.kernels.sm80.bwd import BwdSm80
 from cute_flash.kernels.sm80.fwd import FwdSm80
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
+from cute_flash.reference.decode import rotated
 from cute_flash.spec.problem import Static
 from tests.device.tiles import accumulators, coordinates, store
 
@@ -225,6 +227,35 @@ def test_mask_with_pack_gqa_restarts_at_each_head() -> None:
             expected = torch.where((lo <= columns) & (columns < hi), 1.0, -torch.inf)
             found = run(sq, sk, 20, 9, first_row, first_col)
             assert torch.equal(found[: len(positions)], expected)
+
+
+# Rotary embedding
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("kind", ["halves", "pairs"])
+@pytest.mark.parametrize("table", [torch.float32, torch.float16], ids=str)
+def test_rotary_has_the_bits_of_the_cpu_path(kind: str, table: torch.dtype) -> None:
+    """The CPU path and the kernels round the same products, so they append the same rows."""
+    tokens, head_dim, rotary_dim = 50, 64, 48
+
+    @cute.jit
+    def program(rows, cos, sin, out):  # type: ignore[no-untyped-def]
+        rotary, x = Rotary(cos, sin, kind, rotary_dim), cute.make_rmem_tensor(VECTOR, Float32)
+        for token in cutlass.range(tokens, unroll=1):
+            for vector in cutlass.range_constexpr(head_dim // VECTOR):
+                rotary.load(rows[token, None], Int32(vector), Int32(token), x)
+                for i in cutlass.range_constexpr(VECTOR):
+                    out[token, vector * VECTOR + i] = x[i]
+
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(tokens, head_dim, generator=generator).half()
+    angles = 6 * torch.rand(tokens, rotary_dim // 2, generator=generator)
+    cos, sin = angles.cos().to(table), angles.sin().to(table)
+    out = torch.full(rows.shape, torch.nan)
+    program(*(from_dlpack(x, assumed_align=16) for x in (rows, cos, sin, out)))
+    expected = rotated(rows.float()[:, None], torch.arange(tokens), cos, sin, kind == "pairs")[:, 0]
+    assert torch.equal(out, expected)
 
 
 # The softmax

@@ -46,6 +46,15 @@ BASE = DecodeCase(
     page_size=16,
 )  # fmt: skip
 APPENDING = replace(BASE, seqlens=(1000, 77, 5), new=(1, 1, 1), rotary_dim=128)
+# Rotary tables in fp32, whose products with q and k are not exact in fp32, and caches of every dtype.
+ROTARY = tuple(
+    (replace(BASE, seqlens=(200, 21, 4), tokens=(4,) * 3, new=(4,) * 3, rotary_fp32=True, **fields), dtype)
+    for dtype in DTYPES
+    for fields in (
+        {"head_dim": 160, "head_dim_v": 160, "rotary_dim": 112, "rotary_interleaved": True, "fp8": "heads"},
+        {"rotary_dim": 64},
+    )
+)
 PAGE_SIZES = (None, 1, 16, 64, 528)
 CHUNKS = (17, 64, 300)
 CHUNK_PAGES = (None, 24, 64)
@@ -92,7 +101,7 @@ def fixed_cases() -> Iterator[Case]:
     """The cases that are not random."""
     yield from ((case, torch.bfloat16) for case in (BASE, APPENDING, replace(APPENDING, page_size=None)))
     yield from (long_case(page_size, tokens) for page_size in PAGE_SIZES for tokens in (1, 8))
-    yield from SPLIT
+    yield from (*SPLIT, *ROTARY)
     for tokens in CHUNKS:
         for page_size in CHUNK_PAGES:
             yield from chunk_cases(tokens, page_size)

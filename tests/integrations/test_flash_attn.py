@@ -210,7 +210,8 @@ def test_wrong_windows(window_size: Any) -> None:
 OFF = [
     {"qv": None}, {"q_descale": None, "k_descale": None, "v_descale": None}, {"attention_chunk": 0}, {"num_splits": 1},
     {"num_splits": 0}, {"pack_gqa": None}, {"pack_gqa": False}, {"pack_gqa": True}, {"sm_margin": 0}, {"ver": 3},
-    {"softcap": -1.0}, {"softcap": None}, {"s_aux": None}, {"dropout_p": 0}, {"seqused_q": None},
+    {"softcap": -1.0}, {"softcap": None}, {"s_aux": None}, {"dropout_p": 0}, {"seqused_q": None}, {"num_splits": 3},
+    {"num_splits": 100}, {"num_splits": -7}, {"scheduler_metadata": torch.ones(1)},
 ]  # fmt: skip
 
 
@@ -222,8 +223,7 @@ def test_keywords_that_do_not_change_the_result(keywords: dict) -> None:
 
 REFUSED = {
     "qv": torch.ones(1), "q_descale": torch.ones(1), "k_descale": torch.ones(1), "v_descale": torch.ones(1),
-    "attention_chunk": 64, "num_splits": 3, "pack_gqa": 7, "sm_margin": 8, "ver": 7, "seqused_q": CU_Q,
-    "scheduler_metadata": torch.ones(1), "rotary_seqlens": torch.ones(1),
+    "attention_chunk": 64, "pack_gqa": 7, "sm_margin": 8, "ver": 7, "rotary_seqlens": torch.ones(1),
 }  # fmt: skip
 
 
@@ -234,6 +234,14 @@ def test_refused_keywords(name: str) -> None:
         fa.flash_attn_func(*qkv(), **{name: REFUSED[name]})
     with pytest.raises(UnsupportedError, match=message):
         fa.flash_attn_varlen_func(*varlen_qkv(), CU_Q, CU_K, 13, 17, **{name: REFUSED[name]})
+
+
+def test_hints_have_a_type() -> None:
+    for num_splits in (1.5, True, "auto"):
+        with pytest.raises(ValueError, match=f"num_splits={num_splits!r} is a"):
+            fa.flash_attn_func(*qkv(), num_splits=num_splits)
+    with pytest.raises(UnsupportedError, match="seqused_q=a tensor in flash_attn_func: use flash_attn_varlen_func"):
+        fa.flash_attn_func(*qkv(), seqused_q=CU_Q)
 
 
 def test_wrong_arguments() -> None:

@@ -149,6 +149,101 @@ def test_append(
     assert torch.equal(v_cache, expected_v)
 
 
+OFFSETS = {True: torch.tensor([0, 2, 3, 9], dtype=torch.int32), False: torch.tensor([0, 0, 4, 5], dtype=torch.int32)}
+# (queries are ragged, k is ragged); None: the offsets of k are those of q, in another tensor.
+RAGGED = [(True, True), (True, False), (False, True), (True, None)]
+APART = covering(
+    list(itertools.product(TOLERANCE, [24, 20], RAGGED, [True, False, None], WINDOWS, [False, True], [None, 7])), tuple
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "ragged", "interleaved", "window", "has_seqlens", "page"), APART, ids=str
+)
+def test_append_with_offsets_of_its_own(
+    dtype: torch.dtype,
+    head_dim: int,
+    ragged: tuple[bool, bool | None],
+    interleaved: bool | None,
+    window: tuple[int, int],
+    has_seqlens: bool,
+    page: int | None,
+) -> None:
+    """q and k have different lengths, and rotary_seqlens. Without offsets, they have 3 queries and 4 new rows."""
+    own = {True: OFFSETS[False], None: OFFSETS[True].clone(), False: None}
+    cu_q, cu_k = OFFSETS[True] if ragged[0] else None, own[ragged[1]]
+    # Padding after the last sequence, which is longer than the rotary tables.
+    q = normal(*((54,) if ragged[0] else (3, 3)), 4, head_dim, seed=0, dtype=dtype)
+    new = (3, 4) if cu_k is None else (11 if ragged[1] is None else 6,)
+    k, v = normal(*new, 2, head_dim, seed=3, dtype=dtype), normal(*new, 2, head_dim, seed=4, dtype=dtype)
+    k_cache, v_cache = caches(head_dim, dtype)
+    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    options: dict[str, Any] = {"cu_seqlens_q": cu_q, "cu_seqlens_k_new": cu_k}
+    if page is not None:
+        # The rows of the page table are those of five sequences.
+        rows = torch.tensor([4, 0, 2], dtype=torch.int32)
+        table = torch.full((5, 5), -1).int()
+        table[rows] = torch.randperm(15, generator=torch.Generator().manual_seed(6)).view(3, 5).int()
+        pages = torch.zeros(2, 15, page, 2, head_dim, dtype=dtype)
+        for cache, x in zip(pages, (k_cache, v_cache)):
+            cache[table[rows]] = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 4)).unflatten(1, (5, page))
+        k_cache, v_cache = pages
+        options |= {"page_table": table, "cache_batch_idx": rows}
+    starts = LENGTHS
+    if interleaved is not None:
+        angles = normal(40, 8, seed=5)
+        options |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "rotary_interleaved": interleaved}
+        if has_seqlens:
+            options["rotary_seqlens"] = starts = torch.tensor([2, 30, 0], dtype=torch.int32)
+    causal = window == (-1, 0)
+    found = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=LENGTHS, causal=causal, window_size=(-1, -1) if causal else window,
+        return_softmax_lse=True, **options,
+    )  # fmt: skip
+    for b, length in enumerate(LENGTHS.tolist()):
+        tokens_q, tokens_k = (b if offsets is None else slice(offsets[b], offsets[b + 1]) for offsets in (cu_q, cu_k))
+        queries, keys, values = q[tokens_q], k[tokens_k], v[tokens_k]
+        if interleaved is not None:
+            turn = options["rotary_cos"], options["rotary_sin"], int(starts[b]), interleaved
+            queries, keys = rotary(queries, *turn, moves=window != (-1, -1)).to(dtype), rotary(keys, *turn).to(dtype)
+        rows_new = slice(length, length + len(keys))
+        expected_k[b, rows_new], expected_v[b, rows_new] = keys, values
+        visible = slice(length + len(keys))
+        out, lse = plain(queries, expected_k[b, visible], expected_v[b, visible], window=window)
+        close(found[0][tokens_q], out)
+        close(found[1][b] if cu_q is None else found[1][:, tokens_q], lse)
+    if page is not None:
+        k_cache, v_cache = (x[table[rows]].flatten(1, 2)[:, :31] for x in (k_cache, v_cache))
+    close(k_cache, expected_k)
+    assert torch.equal(v_cache, expected_v)
+
+
+def test_nothing_is_appended_by_a_wrong_call() -> None:
+    k_cache, v_cache = caches()
+    before, new = k_cache.clone(), normal(2, 5, 2, 24, seed=3)
+    with pytest.raises(ValueError, match="alibi has shape"):
+        flash_attn_with_kvcache(
+            normal(3, 1, 4, 24, seed=0), k_cache, v_cache, *new, cache_seqlens=LENGTHS,
+            cu_seqlens_k_new=OFFSETS[False], alibi_slopes=torch.ones(3),
+        )  # fmt: skip
+    assert torch.equal(k_cache, before)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_new_rows_are_rounded_once(interleaved: bool) -> None:
+    """Rotated rows are not rounded to bf16 before they are stored as FP8."""
+    k, v = (x.to(FP8) for x in caches(32))
+    new, angles = normal(2, 3, 60, 2, 32, seed=3, dtype=torch.bfloat16)[:, :, :8], normal(40, 16, seed=5)
+    turn = angles.cos(), angles.sin()
+    flash_attn_with_kvcache(
+        normal(3, 2, 4, 32, seed=0, dtype=torch.bfloat16), k, v, *new, *turn, LENGTHS, causal=True,
+        rotary_interleaved=interleaved,
+    )  # fmt: skip
+    for b, length in enumerate(LENGTHS.tolist()):
+        expected = rotary(new[0][b], *turn, length, interleaved).to(FP8)
+        assert torch.equal(k[b, length : length + 8].view(torch.uint8), expected.view(torch.uint8))
+
+
 def test_one_length_for_all_sequences() -> None:
     arguments = [normal(2, 3, 4, 24, seed=0), *(x[:2] for x in caches()), *normal(2, 2, 2, 2, 24, seed=3)]
     cos, sin = normal(2, 40, 8, seed=5)
@@ -175,11 +270,25 @@ def test_one_length_for_all_sequences() -> None:
             {"k": torch.ones(3, 1, 2, 22), "v": torch.ones(3, 1, 2, 24)},
             "k has shape .*: expected 4 dimensions and head dim 24",
         ),
-        ({"cu_seqlens_k_new": LENGTHS}, "cu_seqlens_k_new"),
+        ({"cu_seqlens_k_new": LENGTHS}, "cu_seqlens_k_new without k"),
+        (
+            {"cu_seqlens_k_new": LENGTHS, "k": torch.ones(3, 1, 2, 24), "v": torch.ones(3, 1, 2, 24)},
+            "k has shape .*: expected 3 dimensions and head dim 24",
+        ),
         ({"k_descale": torch.ones(2)}, "k_descale with a cache of torch.float32"),
         ({"qv": torch.ones(1)}, "^qv=a tensor in flash_attn_with_kvcache"),
-        ({"rotary_seqlens": LENGTHS.clone()}, "^rotary_seqlens="),
-        ({"scheduler_metadata": LENGTHS}, "^scheduler_metadata="),
+        (
+            {"k": torch.ones(3, 1, 2, 24), "v": torch.ones(3, 1, 2, 24), "rotary_cos": torch.ones(40, 8)}
+            | {"rotary_sin": torch.ones(40, 8), "rotary_seqlens": LENGTHS[:2]},
+            "rotary_seqlens has 2 lengths: expected 3",
+        ),
+        (
+            {"k": torch.ones(3, 1, 2, 24), "v": torch.ones(3, 1, 2, 24), "rotary_cos": torch.ones(20, 8)}
+            | {"rotary_sin": torch.ones(20, 8), "rotary_seqlens": LENGTHS.clone()},
+            "position 21: rotary_cos has 20 rows",
+        ),
+        ({"rotary_seqlens": LENGTHS.clone()}, "^rotary_seqlens without k or without rotary_cos"),
+        ({"k": torch.ones(3, 1, 2, 24), "v": torch.ones(3, 1, 2, 24), "rotary_cos": torch.ones(40, 8)}, "_cos alone"),
         ({"attention_chunk": 16}, "^attention_chunk=16"),
         ({"sm_margin": 4}, "^sm_margin=4"),
         ({"pack_gqa": "yes"}, "^pack_gqa='yes'"),
@@ -191,7 +300,7 @@ def test_one_length_for_all_sequences() -> None:
             | {"rotary_sin": torch.ones(40, 13), "causal": True},
             "rotary_cos has shape .* rotary_dim at most 24",
         ),
-        ({"num_splits": -2}, "num_splits=-2"),
+        ({"num_splits": 2.5}, r"num_splits=2\.5"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -313,11 +313,20 @@ MUTANTS: tuple[Mutant, ...] = (
     *_mutants(
         "cute_flash/reference/decode.py",
         _DECODE,
-        ("torch.stack((a * cos - b * sin, b * cos + a * sin)", "torch.stack((a * cos + b * sin, b * cos - a * sin)"),
+        ("_fused(a, cos, -b * sin), _fused(b, cos, a * sin)", "_fused(a, cos, b * sin), _fused(b, cos, -a * sin)"),
         ("first=min(max(lo, leftpads[b]), seqlen)", "first=min(lo, seqlen)"),
         ("x / _by_head(scale, x.dtype)", "x * _by_head(scale, x.dtype)"),
         ("torch.arange(s.seqlen - s.num_queries, s.seqlen", "torch.arange(1, s.num_queries + 1"),
         ("rows = s.seqlen_before, s.seqlen", "rows = 0, s.seqlen - s.seqlen_before"),
+    ),
+    Mutant("cute_flash/spec/decode.py", "torch.float16 if cache == FP8 and", "q if cache == FP8 and", _DECODE),
+    *_mutants(
+        "cute_flash/spec/overlap.py",
+        _of("decode/test_bad_input.py"),
+        ("return -width_v < distance < width_k", "return distance == 0"),
+        ("if stride < extent:", "if stride == 0:"),
+        ("args.cache_batch_idx is None else 1", "args.cache_batch_idx is None else 0"),
+        ("max(nearest, 1 - size), min(farthest, size - 1) + 1", "max(nearest, 0), min(farthest, size - 1) + 1"),
     ),
     # Tools.
     *_mutants(
@@ -343,8 +352,15 @@ MUTANTS: tuple[Mutant, ...] = (
         ("return bound if bound >= 0 else None", "return bound if bound > 0 else None"),
         ("missing = -x.shape[-1] % HEAD_DIM_STEP", "missing = 0"),
         ("softcap if softcap > 0 else None", "None"),
-        ("torch.arange(x.shape[1], device=x.device) + (start", "torch.arange(x.shape[1], device=x.device) - (start"),
         ("return 3 if returns_probs else 1", "return 2 if returns_probs else 1"),
+    ),
+    *_mutants(
+        "cute_flash/integrations/flash_attn_tokens.py",
+        (*_FLASH, *_of("integrations/test_flash_attn_kvcache.py")),
+        ("(starts + moves * torch.arange", "(starts - moves * torch.arange"),
+        ("is_unused = index >= pad(lengths", "is_unused = index > pad(lengths"),
+        ("seqused_q.minimum(cu_seqlens_q.diff())", "seqused_q"),
+        (".where(sequence < offsets.shape[0] - 1, 0)", ""),
     ),
     *_mutants(
         "cute_flash/integrations/transformers.py",

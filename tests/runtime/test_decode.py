@@ -98,6 +98,16 @@ def test_scales_and_slopes_are_of_every_head(sm_90: FakeGpu) -> None:
     assert sm_90.launches[-1]["k_scale"].tolist() == [1.0, 1.0]
 
 
+def test_rows_of_the_page_table(sm_90: FakeGpu) -> None:
+    """The host selects the rows of `cache_batch_idx`, with invalid indices clamped, as the kernel does for caches."""
+    call = build(page_size=8, has_batch_idx=True)
+    table, rows = call.options["page_table"], call.options["cache_batch_idx"]
+    for indices, expected in ((rows, table[rows]), (torch.tensor([-1, 99]).int(), table[[0, -1]])):
+        run(call, cache_batch_idx=indices)
+        assert torch.equal(sm_90.launches[-1]["page_table"], expected)
+        assert sm_90.launches[-1]["cache_batch_idx"] is None
+
+
 def test_rotary_tables_of_16_bits_stay(sm_90: FakeGpu) -> None:
     for rotary_fp32, dtype in ((True, torch.float32), (False, torch.bfloat16)):
         run(build(new=(1, 1), rotary_dim=16, rotary_fp32=rotary_fp32))
@@ -242,15 +252,35 @@ def test_addresses_are_checked_by_every_call(sm_90: FakeGpu) -> None:
     assert len(bound) == 1 and len(sm_90.launches) == 2
 
 
+def test_overlapping_caches(sm_90: FakeGpu) -> None:
+    """Strides are checked when a signature is bound, and addresses by every call."""
+    call = build(new=(1, 1))
+    twice = DecodeCall(call.q, call.k_cache, call.k_cache, call.options)
+    expanded = DecodeCall(call.q, call.k_cache[:1].expand_as(call.k_cache), call.v_cache, call.options)
+    for wrong, message in ((twice, "a k_cache and a v_cache that overlap"), (expanded, "whose rows overlap")):
+        with pytest.raises(ValueError, match=message):
+            run(wrong)
+    run(call)
+    with pytest.raises(ValueError, match="a k_cache and a v_cache that overlap"):
+        run(twice)
+    assert len(bound) == len(sm_90.launches) == 1
+    run(DecodeCall(call.q, call.k_cache, call.k_cache, build().options))
+
+
 def test_fp8_needs_head_dims_of_16_bytes(sm_90: FakeGpu) -> None:
     for widths, name in (((24, 16), "k_cache"), ((16, 40), "v_cache")):
         with pytest.raises(UnsupportedError, match=f"{name} in FP8 with head dim .* use a multiple of 16"):
             run(build(fp8="plain", head_dim=widths[0], head_dim_v=widths[1]))
 
 
-def test_too_many_splits(sm_90: FakeGpu) -> None:
-    with pytest.raises(UnsupportedError, match=f"at most {MAX_SPLITS}"):
-        run(build(), num_splits=MAX_SPLITS + 1)
+def test_num_splits_is_a_hint(sm_90: FakeGpu) -> None:
+    """A number that is too large is reduced; 0 or less lets the kernel choose."""
+    for num_splits, expected in ((3, 3), (MAX_SPLITS + 1, MAX_SPLITS), (1 << 40, MAX_SPLITS), (0, 0), (-1, 0)):
+        run(build(), num_splits=num_splits)
+        assert sm_90.launches[-1]["num_splits"] == expected
+    # 400,000 query tiles of 16 x 64 elements: 2 parts are fewer than 2^30 elements.
+    sizes = SplitSizes(50_000, 1, 32, 8, 4096)
+    assert plan_splits("decode", DecodeStatic("bfloat16", 64), sizes, ARCHS["sm_90"], 100).num_splits == 2
 
 
 def test_supports_answers_as_the_call_does(sm_90: FakeGpu) -> None:
@@ -259,16 +289,14 @@ def test_supports_answers_as_the_call_does(sm_90: FakeGpu) -> None:
     fp8 = build(fp8="plain", head_dim=24, head_dim_v=16)
     calls = [
         ((call.q, call.k_cache, call.v_cache), call.options),
-        ((call.q, call.k_cache, call.v_cache), call.options | {"num_splits": MAX_SPLITS + 1}),
+        ((call.q, call.k_cache, call.v_cache), call.options | {"softcap": 2e4}),
         ((call.q, unaligned, call.v_cache), call.options),
         ((fp8.q, fp8.k_cache, fp8.v_cache), fp8.options),
     ]
     with claiming_cuda():
         answers = [cute_flash.decode_supports(*tensors, **options) for tensors, options in calls]
     assert [bool(answer) for answer in answers] == [True, False, False, False]
-    for answer, message in zip(
-        answers[1:], ("num_splits", "multiples of 16 bytes", "in FP8 with head dim"), strict=True
-    ):
+    for answer, message in zip(answers[1:], ("softcap", "multiples of 16 bytes", "in FP8 with head dim"), strict=True):
         assert message in answer.reason
     assert not sm_90.launches and not sm_90.keys
 
@@ -281,6 +309,23 @@ def test_a_call_without_keys_or_queries_launches_nothing(sm_90: FakeGpu) -> None
     no_tokens = DecodeCall(call.q[:, :0], call.k_cache, call.v_cache, call.options)
     assert run(no_tokens)[0].shape == (2, 0, 4, 16)
     assert not sm_90.launches
+
+
+def test_an_append_without_queries(sm_90: FakeGpu) -> None:
+    """The kernel appends while it computes query tiles, so it gets queries of zeros, which see only their own row."""
+    call = build(new=(3, 3), page_size=8, softcap=2.0, has_sinks=True, alibi="heads", leftpad=(1, 2), rotary_dim=16)
+    out, lse = run(DecodeCall(call.q[:, :0], call.k_cache, call.v_cache, call.options))
+    assert out.shape == (2, 0, 4, 16) and lse.shape == (2, 4, 0)
+    (launched,) = sm_90.launches
+    assert launched["q"].shape == (2, 3, 2, 16) and not launched["q"].any()
+    assert launched["k_new"] is call.options["k_new"] and launched["rotary_cos"] is call.options["rotary_cos"]
+    assert (launched["window_left"], launched["window_right"]) == (0, 0)
+    assert launched["softcap"] is launched["sinks"] is launched["leftpad"] is None
+    # Nothing to append, and no room.
+    for options in ({"k_new": call.options["k_new"][:, :0], "v_new": call.options["v_new"][:, :0]},
+                    {"page_table": call.options["page_table"][:, :0]}):  # fmt: skip
+        run(DecodeCall(call.q[:, :0], call.k_cache, call.v_cache, call.options | options))
+    assert len(sm_90.launches) == 1
 
 
 # ---- workspaces

@@ -113,7 +113,6 @@ def test_text(capsys: pytest.CaptureFixture) -> None:
         ("1,8,1,60 --cache-len 100", "head_dim=60"),
         ("1,8,1,64 --cache-len 100 --dtype fp32", "attn_decode in float32"),
         ("1,8,1,64 --cache-len 100 --kv-heads 3", "8 heads"),
-        ("1,8,1,64 --cache-len 100 --num-splits 5000", "num_splits=5000"),
     ],
 )
 def test_options_that_do_not_fit(argv: str, message: str, capsys: pytest.CaptureFixture) -> None:

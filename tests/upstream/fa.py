@@ -1,8 +1,8 @@
 """flash-attention's own tests through the adapters, as a pytest file; see `tests.upstream`.
 
 Ordinary test runs do not collect this file, because its name is not test_*.py. v2.8.3 has 677,219 cases without FP8.
-The population is the 288,598 of them that `excluded` does not exclude; OUT/fa/record/population.txt has the numbers for
-each test and reason. 822 cases of the population are sampled.
+The population is the 340,306 of them that `excluded` does not exclude; OUT/fa/record/population.txt has the numbers for
+each test and reason. 842 cases of the population are sampled.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ import torch
 from torch import Tensor
 
 import cute_flash
-from cute_flash.errors import UnsupportedError
 from cute_flash.integrations import flash_attn_3
 from tests.upstream.jobs import Job, share
 from tests.upstream.recording import HAS_GPU
 from tests.upstream.sampling import Case, Params, axes_of, population, population_table, sample
 
 FILES = {"test_flash_attn": "tests/test_flash_attn.py", "test_flash_attn_hopper": "hopper/test_flash_attn.py"}
-# Edits of the hopper file: the adapter has neither attention_chunk, nor Dv = 512, nor num_splits > 1.
+# Edits of the hopper file: the adapter has neither attention_chunk nor Dv = 512.
 HOPPER_EDITS = {
     "attention_chunk_vals = [torch.randint(1, seqlen_k * 2, (1,)).item(), 0]": "attention_chunk_vals = [0]",
     "[256, 512, d]": "[256, d]",
-    "[1, 3] if": "[1] if",
 }
 CPU_EDITS = {'device = "cuda"': 'device = "cpu"', 'device="cuda"': 'device="cpu"', "torch.cuda.synchronize()": "None"}
 H200 = SimpleNamespace(total_memory=141 << 30, major=9, minor=0, name="H200", multi_processor_count=132)
@@ -56,6 +54,7 @@ QUOTAS = {
     ("test_flash_attn_hopper", "test_flash_attn_output"): (40, 10),
     ("test_flash_attn_hopper", "test_flash_attn_varlen_output"): (40, 10),
     ("test_flash_attn_hopper", "test_flash_attn_kvcache"): (48, 6),
+    ("test_flash_attn_hopper", "test_flash_attn_combine"): (20, 5),
     ("test_flash_attn_hopper", "test_flash_attn_cluster"): (2, 1),
     ("test_flash_attn_hopper", "test_flash_attn_race_condition"): (4, 2),
 }
@@ -72,14 +71,10 @@ def excluded(file: str, test: str, p: Params) -> str | None:
     """Why a case is not in the population: a skip of the test itself, or an option that the adapter does not have."""
     if p.get("dropout_p"):
         return "dropout: the test asks for the dropout mask (return_attn_probs)"
-    if test == "test_flash_attn_combine":
-        return "flash_attn_combine has no counterpart"
     if test == "test_flash3_bw_compatibility":
         return "checks schemas of flash_attn_3's torch operators, which the adapter does not have"
     if "float8" in str(p.get("dtype")):
         return "hopper: FP8 queries"
-    if test == "test_flash_attn_varlen_output" and p.get("add_unused_qkv"):
-        return "hopper: seqused_q"
     if test != "test_flash_attn_kvcache":
         return None
     is_skipped = (p["seqlen_q"] > p["seqlen_k"] and p["new_kv"]) or (not p["new_kv"] and p["rotary_fraction"] > 0)
@@ -90,13 +85,7 @@ def excluded(file: str, test: str, p: Params) -> str | None:
     page = p["page_size"]
     is_skipped |= page is not None and p["seqlen_k"] % page != 0
     is_skipped |= p["rotary_fraction"] == 0 and p["has_rotary_seqlens"]
-    reasons = {
-        "skipped by the test itself": is_skipped,
-        "hopper: rotary_seqlens": p["has_rotary_seqlens"],
-        "hopper: cache_batch_idx with page_table": page is not None and p["has_batch_idx"],
-        "hopper: cu_seqlens_k_new other than cu_seqlens_q": p["varlen_q"] and p["new_kv"],
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    return "skipped by the test itself" if is_skipped else None
 
 
 def apply_rotary_emb(
@@ -115,19 +104,6 @@ def apply_rotary_emb(
     return torch.cat((rotated.to(x.dtype), x[..., width:]), -1)
 
 
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, *args: Any, seqused_q: Tensor | None = None, **options: Any
-) -> Any:
-    """The adapter's function. The tests always pass seqused_q; it is left out if all rows are used."""
-    if seqused_q is not None and bool((seqused_q == cu_seqlens_q.diff()).all()):
-        seqused_q = None
-    return flash_attn_3.flash_attn_varlen_func(q, k, v, cu_seqlens_q, *args, seqused_q=seqused_q, **options)
-
-
-def _no_counterpart(name: str, *args: Any, **options: Any) -> None:
-    raise UnsupportedError(f"{name} has no counterpart")
-
-
 def _module(name: str, **attributes: Any) -> None:
     sys.modules[name] = ModuleType(name)
     vars(sys.modules[name]).update(attributes)
@@ -143,10 +119,10 @@ def install(job: Job) -> None:
     _module(
         "flash_attn_interface",
         flash_attn_func=flash_attn_3.flash_attn_func,
-        flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_varlen_func=flash_attn_3.flash_attn_varlen_func,
         flash_attn_with_kvcache=flash_attn_3.flash_attn_with_kvcache,
-        flash_attn_combine=partial(_no_counterpart, "flash_attn_combine"),
-        get_scheduler_metadata=lambda *args, **options: None,  # the adapter needs none
+        flash_attn_combine=flash_attn_3.flash_attn_combine,
+        get_scheduler_metadata=flash_attn_3.get_scheduler_metadata,
     )
     sys.path.insert(0, str(job.source("flash-attention/hopper")))  # padding.py and test_util.py
     os.environ["FLASH_ATTENTION_DISABLE_FP8"] = "TRUE"

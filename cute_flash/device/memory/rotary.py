@@ -34,7 +34,7 @@ class Rotary:
             for i in cutlass.range_constexpr(VECTOR // 2):
                 c, s = Float32(cos[vector * (VECTOR // 2) + i]), Float32(sin[vector * (VECTOR // 2) + i])
                 first, second = x[2 * i], x[2 * i + 1]
-                x[2 * i], x[2 * i + 1] = first * c - second * s, second * c + first * s
+                x[2 * i], x[2 * i + 1] = rotated(first, second, c, -s), rotated(second, first, c, s)
         else:
             half = self.dim // 2 // VECTOR
             is_second = vector >= half
@@ -44,7 +44,12 @@ class Rotary:
             column, sign = cutlass.min(vector, other_vector) * VECTOR, Float32(1.0) if is_second else Float32(-1.0)
             for i in cutlass.range_constexpr(VECTOR):
                 c, s = Float32(cos[column + i]), sign * Float32(sin[column + i])
-                x[i] = x[i] * c + other[i] * s
+                x[i] = rotated(x[i], other[i], c, s)
+
+
+def rotated(x: Float32, other: Float32, cos: Float32, sin: Float32) -> Float32:
+    """cos · x + sin · other: one multiplication, and one fused multiply-add, as in `reference.decode.rotated`."""
+    return cute.math.fma(x, cos, other * sin)
 
 
 @cute.jit

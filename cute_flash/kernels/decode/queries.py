@@ -51,8 +51,8 @@ def stage(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, th
                     # Without a mask, all queries have the position after the old keys, as in flash-attn.
                     position = p.splits.old_len(split.batch)
                 p.rotary.load(raw, vector, position, x)
-        # Round to the dtype of q first, as a separate rotary kernel would.
-        rounded.store(x.load().to(p.mQ.element_type).to(dtype))
+        # Rotated queries are rounded once, to the dtype of the MMA; others are exact in the dtype of q.
+        rounded.store(x.load().to(dtype))
         if cutlass.const_expr(p.config.static.is_fp8):
             for j in cutlass.range_constexpr(VECTOR):
                 storage.sQ[row, fp8.query_column(vector * VECTOR + j), 0] = rounded[j]
