@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import UnsupportedError, attn, attn_nested, attn_varlen, supports
+from cute_flash import UnsupportedError, attn, attn_decode, attn_nested, attn_varlen, decode_supports, supports
 from cute_flash.reference import tiled
+from cute_flash.spec.foreign import FOREIGN
+from cute_flash.spec.refusals import refuse
 
 S = 16
 OFFSETS = torch.tensor([0, 6, S], dtype=torch.int32)
@@ -167,10 +171,77 @@ def test_tensors_that_do_not_agree(no_work: None, place: int, change: Any, messa
     assert_refused(f"{'qkv'[place]} {message}", ValueError, *tensors)
 
 
-def test_unknown_keyword() -> None:
-    with pytest.raises(TypeError, match="nonsense"):
-        attn(*qkv(), nonsense=1)  # type: ignore[call-arg]
-    assert "nonsense" in supports(*qkv(), nonsense=1).reason
+CALLS: dict[str, tuple[Any, Any]] = {
+    "attn": (lambda **kw: attn(*qkv(), **kw), lambda **kw: supports(*qkv(), **kw)),
+    "attn_varlen": (lambda **kw: attn_varlen(*rows(), OFFSETS, OFFSETS, **kw), None),
+    "attn_decode": (
+        lambda **kw: attn_decode(*caches(), cache_seqlens=S, **kw),
+        lambda **kw: decode_supports(*caches(), cache_seqlens=S, **kw),
+    ),
+}
+# Keywords of other libraries, the entries that get them, and the remedy. None: all entries.
+FOREIGN_CALLS: list[tuple[str, tuple[str, ...] | None, str]] = [
+    ("is_causal", None, "write causal=; if Sq != Sk, it aligns the mask at the bottom right"),
+    ("softmax_scale", None, "write scale="),
+    ("sm_scale", None, "write scale="),
+    ("window_size", None, "write window=.*None instead of -1"),
+    ("enable_gqa", None, "leave it out"),
+    ("alibi_slopes", None, "write alibi="),
+    ("attn_mask", ("attn", "attn_varlen"), r"write mask_mod=lambda b, h, i, j: mask\[i, j\] .* or bias="),
+    ("dropout_p", ("attn", "attn_varlen"), "write dropout="),
+    ("cu_seqlens_q", ("attn",), "call attn_varlen"),
+    ("layout", ("attn_varlen",), r"leave it out, because q, k and v are \(T, H, D\)"),
+    ("block_table", ("attn_decode",), "write page_table="),
+    ("k", ("attn_decode",), "write k_new="),
+    ("casual", None, "did you mean 'causal'"),
+    ("nonsense", None, "$"),
+]
+
+
+def rows() -> list[Tensor]:
+    return [x[0].transpose(0, 1) for x in qkv()]
+
+
+def caches() -> list[Tensor]:
+    return [x.transpose(1, 2) for x in qkv()]
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "remedy"),
+    [(entry, name, remedy) for name, entries, remedy in FOREIGN_CALLS for entry in entries or CALLS],
+)
+def test_keywords_of_other_libraries(no_work: None, entry: str, name: str, remedy: str) -> None:
+    call, answer = CALLS[entry]
+    with pytest.raises(
+        TypeError, match=rf"^{entry}\(\) got an unexpected keyword argument '{name}'(: |; )?{remedy}"
+    ) as e:
+        call(**{name: None})
+    assert answer is None or answer(**{name: None}).reason == str(e.value)
+
+
+@pytest.mark.parametrize("values", [(torch.ones(S, S) > 0,), (0.0, None, True)], ids=["mask", "flash-attn"])
+def test_positional_arguments_of_other_libraries(no_work: None, values: tuple) -> None:
+    for count, message, call in (
+        (3, "such as causal=True; for a mask, write mask_mod=", lambda: attn(*qkv(), *values)),
+        (5, "max_seqlen_q and max_seqlen_k, or name them", lambda: attn_varlen(*rows(), OFFSETS, OFFSETS, *values)),
+        (3, "such as k_new= and v_new=", lambda: attn_decode(*caches(), *values, cache_seqlens=S)),
+    ):
+        given = f"takes {count} positional arguments but {count + len(values)} were given: all others are keywords"
+        with pytest.raises(TypeError, match=f"{given}.*{message}"):
+            call()
+
+
+def test_remedies_name_keywords() -> None:
+    for function in (attn, attn_varlen, attn_decode):
+        parameters = inspect.signature(function).parameters
+        assert not {"extra", "foreign"} & set(parameters) and not FOREIGN[function.__name__].keys() & set(parameters)
+        for remedy in FOREIGN[function.__name__].values():
+            assert set(re.findall(r"\b(\w+)=", remedy)) - {"page_table"} <= set(parameters), remedy
+
+
+def test_context_parallel_calls_name_the_keyword_too() -> None:
+    with pytest.raises(TypeError, match=r"distributed.attn\(\) got an .* 'softmax_scale': write scale="):
+        refuse("cute_flash.distributed.attn", {"softmax_scale": 1.0})
 
 
 VARLEN = [
