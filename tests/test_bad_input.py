@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import warnings
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import UnsupportedError, attn, attn_decode, attn_nested, attn_varlen, decode_supports, supports
+from cute_flash import (
+    LayoutWarning,
+    UnsupportedError,
+    attn,
+    attn_decode,
+    attn_nested,
+    attn_varlen,
+    decode_supports,
+    supports,
+)
 from cute_flash.reference import tiled
 from cute_flash.spec.foreign import FOREIGN
 from cute_flash.spec.refusals import refuse
@@ -151,6 +161,67 @@ def test_shapes(no_work: None, name: str) -> None:
 
 def test_the_layout_of_two_dimensions_is_checked_too(no_work: None) -> None:
     assert_refused("layout=''", ValueError, *(torch.ones(7, 8) for _ in range(3)), layout="")
+
+
+# ---- (B, S, H, D) without layout="bshd"
+
+# Shapes of q and k, read as (B, H, S, D): those of (B, S, H, D) tensors, and those of usual calls.
+SWAPPED = [
+    ((1, 128, 8, 32), (1, 128, 2, 32)),  # GQA
+    ((2, 16, 8, 8), (2, 16, 1, 8)),  # MQA
+    ((1, 512, 8, 8), (1, 512, 8, 8)),
+    ((1, 192, 4, 8), (1, 64, 4, 8)),  # cross-attention
+]
+USUAL = [
+    ((1, 128, 1, 8), (1, 128, 300, 8)),  # decoding
+    ((1, 32, 1, 8), (1, 32, 1, 8)),  # the first token
+    ((1, 64, 5, 8), (1, 8, 5, 8)),  # a short prompt
+    ((1, 128, 5, 8), (1, 128, 5, 8)),  # a short prompt, MHA or repeated K/V heads
+    ((1, 64, 4, 8), (1, 8, 33, 8)),  # draft tokens
+    ((1, 8, 64, 8), (1, 8, 16, 8)),  # cross-attention
+    ((1, 32, 7, 8), (1, 32, 2, 8)),  # the lengths do not divide as heads must
+    ((1, 32, 8, 8), (1, 8, 2, 8)),  # GQA in both layouts
+    ((1, 200, 8, 8), (1, 200, 0, 8)),
+]
+
+
+@pytest.mark.parametrize("shapes", SWAPPED, ids=str)
+def test_swapped_dimensions_are_reported_at_the_call(shapes: tuple[Shape, Shape]) -> None:
+    q, k = map(torch.ones, shapes)
+    heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
+    message = rf'{heads} heads, with {queries} queries and {keys} keys each; .* \(B, S, H, D\), pass layout="bshd"'
+    with pytest.warns(LayoutWarning, match=message) as caught:
+        attn(q, k, k)
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attn(q, k, k, layout="bshd")
+        # Transposed views of (B, S, H, D) memory, as models pass them: few queries and keys are a usual call.
+        attn(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, k)))
+        assert supports(q, k, k)
+
+
+@pytest.mark.parametrize("shapes", USUAL, ids=str)
+def test_usual_dimensions_are_not_reported(shapes: tuple[Shape, Shape]) -> None:
+    q, k = map(torch.ones, shapes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attn(q, k, k)
+
+
+REMEDY = r'; for tensors of shape \(B, S, H, D\), pass layout="bshd"$'
+SWAPPED_ERRORS: list[tuple[list[Shape], str, str]] = [
+    ([(1, 96, 8, 8), *2 * [(1, 128, 2, 8)]], "bhsd", f"q has 96 heads and k, v have 128: .* second{REMEDY}"),
+    ([(1, 9, 8, 8), (1, 9, 2, 8), (1, 2, 9, 8)], "bhsd", rf"must agree; .* transpose\(1, 2\) one of them{REMEDY}"),
+    # (B, S, H, D) is not valid either, or is the layout of the call.
+    ([(1, 96, 8, 8), *2 * [(1, 128, 3, 8)]], "bhsd", "q has 96 heads and k, v have 128: .* second$"),
+    ([(1, 8, 2, 8), *2 * [(1, 8, 3, 8)]], "bshd", "q has 2 heads and k, v have 3: .* second$"),
+]
+
+
+@pytest.mark.parametrize(("shapes", "layout", "message"), SWAPPED_ERRORS, ids=str)
+def test_errors_of_swapped_dimensions(shapes: list[Shape], layout: str, message: str) -> None:
+    assert_refused(message, ValueError, *map(torch.ones, shapes), layout=layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
