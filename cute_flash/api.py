@@ -69,7 +69,7 @@ def attn(
     window: tuple[int | None, int | None] = UNBOUNDED,
     scale: float | None = None,
     return_lse: bool = False,
-    layout: str = "bhsd",
+    layout: Literal["bhsd", "bshd"] = "bhsd",
     deterministic: bool = False,
     softcap: float | None = None,
     alibi: Tensor | None = None,

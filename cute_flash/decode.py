@@ -63,7 +63,7 @@ def attn_decode(
     scale: float | None = None,
     k_scale: Tensor | float | None = None,
     v_scale: Tensor | float | None = None,
-    kv_layout: str = "nhd",
+    kv_layout: Literal["nhd", "hnd"] = "nhd",
     num_splits: int | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
