@@ -1,4 +1,7 @@
-"""The exceptions for valid arguments that no kernel supports, and a warning. Invalid arguments raise a `ValueError`."""
+"""The exceptions for valid arguments that no kernel supports and for missing packages, and a warning.
+
+Invalid arguments raise a plain `ValueError`.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,10 @@ class TraceError(UnsupportedError):
         ...     print(error)  # doctest: +ELLIPSIS
         mask_mod: it returns an int: return a bool, such as the result of a comparison (...)
     """
+
+
+class InstallationError(ModuleNotFoundError):
+    """A package that compiles or loads kernels is not installed. The message has the command that installs it."""
 
 
 class LayoutWarning(UserWarning):

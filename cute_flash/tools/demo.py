@@ -18,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cute_flash import reference
 from cute_flash.api import attn
-from cute_flash.errors import UnsupportedError
+from cute_flash.errors import InstallationError, UnsupportedError
+from cute_flash.jit.compile import check_installed
 from cute_flash.planning.plan import Plan, plan_forward
 from cute_flash.spec import arch
 from cute_flash.spec.band import Band
@@ -61,6 +62,7 @@ def _gpu() -> tuple[arch.ArchSpec | None, str]:
 def _on_gpu(gpu: arch.ArchSpec) -> Comparison:
     from cute_flash.jit.compile import cache_info, compiled_kernel
 
+    check_installed()
     print(f"GPU path: the kernel runs on {gpu.gpu} ({gpu.name}).\n")
     explanation = Explanation.of(PROBLEM, gpu)
     print("\n".join(explanation.lines()), flush=True)
@@ -89,6 +91,11 @@ def _on_cpu(reason: str) -> Comparison:
     print("\n".join(comparison.lines()))
     ours, torchs = (f"{1e3 * x:.0f} ms" for x in seconds)
     print(f"time        attn {ours}, torch SDPA in fp32 {torchs}, on the CPU")
+    try:
+        check_installed()
+    except InstallationError as error:
+        print(f"\nThe GPU kernels are not compiled: {error}")
+        return comparison
     print("\nThe GPU kernels that would run, compiled without a GPU:", flush=True)
     with steps("compiling", len(COMPILED_ARCHS) * len(COMPILED_HEAD_DIMS)) as done:
         for name in COMPILED_ARCHS:
