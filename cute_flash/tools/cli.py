@@ -192,6 +192,7 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         _explain,
         "show the kernel, tile, FLOPs, bytes and roofline position of a shape",
         "2,16,4096,128 --causal --gpu A100",
+        "2,16,4096,128 --causal --legend  # what the lines mean",
         "1,64,1,128 --kv-heads 8 --seqlen-k 32768  # few queries: attn splits the keys",
         "8,32,1,128 --kv-heads 8 --cache-len 8192 --page-size 16 --cache-dtype fp8  # attn_decode",
         "1,32,131072,128 --causal --gpu H200 --cp 8 --link nvlink  # context parallelism",
@@ -212,7 +213,10 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     sub.add_argument(
         "--gpu", metavar="NAME", help="A100, A10, L40S, H100, H200, sm_xx (default: the GPU here, else A100)"
     )
-    sub.add_argument("--json", action="store_true", help="print a JSON list with one entry per shape")
+    form = sub.add_mutually_exclusive_group()
+    form.add_argument("--short", action="store_true", help="print the main lines only")
+    form.add_argument("--legend", action="store_true", help="also print what the lines mean")
+    form.add_argument("--json", action="store_true", help="print a JSON list with one entry per shape")
 
     for name, study in studies.STUDIES.items():
         sub = add(name, _study, study.text, *study.examples)
@@ -305,6 +309,7 @@ def _explain(args: argparse.Namespace) -> int:
     from cute_flash.spec.problem import Problem
     from cute_flash.tools.explain import explain
     from cute_flash.tools.explain_decode import DecodeExplanation, DecodeShape
+    from cute_flash.tools.text import legend, shortened
 
     explanations: list[Any] = []
     with _usage_errors():
@@ -331,13 +336,18 @@ def _explain(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([explanation.as_dict() for explanation in explanations], indent=2))
     else:
-        print("\n\n".join("\n".join(explanation.lines()) for explanation in explanations))
+        parts = [explanation.lines() for explanation in explanations]
+        if args.legend:
+            parts.append(legend([line for part in parts for line in part]))
+        print("\n\n".join("\n".join(shortened(part) if args.short else part) for part in parts))
     return 0
 
 
 def _check_cp_options(args: argparse.Namespace) -> None:
     if args.link is not None and args.cp is None:
         raise UsageError("--link without --cp: it is the link between the GPUs of context parallelism; add --cp N")
+    if args.cp is not None and (args.short or args.legend):
+        raise UsageError("--short and --legend with --cp: its table is short and has a legend; leave them out")
     for name in ("cache_len", "seqlen_k"):
         if args.cp is not None and getattr(args, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} with --cp: queries and keys are one sequence; leave it out")

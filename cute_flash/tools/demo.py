@@ -38,6 +38,14 @@ MAX_TIMES_YARDSTICK = 2.0
 WARM_UP, LAUNCHES = 5, 20
 # About 10 ms of GPU sleep, during which the host enqueues the timed launches.
 SLEEP_CYCLES = 20_000_000
+NEXT_STEPS = (
+    "",
+    "Next:",
+    "  docs/getting-started.md, docs/cheatsheet.md         first calls, and the calls that people make",
+    "  examples/getting_started.ipynb                      the same in a notebook, on the CPU or the GPU",
+    "  cute-flash doctor                                   is everything installed?",
+    "  cute-flash explain 2,16,4096,128 --causal --legend  kernel and least time of your shape, without a GPU",
+)
 
 
 def demo() -> int:
@@ -45,7 +53,7 @@ def demo() -> int:
     gpu, reason = _gpu()
     comparison = _on_cpu(reason) if gpu is None else _on_gpu(gpu)
     path, result = "CPU" if gpu is None else "GPU", "right" if comparison.is_right else "WRONG"
-    print(f"\n{path} path: the result is {result}")
+    print("\n".join(["", f"{path} path: the result is {result}", *(NEXT_STEPS if comparison.is_right else ())]))
     return 0 if comparison.is_right else 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -136,7 +137,7 @@ def test_a_missing_package_is_one_line(
     lines = [line for line in f"{out}{error}".splitlines() if package in line]
     remedy = f"{package} is not installed: pip install '{package}"
     if is_cpu_demo:
-        assert out.endswith("CPU path: the result is right\n") and len(lines) == 1 and remedy in lines[0]
+        assert "\nCPU path: the result is right\n" in out and len(lines) == 1 and remedy in lines[0]
     else:
         assert not out and error.startswith(f"cute-flash: {remedy}") and error.count("\n") == 1
 
@@ -233,6 +234,25 @@ def test_explain_takes_several_shapes(capsys: pytest.CaptureFixture) -> None:
     assert "B=1 H=1" in first and "B=3 H=1" in second
 
 
+DECODING = "8,32,1,128 --kv-heads 8 --cache-len 8192 --page-size 16 --gpu H100"
+
+
+@pytest.mark.parametrize("argv", ["2,16,4096,128 --dtype fp32 --gpu A100", DECODING])
+def test_explain_in_short_and_with_a_legend(argv: str, capsys: pytest.CaptureFixture) -> None:
+    outs = []
+    for option in ("", "--short", "--legend"):
+        assert main(["explain", *argv.split(), *option.split()]) == 0
+        outs.append(capsys.readouterr().out)
+    plain, short = outs[0].splitlines(), outs[1].splitlines()
+    explanation, _, rest = outs[2].partition("\n\n")
+    legend = rest.splitlines()
+    # Every line is explained, in order.
+    labels = [[line[: text.LABEL_WIDTH].strip() for line in lines] for lines in (plain, short, legend)]
+    assert set(short) < set(plain) and {"kernel", "tile", "traffic", "time"} <= set(labels[1]) and len(short) <= 8
+    assert explanation.splitlines() == plain and labels[2] == labels[0]
+    assert all(len(line) <= 120 for line in legend)
+
+
 FEW_QUERIES = "1,64,1,128 --kv-heads 8 --seqlen-k 32768 --gpu H100"
 
 
@@ -287,6 +307,7 @@ def test_explain_refuses_what_is_no_shape(shape: str, capsys: pytest.CaptureFixt
         ("explain 2,16,4096,128 --gpu V100", "use one of sm_80"),
         ("explain 2,16,4096,256 --dtype fp32 --gpu A100", "head_dim=256 of float32 on cuda: at most 128"),
         ("inspect --head-dim 512", "to 256; use torch's SDPA"),
+        ("explain 1,2,64,64 --cp 2 --short", "--short and --legend with --cp"),
         ("precompile --arch sm_70", "sm_80"),
         ("precompile --arch sm_80 --head-dims 64,130", "the nearest is 136"),
     ],
@@ -303,6 +324,7 @@ def test_refusals_of_the_library_exit_2(argv: str, message: str, capsys: pytest.
         "explain 2,16,4096,128 --window 3 -1",
         "explain 2,16,4096,128 --window 3 four",
         "explain 2,16,4096,128 --dtype fp8",
+        "explain 2,16,4096,128 --short --json",
         "precompile --masks full,diagonal",
         "precompile --head-dims 64,,128",
         "precompile --passes forwards",
@@ -536,7 +558,16 @@ def test_demo_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert main(["demo"]) == 0
     out, error = capsys.readouterr()
     assert out.startswith("CPU path: torch sees no CUDA GPU")
-    assert out.endswith("CPU path: the result is right\n")
+    _, found, next_steps = out.partition("\nCPU path: the result is right\n\nNext:\n")
+    assert found
+    paths, commands = (
+        re.findall(r"(?:docs|examples)/[\w.-]+", next_steps),
+        re.findall(r"cute-flash (.*?)  ", next_steps),
+    )
+    assert all((ROOT / path).exists() for path in paths) and len(paths) == 3
+    for argv in map(str.split, commands):
+        cli._parser(argv).parse_args(argv)
+    assert len(commands) == 2
     compiled = [(key.target, key.static.head_dim) for key in keys]
     assert compiled == [("sm_80", 64), ("sm_80", 128), ("sm_90a", 64), ("sm_90a", 128)]
     assert out.count("for sm_80: 168 registers a thread, 0 bytes spilled, 320 HMMA,") == 2
@@ -554,7 +585,7 @@ def test_demo_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: p
     # Every row gets the result of the previous row.
     monkeypatch.setattr(demo, "attn", lambda q, k, v, causal: cute_flash.attn(q, k, v, causal=causal).roll(1, dims=2))
     assert main(["demo"]) == 1
-    assert "WRONG" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("CPU path: the result is WRONG\n")
 
 
 def test_a_nan_or_a_bad_mean_is_wrong() -> None:
