@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache
-from inspect import signature
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -17,6 +16,7 @@ from cute_flash.runtime.rng import draw_seed, next_seed
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.describe import describe
 from cute_flash.spec.family import current_family, requested_family
+from cute_flash.spec.foreign import bind_keywords, refuse_foreign, without_foreign
 from cute_flash.spec.problem import Support
 from cute_flash.spec.values import as_bool, as_float, as_int, as_window, check_are_tensors
 
@@ -59,16 +59,17 @@ def attn(
     return_lse: bool = ..., return_max_logit: bool = ..., **keywords: Unpack[AttnKeywords],
 ) -> Tensor | tuple[Tensor, ...]: ...
 # fmt: on
+@without_foreign
 def attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *extra: Any,
     causal: bool = False,
     window: tuple[int | None, int | None] = UNBOUNDED,
     scale: float | None = None,
     return_lse: bool = False,
-    layout: str = "bhsd",
+    layout: Literal["bhsd", "bshd"] = "bhsd",
     deterministic: bool = False,
     softcap: float | None = None,
     alibi: Tensor | None = None,
@@ -82,6 +83,7 @@ def attn(
     mask_mod: Callable | None = None,
     score_mod_bwd: Callable | None = None,
     block_mask: BlockMask | TorchBlockMask | None = None,
+    **foreign: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention: softmax(scale · q kᵀ, masked) v.
 
@@ -161,6 +163,8 @@ def attn(
         >>> distance_penalty = lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx).abs()
         >>> out = cute_flash.attn(q, k, v, score_mod=distance_penalty)
     """
+    if extra or foreign:
+        refuse_foreign("attn", extra, foreign)
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         check_are_tensors(q=q, k=k, v=v)
     if q.is_nested:
@@ -172,8 +176,8 @@ def attn(
             out_dtype=out_dtype, batch_invariant=batch_invariant, score_mod=score_mod, mask_mod=mask_mod,
             score_mod_bwd=score_mod_bwd,
         )  # fmt: skip
-    return_lse = as_bool("return_lse", return_lse)
-    shape = q.shape
+    if type(return_lse) is not bool:
+        return_lse = as_bool("return_lse", return_lse)
     args = _args(q, causal, window, scale, deterministic, softcap, return_max_logit, out_dtype, batch_invariant)
     if alibi is not None or sinks is not None or dropout is not None:
         args = _with_features(args, q, alibi, sinks, dropout)
@@ -181,7 +185,7 @@ def attn(
         if bias is not None:
             bias = _checked_bias(bias, q, k, layout)
         args = _with_mods(args, q, bias, score_mod, mask_mod, score_mod_bwd, block_mask)
-    if layout == "bhsd" and len(shape) == 4:
+    if layout == "bhsd" and q.dim() == 4:
         out, lse, max_logit = ops.attention(q, k, v, args, return_lse)
     else:
         out, lse, max_logit = ops.attention(*_to_bhsd(q, k, v, layout), args, return_lse)
@@ -214,9 +218,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
         'dropout=1.5: use a probability from 0 up to, not including, 1'
     """
     try:
-        call = signature(attn).bind(q, k, v, **keywords)
-        call.apply_defaults()
-        values = SimpleNamespace(**call.arguments)
+        values = SimpleNamespace(**bind_keywords(attn, q, k, v, **keywords).arguments)
         check_are_tensors(q=q, k=k, v=v)
         as_bool("return_lse", values.return_lse)
         if q.is_nested:
@@ -269,13 +271,14 @@ def attn_varlen(
     return_lse: bool = ..., return_max_logit: bool = ..., **keywords: Unpack[VarlenKeywords],
 ) -> Tensor | tuple[Tensor, ...]: ...
 # fmt: on
+@without_foreign
 def attn_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    *,
+    *extra: Any,
     max_seqlen_q: int | Tensor | None = None,
     max_seqlen_k: int | Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -295,6 +298,7 @@ def attn_varlen(
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     score_mod_bwd: Callable | None = None,
+    **foreign: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """`attn` on a varlen batch: sequences of different lengths, concatenated along the first dimension.
 
@@ -352,7 +356,10 @@ def attn_varlen(
         >>> cute_flash.attn_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True).shape
         torch.Size([10, 4, 32])
     """
-    return_lse = as_bool("return_lse", return_lse)
+    if extra or foreign:
+        refuse_foreign("attn_varlen", extra, foreign)
+    if type(return_lse) is not bool:
+        return_lse = as_bool("return_lse", return_lse)
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         check_are_tensors(q=q, k=k, v=v)
     if not (isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from cute_flash import ops_decode
 from cute_flash.spec.decode import DecodeArgs
+from cute_flash.spec.foreign import bind_keywords, refuse_foreign, without_foreign
 from cute_flash.spec.problem import Support
 from cute_flash.spec.values import as_bool, as_float, as_int, as_window, check_are_tensors
 
@@ -39,11 +39,12 @@ def attn_decode(
     return_lse: bool = ..., **keywords: Unpack[DecodeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
+@without_foreign
 def attn_decode(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    *,
+    *extra: Any,
     cache_seqlens: Tensor | int,
     page_table: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
@@ -62,10 +63,11 @@ def attn_decode(
     scale: float | None = None,
     k_scale: Tensor | float | None = None,
     v_scale: Tensor | float | None = None,
-    kv_layout: str = "nhd",
+    kv_layout: Literal["nhd", "hnd"] = "nhd",
     num_splits: int | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    **foreign: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new tokens over a K/V cache: decoding, speculative verification and chunked prefill.
 
@@ -141,7 +143,10 @@ def attn_decode(
         >>> torch.equal(pages[0, 0, 4], k[0, 0])  # row 20 of the first sequence
         True
     """
-    return_lse = as_bool("return_lse", return_lse)
+    if extra or foreign:
+        refuse_foreign("attn_decode", extra, foreign)
+    if type(return_lse) is not bool:
+        return_lse = as_bool("return_lse", return_lse)
     # A tuple takes half the time of keywords. `_canonical` checks the values, and sets the bounds of the window.
     given = DecodeArgs._make((
         cache_seqlens, scale, page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin,
@@ -184,9 +189,7 @@ def decode_supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, **keywords: Any
 
 def bind(q: Tensor, k_cache: Tensor, v_cache: Tensor, **keywords: Any) -> tuple[Tensor, Tensor, Tensor, DecodeArgs]:
     """The arguments of a call of `attn_decode` in the form that the operator takes."""
-    call = signature(attn_decode).bind(q, k_cache, v_cache, **keywords)
-    call.apply_defaults()
-    arguments = dict(call.arguments)
+    arguments = dict(bind_keywords(attn_decode, q, k_cache, v_cache, **keywords).arguments)
     as_bool("return_lse", arguments.pop("return_lse"))
     others = {name: arguments.pop(name) for name in ("q", "k_cache", "v_cache", "causal", "window", "kv_layout")}
     return _canonical(given=DecodeArgs(**arguments), **others)

@@ -1,4 +1,7 @@
-"""The exceptions for valid arguments that no kernel supports. Invalid arguments raise a plain `ValueError`."""
+"""The exceptions for valid arguments that no kernel supports and for missing packages, and a warning.
+
+Invalid arguments raise a plain `ValueError`.
+"""
 
 from __future__ import annotations
 
@@ -28,4 +31,25 @@ class TraceError(UnsupportedError):
         ... except cute_flash.TraceError as error:
         ...     print(error)  # doctest: +ELLIPSIS
         mask_mod: it returns an int: return a bool, such as the result of a comparison (...)
+    """
+
+
+class InstallationError(ModuleNotFoundError):
+    """A package that compiles or loads kernels is not installed. The message has the command that installs it."""
+
+
+class LayoutWarning(UserWarning):
+    """The tensors of a call look like (B, S, H, D), but `layout="bshd"` is missing.
+
+    To turn it off for a call that is right: `warnings.filterwarnings("ignore", category=cute_flash.LayoutWarning)`.
+
+    Examples:
+        >>> import torch, warnings, cute_flash
+        >>> q, kv = torch.empty(1, 128, 8, 32), torch.empty(1, 128, 2, 32)  # 128 tokens, 8 heads, 2 K/V heads
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     out = cute_flash.attn(q, kv, kv)
+        >>> print(caught[0].message)
+        q (1, 128, 8, 32) and k (1, 128, 2, 32) are read as 128 heads, with 8 queries and 2 keys each; for tensors of \
+shape (B, S, H, D), pass layout="bshd"
     """

@@ -30,6 +30,7 @@ from cute_flash.errors import UnsupportedError
 from cute_flash.spec.args import SAVED, SCHEMA, AttentionArgs, from_schema, to_schema
 from cute_flash.spec.checked import CudaFunctions, on_host
 from cute_flash.spec.describe import describe
+from cute_flash.spec.layout import warn_if_swapped
 from cute_flash.spec.shapes import outputs
 
 # Module globals, because looking a function up in torch._C takes as long as calling it.
@@ -345,7 +346,8 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     from cute_flash.reference import cpu
 
     args = from_schema(values)
-    describe(q, k, v, args)
+    if not describe(q, k, v, args).varlen:
+        warn_if_swapped(q, k)
     with without_autocast():
         return tuple(_filled(cpu.forward(q, k, v, args), q))
 

@@ -3,6 +3,8 @@
 A link such as `../profiling/plots/forward.svg` works in a checkout. The root of the site is docs/, so the file gets a
 place in the site (`profiling/plots/forward.svg`), and the link is rewritten. A document is published with the files
 that it links to. A source file becomes a page with highlighted code, and a folder becomes a list of its files.
+
+`WithoutForeign` extends griffe, which reads the signatures of the API reference from the sources.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -94,3 +98,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         link = posixpath.relpath(site_uri(path), folder or ".")
         markdown = f"{markdown[: match.start('path')]}{link}{markdown[match.end('path') :]}"
     return markdown
+
+
+class WithoutForeign(griffe.Extension):
+    """Leaves `*extra` and `**foreign` out of signatures, as the decorator `spec.foreign.without_foreign` does."""
+
+    def on_function_instance(self, *, func: griffe.Function, **_: Any) -> None:
+        if any(str(decorator.value) == "without_foreign" for decorator in func.decorators):
+            func.parameters = griffe.Parameters(*[x for x in func.parameters if x.name not in ("extra", "foreign")])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
+import warnings
 from typing import Any
 
 import numpy as np
@@ -10,8 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import UnsupportedError, attn, attn_nested, attn_varlen, supports
+from cute_flash import (
+    LayoutWarning,
+    UnsupportedError,
+    attn,
+    attn_decode,
+    attn_nested,
+    attn_varlen,
+    decode_supports,
+    supports,
+)
 from cute_flash.reference import tiled
+from cute_flash.spec.foreign import FOREIGN
+from cute_flash.spec.refusals import refuse
 
 S = 16
 OFFSETS = torch.tensor([0, 6, S], dtype=torch.int32)
@@ -149,6 +163,67 @@ def test_the_layout_of_two_dimensions_is_checked_too(no_work: None) -> None:
     assert_refused("layout=''", ValueError, *(torch.ones(7, 8) for _ in range(3)), layout="")
 
 
+# ---- (B, S, H, D) without layout="bshd"
+
+# Shapes of q and k, read as (B, H, S, D): those of (B, S, H, D) tensors, and those of usual calls.
+SWAPPED = [
+    ((1, 128, 8, 32), (1, 128, 2, 32)),  # GQA
+    ((2, 16, 8, 8), (2, 16, 1, 8)),  # MQA
+    ((1, 512, 8, 8), (1, 512, 8, 8)),
+    ((1, 192, 4, 8), (1, 64, 4, 8)),  # cross-attention
+]
+USUAL = [
+    ((1, 128, 1, 8), (1, 128, 300, 8)),  # decoding
+    ((1, 32, 1, 8), (1, 32, 1, 8)),  # the first token
+    ((1, 64, 5, 8), (1, 8, 5, 8)),  # a short prompt
+    ((1, 128, 5, 8), (1, 128, 5, 8)),  # a short prompt, MHA or repeated K/V heads
+    ((1, 64, 4, 8), (1, 8, 33, 8)),  # draft tokens
+    ((1, 8, 64, 8), (1, 8, 16, 8)),  # cross-attention
+    ((1, 32, 7, 8), (1, 32, 2, 8)),  # the lengths do not divide as heads must
+    ((1, 32, 8, 8), (1, 8, 2, 8)),  # GQA in both layouts
+    ((1, 200, 8, 8), (1, 200, 0, 8)),
+]
+
+
+@pytest.mark.parametrize("shapes", SWAPPED, ids=str)
+def test_swapped_dimensions_are_reported_at_the_call(shapes: tuple[Shape, Shape]) -> None:
+    q, k = map(torch.ones, shapes)
+    heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
+    message = rf'{heads} heads, with {queries} queries and {keys} keys each; .* \(B, S, H, D\), pass layout="bshd"'
+    with pytest.warns(LayoutWarning, match=message) as caught:
+        attn(q, k, k)
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attn(q, k, k, layout="bshd")
+        # Transposed views of (B, S, H, D) memory, as models pass them: few queries and keys are a usual call.
+        attn(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, k)))
+        assert supports(q, k, k)
+
+
+@pytest.mark.parametrize("shapes", USUAL, ids=str)
+def test_usual_dimensions_are_not_reported(shapes: tuple[Shape, Shape]) -> None:
+    q, k = map(torch.ones, shapes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attn(q, k, k)
+
+
+REMEDY = r'; for tensors of shape \(B, S, H, D\), pass layout="bshd"$'
+SWAPPED_ERRORS: list[tuple[list[Shape], str, str]] = [
+    ([(1, 96, 8, 8), *2 * [(1, 128, 2, 8)]], "bhsd", f"q has 96 heads and k, v have 128: .* second{REMEDY}"),
+    ([(1, 9, 8, 8), (1, 9, 2, 8), (1, 2, 9, 8)], "bhsd", rf"must agree; .* transpose\(1, 2\) one of them{REMEDY}"),
+    # (B, S, H, D) is not valid either, or is the layout of the call.
+    ([(1, 96, 8, 8), *2 * [(1, 128, 3, 8)]], "bhsd", "q has 96 heads and k, v have 128: .* second$"),
+    ([(1, 8, 2, 8), *2 * [(1, 8, 3, 8)]], "bshd", "q has 2 heads and k, v have 3: .* second$"),
+]
+
+
+@pytest.mark.parametrize(("shapes", "layout", "message"), SWAPPED_ERRORS, ids=str)
+def test_errors_of_swapped_dimensions(shapes: list[Shape], layout: str, message: str) -> None:
+    assert_refused(message, ValueError, *map(torch.ones, shapes), layout=layout)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_dtypes(no_work: None, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
@@ -167,10 +242,77 @@ def test_tensors_that_do_not_agree(no_work: None, place: int, change: Any, messa
     assert_refused(f"{'qkv'[place]} {message}", ValueError, *tensors)
 
 
-def test_unknown_keyword() -> None:
-    with pytest.raises(TypeError, match="nonsense"):
-        attn(*qkv(), nonsense=1)  # type: ignore[call-arg]
-    assert "nonsense" in supports(*qkv(), nonsense=1).reason
+CALLS: dict[str, tuple[Any, Any]] = {
+    "attn": (lambda **kw: attn(*qkv(), **kw), lambda **kw: supports(*qkv(), **kw)),
+    "attn_varlen": (lambda **kw: attn_varlen(*rows(), OFFSETS, OFFSETS, **kw), None),
+    "attn_decode": (
+        lambda **kw: attn_decode(*caches(), cache_seqlens=S, **kw),
+        lambda **kw: decode_supports(*caches(), cache_seqlens=S, **kw),
+    ),
+}
+# Keywords of other libraries, the entries that get them, and the remedy. None: all entries.
+FOREIGN_CALLS: list[tuple[str, tuple[str, ...] | None, str]] = [
+    ("is_causal", None, "write causal=; if Sq != Sk, it aligns the mask at the bottom right"),
+    ("softmax_scale", None, "write scale="),
+    ("sm_scale", None, "write scale="),
+    ("window_size", None, "write window=.*None instead of -1"),
+    ("enable_gqa", None, "leave it out"),
+    ("alibi_slopes", None, "write alibi="),
+    ("attn_mask", ("attn", "attn_varlen"), r"write mask_mod=lambda b, h, i, j: mask\[i, j\] .* or bias="),
+    ("dropout_p", ("attn", "attn_varlen"), "write dropout="),
+    ("cu_seqlens_q", ("attn",), "call attn_varlen"),
+    ("layout", ("attn_varlen",), r"leave it out, because q, k and v are \(T, H, D\)"),
+    ("block_table", ("attn_decode",), "write page_table="),
+    ("k", ("attn_decode",), "write k_new="),
+    ("casual", None, "did you mean 'causal'"),
+    ("nonsense", None, "$"),
+]
+
+
+def rows() -> list[Tensor]:
+    return [x[0].transpose(0, 1) for x in qkv()]
+
+
+def caches() -> list[Tensor]:
+    return [x.transpose(1, 2) for x in qkv()]
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "remedy"),
+    [(entry, name, remedy) for name, entries, remedy in FOREIGN_CALLS for entry in entries or CALLS],
+)
+def test_keywords_of_other_libraries(no_work: None, entry: str, name: str, remedy: str) -> None:
+    call, answer = CALLS[entry]
+    with pytest.raises(
+        TypeError, match=rf"^{entry}\(\) got an unexpected keyword argument '{name}'(: |; )?{remedy}"
+    ) as e:
+        call(**{name: None})
+    assert answer is None or answer(**{name: None}).reason == str(e.value)
+
+
+@pytest.mark.parametrize("values", [(torch.ones(S, S) > 0,), (0.0, None, True)], ids=["mask", "flash-attn"])
+def test_positional_arguments_of_other_libraries(no_work: None, values: tuple) -> None:
+    for count, message, call in (
+        (3, "such as causal=True; for a mask, write mask_mod=", lambda: attn(*qkv(), *values)),
+        (5, "max_seqlen_q and max_seqlen_k, or name them", lambda: attn_varlen(*rows(), OFFSETS, OFFSETS, *values)),
+        (3, "such as k_new= and v_new=", lambda: attn_decode(*caches(), *values, cache_seqlens=S)),
+    ):
+        given = f"takes {count} positional arguments but {count + len(values)} were given: all others are keywords"
+        with pytest.raises(TypeError, match=f"{given}.*{message}"):
+            call()
+
+
+def test_remedies_name_keywords() -> None:
+    for function in (attn, attn_varlen, attn_decode):
+        parameters = inspect.signature(function).parameters
+        assert not {"extra", "foreign"} & set(parameters) and not FOREIGN[function.__name__].keys() & set(parameters)
+        for remedy in FOREIGN[function.__name__].values():
+            assert set(re.findall(r"\b(\w+)=", remedy)) - {"page_table"} <= set(parameters), remedy
+
+
+def test_context_parallel_calls_name_the_keyword_too() -> None:
+    with pytest.raises(TypeError, match=r"distributed.attn\(\) got an .* 'softmax_scale': write scale="):
+        refuse("cute_flash.distributed.attn", {"softmax_scale": 1.0})
 
 
 VARLEN = [

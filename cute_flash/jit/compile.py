@@ -30,6 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from cute_flash.errors import InstallationError
 from cute_flash.jit.disk import SUFFIXES, CacheWarning, DiskCache
 from cute_flash.jit.nvtx import marked
 from cute_flash.planning.launch import CompileKey, LaunchChain, LaunchKey
@@ -40,6 +41,8 @@ SOURCES = (
     "kernels/**/*.py", "device/**/*.py", "smem/**/*.py", "score_mod/**/*.py", "spec/**/*.py",
     "planning/**/*.py", "jit/compile.py",
 )  # fmt: skip
+# Packages that compile and load kernels, and their modules.
+PACKAGES = {"nvidia-cutlass-dsl": "cutlass", "apache-tvm-ffi": "tvm_ffi"}
 SYMBOL = "launch"
 LINKERS = ("ld", "cc", "gcc", "clang")
 
@@ -139,6 +142,7 @@ def source_digest() -> str:
 @cache
 def toolchain(target: str) -> dict[str, str]:
     """Versions and platform that the machine code depends on, read without importing the DSL."""
+    check_installed()
     return {
         "dsl": importlib.metadata.version("nvidia-cutlass-dsl"),
         "tvm_ffi": importlib.metadata.version("apache-tvm-ffi"),
@@ -148,19 +152,33 @@ def toolchain(target: str) -> dict[str, str]:
     }
 
 
+def check_installed() -> None:
+    """Raise `InstallationError` if a package that compiles or loads kernels is missing. None is imported."""
+    for package, module in PACKAGES.items():
+        if find_spec(module) is None:
+            raise _missing(package)
+
+
+def _missing(package: str) -> InstallationError:
+    try:
+        required = importlib.metadata.requires("cute-flash") or []
+    except importlib.metadata.PackageNotFoundError:  # a source tree
+        required = []
+    requirement = next((x for x in required if x.startswith(package)), package)
+    return InstallationError(f"{package} is not installed: pip install '{requirement}'")
+
+
 @lru_cache(maxsize=1)
 def runtime_library() -> Path:
     """The DSL's runtime library, of the newest installed flavour (cu12, cu13) that the driver supports."""
     spec = find_spec("cutlass")
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("nvidia-cutlass-dsl is not installed: pip install cute-flash")
+        raise _missing("nvidia-cutlass-dsl")
     libraries = sorted(Path(spec.origin).parents[2].glob("cu*/lib/libcute_dsl_runtime.so"))
     major = driver_cuda_version() // 1000
     usable = [path for path in libraries if not major or int(path.parents[1].name.removeprefix("cu")) <= major]
     if not usable:
-        raise ModuleNotFoundError(
-            f"no flavour of nvidia-cutlass-dsl for a CUDA {major} driver; see `cute-flash doctor`"
-        )
+        raise InstallationError(f"no flavour of nvidia-cutlass-dsl for a CUDA {major} driver; see `cute-flash doctor`")
     return usable[-1]
 
 
@@ -176,6 +194,7 @@ def driver_cuda_version() -> int:
 
 def cute_compile(key: LaunchKey, options: str = "") -> Any:
     """Trace and compile a kernel, or a chain. The caller must hold `lock`."""
+    check_installed()
     import cutlass.cute as cute
 
     from cute_flash.kernels.common.chain import KernelChain

@@ -21,6 +21,7 @@ from cute_flash.runtime.gpu import bound, current_gpu, remember
 from cute_flash.runtime.operands import can_pack_gqa, has_aligned_strides
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.describe import check_rng, describe
+from cute_flash.spec.layout import warn_if_swapped
 from cute_flash.spec.shapes import outputs
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]
@@ -68,6 +69,8 @@ def is_mode_deterministic() -> bool:
 def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Callable[..., Outputs]:
     check_rng(args)
     problem = describe(q, k, v, args, "cuda")
+    if not problem.varlen:
+        warn_if_swapped(q, k)
     if problem.is_empty:
         return _empty_forward
     out, _lse, _max_logit = outputs(q, v, args)

@@ -13,6 +13,7 @@ from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.bias import BiasLayout
 from cute_flash.spec.dropout import RECT_KEYS, RECT_ROWS
 from cute_flash.spec.features import features_of
+from cute_flash.spec.layout import layout_remedy, mixed_layouts
 from cute_flash.spec.problem import CPU_DTYPES, Problem, check_dropout, check_heads, check_softcap
 
 
@@ -38,7 +39,10 @@ def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str =
     else:
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
     heads, heads_kv = q.shape[1], k.shape[1]
-    check_heads(heads, heads_kv)
+    try:
+        check_heads(heads, heads_kv)
+    except ValueError as error:
+        raise ValueError(f"{error}{'' if varlen else layout_remedy(q, k)}") from None
     check_per_head("alibi", args.alibi, q, [(heads,), (batch, heads)])
     check_per_head("sinks", args.sinks, q, [(heads,)])
     sizes = batch, heads, seqlen_q, seqlen_k
@@ -108,8 +112,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
             raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}: they must agree")
         check_device(name, x, q)
     if k.shape[:-1] != v.shape[:-1]:
+        remedy = mixed_layouts(k, v) if rank == 4 else ""
         raise ValueError(
-            f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}: all dimensions but the last must agree"
+            f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}: all dimensions but the last must agree{remedy}"
         )
     if q.shape[-1] != k.shape[-1] or (rank == 4 and q.shape[0] != k.shape[0]):
         raise ValueError(f"q has shape {tuple(q.shape)} and k has {tuple(k.shape)}: batch and head dim must agree")

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class SharedKeywords(TypedDict, total=False):
 class AttnKeywords(SharedKeywords, total=False):
     """Keywords of `attn`."""
 
-    layout: str
+    layout: Literal["bhsd", "bshd"]
     block_mask: BlockMask | TorchBlockMask | None
 
 
@@ -72,6 +72,6 @@ class DecodeKeywords(TypedDict, total=False):
     scale: float | None
     k_scale: Tensor | float | None
     v_scale: Tensor | float | None
-    kv_layout: str
+    kv_layout: Literal["nhd", "hnd"]
     num_splits: int | None
     out: Tensor | None

@@ -302,10 +302,13 @@ def check_dropout(dropout: float) -> None:
 def check_head_dim(head_dim: int) -> None:
     if MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_STEP == 0:
         return
-    nearest = min(max(math.ceil(head_dim / HEAD_DIM_STEP) * HEAD_DIM_STEP, MIN_HEAD_DIM), MAX_HEAD_DIM)
-    remedy = "pad q, k, v with zeros to it" if nearest >= head_dim else "split the heads"
+    taken = f"head_dim={head_dim}: kernels take multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    if head_dim > MAX_HEAD_DIM:
+        raise UnsupportedError(
+            f"{taken}; use torch's SDPA with SDPBackend.EFFICIENT_ATTENTION or SDPBackend.MATH, or move the tensors to "
+            "the CPU, whose reference path takes any head dim"
+        )
+    nearest = max(math.ceil(head_dim / HEAD_DIM_STEP) * HEAD_DIM_STEP, MIN_HEAD_DIM)
     raise UnsupportedError(
-        f"head_dim={head_dim}: kernels take multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} "
-        f"to {MAX_HEAD_DIM}; "
-        f"the nearest is {nearest} ({remedy}, and pass scale= explicitly)"
+        f"{taken}; the nearest is {nearest} (pad q, k, v with zeros to it, and pass scale= explicitly)"
     )

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
+from cute_flash.spec.foreign import unexpected_keyword
 from cute_flash.spec.keywords import AttnKeywords, SharedKeywords
 
 # Keyword -> the values that turn it off, and the remedy for other values.
@@ -47,4 +48,4 @@ def refuse(
                 shown = "a tensor" if isinstance(value, Tensor) else repr(value)
                 raise UnsupportedError(f"{name}={shown} in {entry}: {advice}")
         elif not ignores_unknown:
-            raise TypeError(f"{entry}() got an unexpected keyword argument {name!r}")
+            raise TypeError(unexpected_keyword(entry, name))

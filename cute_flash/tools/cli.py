@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cute_flash.errors import InstallationError
 from cute_flash.tools import studies
 from cute_flash.version import __version__
 
@@ -60,16 +64,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     0: success; 1: a wrong result, a spill, serialised wgmma, a broken installation or a file error; 2: a wrong
-    argument; 130: interrupted.
+    argument; 130: interrupted; 141: the reader of the output closed it.
     """
     argv = sys.argv[1:] if argv is None else argv
+    # torch prints it at import if numpy, which it does not require, is not installed.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         args = _parser(argv).parse_args(argv)
-        return args.command(args)
+        status = args.command(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Python flushes stdout again when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (UsageError, studies.MissingStudyError) as error:
         print(f"cute-flash: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
+    except (InstallationError, OSError) as error:
         print(f"cute-flash: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -77,18 +89,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:
-    """Parse B,H,S,D, or B,S,D and S,D with one head, as for `attn`."""
+    """Parse B,H,S,D. Fewer numbers are refused: with a number missing, S would be taken for the head dim."""
     try:
-        numbers = [int(part) for part in text.split(",")]
+        batch, heads, length, head_dim = (int(part) for part in text.split(","))
+        if min(batch, heads, length, head_dim) > 0:
+            return batch, heads, length, head_dim
     except ValueError:
-        numbers = []
-    if not 2 <= len(numbers) <= 4 or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a shape: write B,H,S,D (or B,S,D, or S,D), all positive, such as 2,16,4096,128"
-        )
-    *batch_and_heads, length, head_dim = numbers
-    batch, heads = [*batch_and_heads, 1, 1][:2]
-    return batch, heads, length, head_dim
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a shape: write B,H,S,D, four positive numbers, such as 2,16,4096,128"
+    )
 
 
 def _side(text: str) -> int | None:
@@ -182,17 +192,12 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         _explain,
         "show the kernel, tile, FLOPs, bytes and roofline position of a shape",
         "2,16,4096,128 --causal --gpu A100",
+        "2,16,4096,128 --causal --legend  # what the lines mean",
         "1,64,1,128 --kv-heads 8 --seqlen-k 32768  # few queries: attn splits the keys",
         "8,32,1,128 --kv-heads 8 --cache-len 8192 --page-size 16 --cache-dtype fp8  # attn_decode",
         "1,32,131072,128 --causal --gpu H200 --cp 8 --link nvlink  # context parallelism",
     )
-    sub.add_argument(
-        "shapes",
-        nargs="+",
-        type=_shape,
-        metavar="B,H,S,D",
-        help="batch, heads, length and head dim of q; also B,S,D and S,D, with one head",
-    )
+    sub.add_argument("shapes", nargs="+", type=_shape, metavar="B,H,S,D", help="batch, heads, length and head dim of q")
     sub.add_argument("--kv-heads", type=_positive, metavar="N", help="K/V heads (default: H)")
     sub.add_argument("--seqlen-k", type=_positive, metavar="N", help="number of keys (default: S)")
     sub.add_argument("--value-dim", type=_positive, metavar="N", help="head dim of v (default: D)")
@@ -208,7 +213,10 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     sub.add_argument(
         "--gpu", metavar="NAME", help="A100, A10, L40S, H100, H200, sm_xx (default: the GPU here, else A100)"
     )
-    sub.add_argument("--json", action="store_true", help="print a JSON list with one entry per shape")
+    form = sub.add_mutually_exclusive_group()
+    form.add_argument("--short", action="store_true", help="print the main lines only")
+    form.add_argument("--legend", action="store_true", help="also print what the lines mean")
+    form.add_argument("--json", action="store_true", help="print a JSON list with one entry per shape")
 
     for name, study in studies.STUDIES.items():
         sub = add(name, _study, study.text, *study.examples)
@@ -301,6 +309,7 @@ def _explain(args: argparse.Namespace) -> int:
     from cute_flash.spec.problem import Problem
     from cute_flash.tools.explain import explain
     from cute_flash.tools.explain_decode import DecodeExplanation, DecodeShape
+    from cute_flash.tools.text import legend, shortened
 
     explanations: list[Any] = []
     with _usage_errors():
@@ -327,13 +336,18 @@ def _explain(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([explanation.as_dict() for explanation in explanations], indent=2))
     else:
-        print("\n\n".join("\n".join(explanation.lines()) for explanation in explanations))
+        parts = [explanation.lines() for explanation in explanations]
+        if args.legend:
+            parts.append(legend([line for part in parts for line in part]))
+        print("\n\n".join("\n".join(shortened(part) if args.short else part) for part in parts))
     return 0
 
 
 def _check_cp_options(args: argparse.Namespace) -> None:
     if args.link is not None and args.cp is None:
         raise UsageError("--link without --cp: it is the link between the GPUs of context parallelism; add --cp N")
+    if args.cp is not None and (args.short or args.legend):
+        raise UsageError("--short and --legend with --cp: its table is short and has a legend; leave them out")
     for name in ("cache_len", "seqlen_k"):
         if args.cp is not None and getattr(args, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} with --cp: queries and keys are one sequence; leave it out")
@@ -354,6 +368,7 @@ def _study(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     from cute_flash.jit import resources
+    from cute_flash.jit.compile import check_installed
     from cute_flash.planning.plan import plan_forward
     from cute_flash.spec.arch import SM_80
     from cute_flash.spec.band import Band
@@ -363,6 +378,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from cute_flash.tools.progress import step
     from cute_flash.tools.text import aligned
 
+    check_installed()
     if args.sass and resources.nvdisasm() is None:
         raise UsageError("--sass: no disassembler found; pip install nvidia-cuda-nvdisasm")
     with _usage_errors():
@@ -385,9 +401,11 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _precompile(args: argparse.Namespace) -> int:
+    from cute_flash.jit.compile import check_installed
     from cute_flash.jit.disk import DiskCache
     from cute_flash.tools.precompile import kernel_keys, precompile_keys
 
+    check_installed()
     with _usage_errors():
         spec = _arch(args.arch)
         if spec is None:

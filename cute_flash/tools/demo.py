@@ -18,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cute_flash import reference
 from cute_flash.api import attn
-from cute_flash.errors import UnsupportedError
+from cute_flash.errors import InstallationError, UnsupportedError
+from cute_flash.jit.compile import check_installed
 from cute_flash.planning.plan import Plan, plan_forward
 from cute_flash.spec import arch
 from cute_flash.spec.band import Band
@@ -37,6 +38,14 @@ MAX_TIMES_YARDSTICK = 2.0
 WARM_UP, LAUNCHES = 5, 20
 # About 10 ms of GPU sleep, during which the host enqueues the timed launches.
 SLEEP_CYCLES = 20_000_000
+NEXT_STEPS = (
+    "",
+    "Next:",
+    "  docs/getting-started.md, docs/cheatsheet.md         first calls, and the calls that people make",
+    "  examples/getting_started.ipynb                      the same in a notebook, on the CPU or the GPU",
+    "  cute-flash doctor                                   is everything installed?",
+    "  cute-flash explain 2,16,4096,128 --causal --legend  kernel and least time of your shape, without a GPU",
+)
 
 
 def demo() -> int:
@@ -44,7 +53,7 @@ def demo() -> int:
     gpu, reason = _gpu()
     comparison = _on_cpu(reason) if gpu is None else _on_gpu(gpu)
     path, result = "CPU" if gpu is None else "GPU", "right" if comparison.is_right else "WRONG"
-    print(f"\n{path} path: the result is {result}")
+    print("\n".join(["", f"{path} path: the result is {result}", *(NEXT_STEPS if comparison.is_right else ())]))
     return 0 if comparison.is_right else 1
 
 
@@ -61,6 +70,7 @@ def _gpu() -> tuple[arch.ArchSpec | None, str]:
 def _on_gpu(gpu: arch.ArchSpec) -> Comparison:
     from cute_flash.jit.compile import cache_info, compiled_kernel
 
+    check_installed()
     print(f"GPU path: the kernel runs on {gpu.gpu} ({gpu.name}).\n")
     explanation = Explanation.of(PROBLEM, gpu)
     print("\n".join(explanation.lines()), flush=True)
@@ -89,6 +99,11 @@ def _on_cpu(reason: str) -> Comparison:
     print("\n".join(comparison.lines()))
     ours, torchs = (f"{1e3 * x:.0f} ms" for x in seconds)
     print(f"time        attn {ours}, torch SDPA in fp32 {torchs}, on the CPU")
+    try:
+        check_installed()
+    except InstallationError as error:
+        print(f"\nThe GPU kernels are not compiled: {error}")
+        return comparison
     print("\nThe GPU kernels that would run, compiled without a GPU:", flush=True)
     with steps("compiling", len(COMPILED_ARCHS) * len(COMPILED_HEAD_DIMS)) as done:
         for name in COMPILED_ARCHS:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
 from statistics import median
 
+from cute_flash.planning.plan import Plan, plan_backward, plan_forward
+from cute_flash.spec.arch import SM_80, SM_90
 from profiling.bench.report import NOISY_SPREAD, NORMS
 from profiling.documents import sources
 from profiling.measure.record import Cell, Run
@@ -143,6 +145,21 @@ def cells(forward: Run, backward: Run) -> Table:
             texts = [f"{number(cell.tflops(run.ours[0]), ',.0f')} ({_mean(run, [cell])})" for cell in row]
             rows.append((f"{label}, D = {head_dim}, {mask}", *texts))
     return Table("", ("TFLOP/s (speed-up)", *(f"S = {length}" for length in _lengths(backward))), tuple(rows))
+
+
+def tiles_sm80(forward: Run, backward: Run) -> str:
+    """In how many cells of the sm80 kernels an A100 has another tile than the GPU that they were timed on."""
+
+    def counts(run: Run, plan: Callable[..., Plan]) -> str:
+        problems = [cell.shape.problem(cell.dtype) for cell in run.cells]
+        tiles = [[str(plan(x, gpu, family="sm80").main.tile) for gpu in (SM_80, SM_90)] for x in problems]
+        return f"{sum(ampere != hopper for ampere, hopper in tiles)} of {len(tiles)}"
+
+    return (
+        "The sm80 rows ran with the tiles that Hopper has for these kernels. An A100 has other tiles in "
+        f"{counts(forward, plan_forward)} forward and {counts(backward, plan_backward)} backward cells, which are not "
+        "measured there yet."
+    )
 
 
 def example(forward: Run, backward: Run) -> str:

@@ -76,6 +76,14 @@ def markdown(table: Table) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (table.columns, rule, *table.rows))
 
 
+def summary(*runs: Run) -> str:
+    """The summary of all runs, and what its rows of sm80 kernels leave open."""
+    by_label = dict(zip(RUNS, runs, strict=True))
+    return f"{markdown(doc_speed.summary(*runs))}\n\n" + doc_speed.tiles_sm80(
+        by_label["forward sm80"], by_label["backward sm80"]
+    )
+
+
 def _figure(name: str, alt: str) -> Recipe:
     return Recipe(lambda: f"![{alt}](plots/{name}.svg)")
 
@@ -94,12 +102,13 @@ BLOCKS = {
     "conflicts": _figure("conflicts", "Wavefronts, conflicts and time by layout"),
     "hbm": _figure("hbm", "HBM bytes, predicted and measured"),
     "distance": Recipe(doc_speed.distance, RUNS.values()),
-    "summary": Recipe(doc_speed.summary, RUNS.values()),
+    "summary": Recipe(summary, RUNS.values()),
     "conditions": Recipe(doc_speed.conditions, RUNS.values()),
     "kernels": Recipe(kernels),
     "memory": Recipe(doc_speed.memory, (sources.BACKWARD_SM80, sources.BACKWARD_SM80_BHSD)),
     "cells_sm90": Recipe(doc_speed.cells, (sources.FORWARD, sources.BACKWARD)),
     "cells_sm80": Recipe(doc_speed.cells, (sources.FORWARD_SM80, sources.BACKWARD_SM80)),
+    "tiles_sm80": Recipe(doc_speed.tiles_sm80, (sources.FORWARD_SM80, sources.BACKWARD_SM80)),
     "example": Recipe(doc_speed.example, (sources.FORWARD, sources.BACKWARD)),
     "accuracy": Recipe(doc_speed.accuracy, RUNS.values()),
     "accuracy_line": Recipe(doc_speed.accuracy_line, RUNS.values()),

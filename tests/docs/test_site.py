@@ -55,6 +55,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
 
     pages = {page: _Targets(page.read_text(encoding="utf-8")) for page in site.rglob("*.html")}
     assert {f"cute_flash.{name}" for name in cute_flash.__all__} <= pages[site / "api.html"].ids
+    assert not re.search("\\*(extra|foreign)", re.sub("<[^>]*>", "", (site / "api.html").read_text(encoding="utf-8")))
     broken = []
     for page, parsed in pages.items():
         for target in parsed.targets:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.docs import snippets
-from tests.docs.pages import PAGES, ROOT, name
+from tests.docs.pages import PAGES, ROOT, commands, name, read
 
 # Pages whose Python blocks are excerpts of the source.
 EXCERPTS = {"docs/architecture.md"}
@@ -32,6 +33,15 @@ def test_python_blocks_run(page: Path) -> None:
 def test_readme_and_the_first_pages_have_code() -> None:
     assert len(snippets.python_blocks(ROOT / "README.md")) == 1
     assert snippets.python_blocks(ROOT / "docs" / "index.md")
+    numbers = re.findall(r"^\*\*(\d+)\. ", read(ROOT / "docs" / "cheatsheet.md"), re.MULTILINE)
+    assert numbers == [str(n + 1) for n in range(12)]
+    assert len(snippets.python_blocks(ROOT / "docs" / "cheatsheet.md")) == 13
+
+
+def test_the_readme_begins_with_two_commands_that_need_no_gpu() -> None:
+    assert [" ".join(words) for words in commands(ROOT / "README.md")][:2] == ["make demo", "make test"]
+    first_screen = "\n".join(read(ROOT / "README.md").splitlines()[:15])
+    assert "make test" in first_screen and "**No GPU?** Every call also runs on the CPU" in first_screen
 
 
 def test_code_for_a_gpu_is_made_smaller() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
+
+from tests.lock.sample import QUICK, SAMPLE
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -26,11 +29,13 @@ def test_files_exist() -> None:
         assert any((root / path).exists() for root in (ROOT, ROOT / "cute_flash")), path
 
 
-def test_the_number_of_kernels_of_the_lock() -> None:
-    import json
-
-    recorded = json.loads((ROOT / "tests" / "lock" / "digests.json").read_text(encoding="utf-8"))
-    assert all(f"{len(digests)} " in PAGE for digests in recorded.values())
+def test_the_numbers_of_kernels_of_the_lock() -> None:
+    (digests,) = json.loads((ROOT / "tests" / "lock" / "digests.json").read_text(encoding="utf-8")).values()
+    by_host = sum(isinstance(digest, dict) for digest in digests.values())
+    numbers = {int(number) for number in re.findall(r"(\d+)\s+(?:kernels|cases of \[the lock)", PAGE)}
+    assert numbers == {len(digests), len(QUICK), len(SAMPLE), by_host}
+    performance = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert re.findall(r"hash of the machine code of (\d+) kernels", performance) == [str(len(digests))]
 
 
 def test_the_demo_installs_no_tools() -> None:

@@ -1,4 +1,5 @@
-"""The wheel: its contents, and its import beside foreign modules named like folders of the repository."""
+"""The wheel and the source distribution: their contents, the links of the README, and the import of the wheel beside
+foreign modules named like folders of the repository."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email import message_from_string
 from pathlib import Path
@@ -14,25 +16,45 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+FILES = (
+    "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile",
+    "constraints.txt", "compose.yaml", "mkdocs.yml", ".dockerignore", ".pre-commit-config.yaml",
+)  # fmt: skip
 REPOSITORY = "https://example.org/team/cute_flash"
-FOLDERS = ("cute_flash", "layouts", "profiling", "tests")
+FOLDERS = ("cute_flash", "docker", "docs", "examples", "layouts", "profiling", "tests")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the repository, because setuptools writes into the source folder."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository without results, because setuptools writes into the source folder."""
     source = tmp_path_factory.mktemp("source")
     for name in FILES:
         shutil.copy(ROOT / name, source)
     for name in FOLDERS:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "results", "reports"))
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(source / "dist")]
-    environment = {**os.environ, "CUTE_FLASH_REPOSITORY": REPOSITORY}
-    done = subprocess.run([*command, str(source)], env=environment, capture_output=True, text=True)
+    return source
+
+
+def built(source: Path, kind: str, **environment: str) -> Path:
+    """The archive that `python -m build` makes."""
+    command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", str(source / kind)]
+    inherited = {name: x for name, x in os.environ.items() if name != "CUTE_FLASH_REPOSITORY"}
+    done = subprocess.run([*command, str(source)], env={**inherited, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = (source / "dist").iterdir()
+    (path,) = (source / kind).iterdir()
     return path
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    return built(source, "wheel", CUTE_FLASH_REPOSITORY=REPOSITORY)
+
+
+def links(description: str) -> list[str]:
+    """The targets of links and images, also of those in HTML and of definitions."""
+    inline = re.findall(r"\]\(([^)\s]+)\)", description)
+    html = re.findall(r"(?:href|src)=[\"']([^\"']+)", description)
+    return [*inline, *html, *re.findall(r"^\[[^]]+\]: (\S+)", description, re.MULTILINE)]
 
 
 @pytest.mark.slow
@@ -49,10 +71,31 @@ def test_the_wheel_installs_cute_flash_only(wheel: Path) -> None:
     headers = message_from_string(metadata)
     assert "Typing :: Typed" in headers.get_all("Classifier")
     assert f"Source, {REPOSITORY}" in headers.get_all("Project-URL")
-    description = headers.get_payload()
-    links = re.findall(r"\]\(([^)\s]+)\)", description)
-    assert any(link.startswith(f"{REPOSITORY}/raw/HEAD/") and link.endswith(".svg") for link in links)
-    assert all(link.startswith(("https://", "#")) for link in links)
+    targets = links(headers.get_payload())
+    assert any(target.startswith(f"{REPOSITORY}/raw/HEAD/") and target.endswith(".svg") for target in targets)
+    assert len(targets) == len(links((ROOT / "README.md").read_text(encoding="utf-8")))
+    assert all(target.startswith("https://") for target in targets)
+
+
+@pytest.mark.slow
+def test_the_sdist_has_what_tests_and_documents_need(source: Path, tmp_path: Path) -> None:
+    with tarfile.open(built(source, "sdist")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    for folder in FOLDERS:
+        files = {str(path.relative_to(source)) for path in (source / folder).rglob("*") if path.is_file()}
+        assert {path for path in files if not (unpacked / path).exists()} == set()
+    assert all((unpacked / name).exists() for name in FILES)
+    collected = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/test_bad_input.py", "tests/spec"],
+        cwd=unpacked, capture_output=True, text=True,
+    )  # fmt: skip
+    assert collected.returncode == 0, collected.stdout
+    # Built without the address of the repository: no link that a package index cannot follow.
+    metadata = message_from_string((unpacked / "PKG-INFO").read_text(encoding="utf-8"))
+    description = metadata.get_payload()
+    assert "All numbers" in description and metadata.get_all("Project-URL") is None
+    assert all(target.startswith("https://") for target in links(description))
 
 
 # A child is forked for each folder after torch, because importing torch takes most of the time.

@@ -35,7 +35,9 @@ assert_type(cute_flash.merge([x], [x]), tuple[Tensor, Tensor])
 assert_type(cute_flash.BlockMask.of(cute_flash.masks.causal(), (1, 1, 8, 8)), cute_flash.BlockMask)
 cute_flash.attn(x, x, x, causal="yes")  # type: ignore[call-overload]
 cute_flash.attn(x, x, x, casual=True)  # type: ignore[call-overload]
+cute_flash.attn(x, x, x, layout="sbhd")  # type: ignore[call-overload]
 cute_flash.attn_varlen(x, x, x, x, x, layout="bshd")  # type: ignore[call-overload]
+cute_flash.attn_decode(x, x, x, cache_seqlens=x, kv_layout="NHD")  # type: ignore[call-overload]
 cute_flash.attn_decode(x, x, x)  # type: ignore[call-overload]
 cute_flash.attn_decode(x, x, x, cache_seqlens=x, dropout=0.1)  # type: ignore[call-overload]
 missing = cute_flash.attention  # type: ignore[attr-defined]

@@ -8,6 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from cute_flash.planning.plan import plan_backward, plan_forward
+from cute_flash.spec.arch import SM_80, SM_90
 from profiling import __main__ as cli
 from profiling.documents import doc_tables, figures, plot_speed, sources
 from profiling.documents.doc_speed import RUNS
@@ -42,6 +44,24 @@ def test_a_figure_is_drawn_from_checked_in_files(name: str) -> None:
         assert elements == stored_elements, f"{name} is not up to date: make plots"
         # Machines differ in the last digits.
         assert numbers == pytest.approx(stored_numbers, abs=1e-3), f"{name} is not up to date: make plots"
+
+
+def test_speed_tables_say_that_tiles_of_an_a100_are_not_measured() -> None:
+    found = []
+    for path in (sources.FORWARD_SM80, sources.BACKWARD_SM80):
+        cells = read(path).cells
+        plan = plan_forward if cells[0].direction == "fwd" else plan_backward
+        num_others = 0
+        for cell in cells:
+            problem = cell.shape.problem(cell.dtype)
+            ampere, hopper = (vars(plan(problem, gpu, family="sm80").main.tile) for gpu in (SM_80, SM_90))
+            # These fields select a row; they do not change the kernel.
+            selecting = re.compile("max_(bounds|keys|cost)|is_bounded|measured|allows_.*")
+            num_others += any(ampere[name] != hopper[name] for name in ampere if not selecting.fullmatch(name))
+        found.append(f"{num_others} of {len(cells)}")
+    sentence = f"An A100 has other tiles in {found[0]} forward and {found[1]} backward cells"
+    for page in ("README.md", "docs/performance.md"):
+        assert sentence in (ROOT / page).read_text(encoding="utf-8")
 
 
 def test_every_figure_is_made_and_shown() -> None:

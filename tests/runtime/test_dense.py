@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import UnsupportedError
+from cute_flash import LayoutWarning, UnsupportedError
 from cute_flash.jit import nvtx
 from cute_flash.planning.plan import MAX_SEQLEN, CompileKey, plan_backward, plan_forward
 from cute_flash.reference import cpu
@@ -606,3 +607,14 @@ def test_memory_is_poisoned() -> None:
     with poisoned_memory():
         assert torch.empty_like(torch.ones(3)).isnan().all() and torch.ones(2).new_empty(2).isnan().all()
         assert torch.empty_strided((2,), (1,), dtype=torch.int32).tolist() == [(1 << 31) - 1] * 2
+
+
+def test_swapped_dimensions_are_reported_once_for_a_signature(gpu: FakeGpu) -> None:
+    """Tensors (B, S, H, D) without layout="bshd": the warning comes when the call is bound."""
+    tensors = [normal(1, 128, heads, D, seed=i) for i, heads in enumerate((8, 2, 2))]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            run_forward(tensors)
+        run_backward(tensors)
+    assert [warning.category for warning in caught] == [LayoutWarning]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 
@@ -53,7 +54,7 @@ def test_every_documented_head_dim_and_dtype_passes(dtype: str) -> None:
         ({"head_dim": 130}, "head_dim=130 of float32 on cuda: at most 128"),
         ({"head_dim_v": 136}, "head_dim=136 of float32 on cuda: at most 128"),
         ({"head_dim": 100}, "head_dim=100: .* nearest is 104"),
-        ({"head_dim": 264}, "head_dim=264: .* nearest is 256"),
+        ({"head_dim": 264}, "head_dim=264: .* SDPA"),
     ],
 )
 def test_the_error_for_a_head_dim_of_fp32_names_one_that_fp32_supports(fields: dict[str, int], message: str) -> None:
@@ -68,17 +69,21 @@ def test_the_cpu_takes_any_head_dim_and_four_dtypes(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "nearest", "remedy"),
-    [
-        (0, 8, "pad"), (1, 8, "pad"), (7, 8, "pad"), (9, 16, "pad"), (63, 64, "pad"), (65, 72, "pad"),
-        (100, 104, "pad"), (255, 256, "pad"), (257, 256, "split"), (264, 256, "split"), (512, 256, "split"),
-    ],
-)  # fmt: skip
-def test_head_dim_error_names_the_nearest_choice(head_dim: int, nearest: int, remedy: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"head_dim={head_dim}: .* nearest is {nearest} \({remedy} "):
-        check_head_dim(head_dim)
-    with pytest.raises(UnsupportedError, match=f"head_dim={head_dim}:"):
-        changed(head_dim=head_dim).check("cuda")
+    ("head_dim", "nearest"), [(0, 8), (1, 8), (7, 8), (9, 16), (63, 64), (65, 72), (100, 104), (255, 256)]
+)
+def test_head_dim_error_names_the_nearest_choice(head_dim: int, nearest: int) -> None:
+    message = rf"head_dim={head_dim}: .* nearest is {nearest} \(pad q, k, v with zeros to it, and pass scale="
+    for check in (partial(check_head_dim, head_dim), partial(changed(head_dim=head_dim).check, "cuda")):
+        with pytest.raises(UnsupportedError, match=message):
+            check()
+
+
+@pytest.mark.parametrize("head_dim", [257, 264, 512])
+@pytest.mark.parametrize("name", ["head_dim", "head_dim_v"])
+def test_no_split_of_the_heads_replaces_a_wide_head(head_dim: int, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"head_dim={head_dim}: .* 256; use torch's SDPA .* CPU") as raised:
+        changed(**{name: head_dim}).check("cuda")
+    assert "split" not in str(raised.value) and "nearest" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -96,6 +97,51 @@ def test_examples_of_the_help_can_be_typed(command: str, capsys: pytest.CaptureF
             cli._parser(argv).parse_args(argv)
 
 
+def installed(argv: str, **env: str) -> subprocess.Popen[str]:
+    """Start the installed command."""
+    command = [Path(sys.executable).with_name("cute-flash"), *argv.split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("argv", ["explain 1,2,64,64 --gpu A100", "doctor"])
+def test_no_warning_about_numpy_precedes_the_output(argv: str, tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")\n")
+    process = installed(argv, PYTHONPATH=f"{tmp_path}:{ROOT}", CUTE_FLASH_CACHE_DIR=str(tmp_path / "cache"))
+    out, error = process.communicate()
+    assert out and not error
+
+
+@pytest.mark.processes
+def test_a_reader_may_close_the_output() -> None:
+    """As `cute-flash explain ... | head` does."""
+    process = installed("explain 1,2,64,64 --gpu A100")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 141
+
+
+@pytest.mark.parametrize("module", ["cutlass", "tvm_ffi"])
+@pytest.mark.parametrize("command", ["inspect", "precompile --arch sm_80", "demo"])
+def test_a_missing_package_is_one_line(
+    command: str, module: str, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(demo, "PROBLEM", replace(demo.PROBLEM, seqlen_q=256, seqlen_k=256))
+    is_cpu_demo = command == "demo" and not torch.cuda.is_available()
+    assert main(command.split()) == (0 if is_cpu_demo else 1)
+    package = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}[module]
+    out, error = capsys.readouterr()
+    lines = [line for line in f"{out}{error}".splitlines() if package in line]
+    remedy = f"{package} is not installed: pip install '{package}"
+    if is_cpu_demo:
+        assert "\nCPU path: the result is right\n" in out and len(lines) == 1 and remedy in lines[0]
+    else:
+        assert not out and error.startswith(f"cute-flash: {remedy}") and error.count("\n") == 1
+
+
 def test_no_command_and_unknown_command_are_refused(capsys: pytest.CaptureFixture) -> None:
     assert exit_status([]) == 2
     assert exit_status(["flash"]) == 2
@@ -123,7 +169,7 @@ EXPLAINED: dict[str, tuple[Problem, arch.ArchSpec]] = {
         arch.SM_80,
     ),
     "2,16,4096,128 --causal --gpu H200": (Problem(2, 16, 16, 4096, 4096, 128, "bfloat16", CAUSAL), arch.H200),
-    "3,1024,64 --causal --gpu sm_90 --dtype fp16": (Problem(3, 1, 1, 1024, 1024, 64, "float16", CAUSAL), arch.SM_90),
+    "3,1,1024,64 --causal --gpu sm_90 --dtype fp16": (Problem(3, 1, 1, 1024, 1024, 64, "float16", CAUSAL), arch.SM_90),
     "2,16,4096,128 --dtype fp32 --gpu A100": (Problem(2, 16, 16, 4096, 4096, 128, "float32"), arch.SM_80),
     "2,16,4096,128 --dtype fp32 --gpu H200": (Problem(2, 16, 16, 4096, 4096, 128, "float32"), arch.H200),
     "2,16,4096,192 --value-dim 128 --gpu A100": (Problem(2, 16, 16, 4096, 4096, 192, head_dim_v=128), arch.SM_80),
@@ -183,9 +229,28 @@ def test_explain_gives_the_numbers_of_plan_and_roofline(argv: str, capsys: pytes
 
 
 def test_explain_takes_several_shapes(capsys: pytest.CaptureFixture) -> None:
-    assert main(["explain", "1024,64", "3,1024,64", "--gpu", "sm_90"]) == 0
+    assert main(["explain", "1,1,1024,64", "3,1,1024,64", "--gpu", "sm_90"]) == 0
     first, second = capsys.readouterr().out.strip().split("\n\n")
     assert "B=1 H=1" in first and "B=3 H=1" in second
+
+
+DECODING = "8,32,1,128 --kv-heads 8 --cache-len 8192 --page-size 16 --gpu H100"
+
+
+@pytest.mark.parametrize("argv", ["2,16,4096,128 --dtype fp32 --gpu A100", DECODING])
+def test_explain_in_short_and_with_a_legend(argv: str, capsys: pytest.CaptureFixture) -> None:
+    outs = []
+    for option in ("", "--short", "--legend"):
+        assert main(["explain", *argv.split(), *option.split()]) == 0
+        outs.append(capsys.readouterr().out)
+    plain, short = outs[0].splitlines(), outs[1].splitlines()
+    explanation, _, rest = outs[2].partition("\n\n")
+    legend = rest.splitlines()
+    # Every line is explained, in order.
+    labels = [[line[: text.LABEL_WIDTH].strip() for line in lines] for lines in (plain, short, legend)]
+    assert set(short) < set(plain) and {"kernel", "tile", "traffic", "time"} <= set(labels[1]) and len(short) <= 8
+    assert explanation.splitlines() == plain and labels[2] == labels[0]
+    assert all(len(line) <= 120 for line in legend)
 
 
 FEW_QUERIES = "1,64,1,128 --kv-heads 8 --seqlen-k 32768 --gpu H100"
@@ -226,11 +291,12 @@ def test_explain_knows_parts_of_one_architecture(capsys: pytest.CaptureFixture) 
 
 
 @pytest.mark.parametrize(
-    "shape", ["", "128", "1,2,3,4,5", "2,16,4096,", "2,16,4k,128", "0,16,4096,128", "2;16;4096;128"]
+    "shape",
+    ["", "128", "1024,64", "2,16,4096", "1,2,3,4,5", "2,16,4096,", "2,16,4k,128", "0,16,4096,128", "2;16;4096;128"],
 )
 def test_explain_refuses_what_is_no_shape(shape: str, capsys: pytest.CaptureFixture) -> None:
     assert exit_status(["explain", shape]) == 2
-    assert f"{shape!r} is not a shape: write B,H,S,D" in capsys.readouterr().err
+    assert f"{shape!r} is not a shape: write B,H,S,D, four positive numbers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -240,7 +306,8 @@ def test_explain_refuses_what_is_no_shape(shape: str, capsys: pytest.CaptureFixt
         ("explain 2,16,4096,128 --kv-heads 3", "must be a multiple"),
         ("explain 2,16,4096,128 --gpu V100", "use one of sm_80"),
         ("explain 2,16,4096,256 --dtype fp32 --gpu A100", "head_dim=256 of float32 on cuda: at most 128"),
-        ("inspect --head-dim 512", "the nearest is 256"),
+        ("inspect --head-dim 512", "to 256; use torch's SDPA"),
+        ("explain 1,2,64,64 --cp 2 --short", "--short and --legend with --cp"),
         ("precompile --arch sm_70", "sm_80"),
         ("precompile --arch sm_80 --head-dims 64,130", "the nearest is 136"),
     ],
@@ -257,6 +324,7 @@ def test_refusals_of_the_library_exit_2(argv: str, message: str, capsys: pytest.
         "explain 2,16,4096,128 --window 3 -1",
         "explain 2,16,4096,128 --window 3 four",
         "explain 2,16,4096,128 --dtype fp8",
+        "explain 2,16,4096,128 --short --json",
         "precompile --masks full,diagonal",
         "precompile --head-dims 64,,128",
         "precompile --passes forwards",
@@ -490,7 +558,16 @@ def test_demo_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert main(["demo"]) == 0
     out, error = capsys.readouterr()
     assert out.startswith("CPU path: torch sees no CUDA GPU")
-    assert out.endswith("CPU path: the result is right\n")
+    _, found, next_steps = out.partition("\nCPU path: the result is right\n\nNext:\n")
+    assert found
+    paths, commands = (
+        re.findall(r"(?:docs|examples)/[\w.-]+", next_steps),
+        re.findall(r"cute-flash (.*?)  ", next_steps),
+    )
+    assert all((ROOT / path).exists() for path in paths) and len(paths) == 3
+    for argv in map(str.split, commands):
+        cli._parser(argv).parse_args(argv)
+    assert len(commands) == 2
     compiled = [(key.target, key.static.head_dim) for key in keys]
     assert compiled == [("sm_80", 64), ("sm_80", 128), ("sm_90a", 64), ("sm_90a", 128)]
     assert out.count("for sm_80: 168 registers a thread, 0 bytes spilled, 320 HMMA,") == 2
@@ -508,7 +585,7 @@ def test_demo_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: p
     # Every row gets the result of the previous row.
     monkeypatch.setattr(demo, "attn", lambda q, k, v, causal: cute_flash.attn(q, k, v, causal=causal).roll(1, dims=2))
     assert main(["demo"]) == 1
-    assert "WRONG" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("CPU path: the result is WRONG\n")
 
 
 def test_a_nan_or_a_bad_mean_is_wrong() -> None:

@@ -1,0 +1,120 @@
+"""Keywords of other libraries in calls of `attn`, `attn_varlen` and `attn_decode`: errors that name the one to use.
+
+These functions have the parameters `*extra` and `**foreign`, so that wrong calls reach `refuse_foreign` instead of
+ending in Python's `TypeError`. `without_foreign` leaves both parameters out of the signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import BoundArguments, Parameter, signature
+from typing import Any, TypeVar
+
+from cute_flash.spec.keywords import AttnKeywords, DecodeKeywords, VarlenKeywords
+
+Function = TypeVar("Function", bound=Callable)
+
+_SCALE, _ALIBI, _SINKS, _LSE = "write scale=", "write alibi=", "write sinks=", "write return_lse=True"
+_WINDOW = "write window=(left, right), with None instead of -1 for an unbounded side"
+_CAUSAL = "write causal=; if Sq != Sk, it aligns the mask at the bottom right"
+_GQA = "leave it out, because the shapes say which query heads share a K/V head"
+_SCHEDULE = "leave it out, because tiles and schedules are chosen automatically"
+_SHARED = {
+    "softmax_scale": _SCALE,
+    "sm_scale": _SCALE,
+    "window_size": _WINDOW,
+    "alibi_slopes": _ALIBI,
+    "learnable_sink": _SINKS,
+    "s_aux": _SINKS,
+    "return_attn_probs": _LSE,
+    "return_softmax_lse": _LSE,
+    "enable_gqa": _GQA,
+    "pack_gqa": _SCHEDULE,
+    "sm_margin": _SCHEDULE,
+}
+_MASK = "write mask_mod=lambda b, h, i, j: mask[i, j] for a bool mask of shape (Sq, Sk), or bias= for a float mask"
+_ATTN = {
+    **_SHARED,
+    "attn_mask": _MASK,
+    "mask": _MASK,
+    "attn_bias": "write bias=",
+    "is_causal": f"{_CAUSAL}, and SDPA's is_causal at the top left: for that, mask_mod=cute_flash.masks.causal()",
+    "dropout_p": "write dropout=",
+    "return_aux": "write return_lse=True or return_max_logit=True",
+    "kernel_options": _SCHEDULE,
+}
+_OFFSETS = "call attn_varlen, which takes q, k and v of shape (T, H, D)"
+# Entry -> keyword of another library -> what to do instead.
+FOREIGN: dict[str, dict[str, str]] = {
+    "attn": {
+        **_ATTN,
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k"), _OFFSETS),
+    },
+    "attn_varlen": {
+        **_ATTN,
+        "layout": "leave it out, because q, k and v are (T, H, D)",
+        "block_mask": "use score_mod and mask_mod, or call attn",
+        "block_table": "call attn_decode with page_table=",
+    },
+    "attn_decode": {
+        **_SHARED,
+        "is_causal": _CAUSAL,
+        "k": "write k_new=",
+        "v": "write v_new=",
+        "block_table": "write page_table=",
+        "cache_leftpad": "write leftpad=",
+        "k_descale": "write k_scale=",
+        "v_descale": "write v_scale=",
+        "layout": "write kv_layout=",
+    },
+}
+_RESULTS = ("return_lse", "return_max_logit")
+# Entry -> its keywords.
+_KEYWORDS = {
+    "attn": (*AttnKeywords.__annotations__, *_RESULTS),
+    "attn_varlen": (*VarlenKeywords.__annotations__, *_RESULTS),
+    "attn_decode": (*DecodeKeywords.__annotations__, "cache_seqlens", "return_lse"),
+}
+# Entry -> the number of its positional parameters, and the remedy for a call with more.
+_POSITIONAL = {
+    "attn": (3, f"all others are keywords, such as causal=True; for a mask, {_MASK}"),
+    "attn_varlen": (5, "all others are keywords; leave out max_seqlen_q and max_seqlen_k, or name them"),
+    "attn_decode": (3, "all others are keywords, such as k_new= and v_new="),
+}
+
+
+def without_foreign(function: Function) -> Function:
+    """Leave `*extra` and `**foreign` out of the signature that `inspect.signature` and `help` show."""
+    kinds = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    shown = signature(function)
+    parameters = [x for x in shown.parameters.values() if x.kind not in kinds]
+    function.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
+def bind_keywords(function: Callable, *tensors: Any, **keywords: Any) -> BoundArguments:
+    """The arguments of a call of a function with `without_foreign`, with defaults. Wrong keywords raise its error."""
+    shown = signature(function)
+    refuse_foreign(function.__name__, (), {name: x for name, x in keywords.items() if name not in shown.parameters})
+    bound = shown.bind(*tensors, **keywords)
+    bound.apply_defaults()
+    return bound
+
+
+def refuse_foreign(entry: str, extra: Sequence[Any], foreign: Mapping[str, Any]) -> None:
+    """Raise a `TypeError` for the first foreign keyword, or for extra positional arguments."""
+    for name in foreign:
+        raise TypeError(unexpected_keyword(entry, name))
+    if extra:
+        count, remedy = _POSITIONAL[entry]
+        raise TypeError(f"{entry}() takes {count} positional arguments but {count + len(extra)} were given: {remedy}")
+
+
+def unexpected_keyword(entry: str, name: str) -> str:
+    """The message for a keyword that an entry does not have: that of Python, and a remedy if there is one."""
+    message, function = f"{entry}() got an unexpected keyword argument {name!r}", entry.rpartition(".")[2]
+    if remedy := FOREIGN.get(function, {}).get(name):
+        return f"{message}: {remedy}"
+    similar = get_close_matches(name, _KEYWORDS.get(function, ()), 1)
+    return f"{message}; did you mean {similar[0]!r}?" if similar else message
