@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_flash import ops
 from cute_flash.errors import UnsupportedError
 from cute_flash.runtime.rng import draw_seed, next_seed
-from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.args import AttentionArgs, needs_grad
 from cute_flash.spec.describe import describe
 from cute_flash.spec.family import current_family, requested_family
 from cute_flash.spec.problem import Support
@@ -608,10 +608,8 @@ def _with_mods(
             window_right=_tighter_bound(args.window_right, right),
         )
     text, captures, scalars = mod_arguments(score_mod, mask_mod, score_mod_bwd, q.device)
-    needs_grad: tuple[bool, ...] = ()
-    if torch.is_grad_enabled() and (bias is not None or captures):
-        needs_grad = tuple([x is not None and x.requires_grad for x in (bias, *captures)])
-    return args.with_mods(bias, text, captures, scalars, needs_grad)
+    flags = needs_grad(bias, captures) if torch.is_grad_enabled() else ()
+    return args.with_mods(bias, text, captures, scalars, flags)
 
 
 def _from_torch_block_mask(block_mask: Any, mask_mod: Callable | None) -> tuple[BlockMask, Callable | None]:

@@ -18,7 +18,8 @@ implementation with the same arguments.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.autograd import Function, forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.spec.args import SAVED, SCHEMA, AttentionArgs, from_schema, to_schema
+from cute_flash.spec.args import SAVED, SCHEMA, AttentionArgs, from_schema, needs_grad, to_schema
 from cute_flash.spec.describe import describe
 from cute_flash.spec.shapes import outputs
 
@@ -369,19 +370,37 @@ def _bwd_fake(
 
 
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
-    args = from_schema(values)
+    args, modes = from_schema(values), _grad_modes()
     _refuse_tangents(q, k, v, *args.differentiable)
 
     def below_autograd(q: Tensor, k: Tensor, v: Tensor, _args: AttentionArgs) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowAutograd(), _in_modes(*modes):
             return attention_fwd(q, k, v, *values)
 
     if not (_is_grad_enabled() and _requires_grad(q, k, v, *args.differentiable)):
         return below_autograd(q, k, v, args)
+    # A tensor that requires no gradient for the caller may require one here: vmap and inner levels of `torch.func.grad`
+    # wrap it.
+    args = args._replace(needs_grad=needs_grad(args.bias, args.captures))
     if _transform() is None:
         return _apply(below_autograd, args, q, k, v, *args.differentiable)
     with _one_level_of_autograd():
         return TransformedAttention.apply(below_autograd, args, q, k, v, *args.differentiable)  # type: ignore[attr-defined]
+
+
+def _grad_modes() -> tuple[bool, bool]:
+    """Whether reverse mode and forward mode are enabled."""
+    return _is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+
+
+@contextmanager
+def _in_modes(reverse: bool, forward: bool) -> Iterator[None]:
+    """Restore the caller's modes for outer levels of nested transforms: a Function disables both while it runs."""
+    if _transform() is None:
+        yield
+    else:
+        with torch.set_grad_enabled(reverse), forward_ad._set_fwd_grad_enabled(forward):
+            yield
 
 
 def _one_level_of_autograd() -> AbstractContextManager:
@@ -412,11 +431,11 @@ class NoDoubleBackward(_SingleLevelFunction):
 def _bwd_autograd(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *values: Any
 ) -> Any:
-    tensors = dout, dlse, q, k, v, *from_schema(values).differentiable
+    tensors, modes = (dout, dlse, q, k, v, *from_schema(values).differentiable), _grad_modes()
     _refuse_tangents(*tensors)
 
     def below_autograd() -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowAutograd(), _in_modes(*modes):
             dq, dk, dv, grads = attention_bwd(dout, dlse, q, k, v, out, lse, *values)
         return dq, dk, dv, *grads
 
