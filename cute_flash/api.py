@@ -373,10 +373,14 @@ def attn_varlen(
     if bias is not None:
         if score_mod_bwd is not None:
             raise UnsupportedError("bias with score_mod_bwd in attn_varlen: add the bias inside of your score_mod")
-        score_mod = _with_bias(score_mod, bias, (cu_seqlens_q.shape[0] - 1, q.shape[1]), max_seqlen_q, max_seqlen_k)
+        sizes = cu_seqlens_q.shape[0] - 1, q.shape[1]
+        score_mod, bias = _with_bias(score_mod, bias, sizes, max_seqlen_q, max_seqlen_k)
     # Three comparisons with None: Dynamo cannot compare two functions that were defined inside the compiled function.
     if score_mod is not None or mask_mod is not None or score_mod_bwd is not None:
         args = _with_mods(args, q, None, score_mod, mask_mod, score_mod_bwd, None)
+    if bias is not None and not any([x is bias for x in args.captures]):
+        # score_mod ignores the score, so the graph has no bias. An empty sum gives the bias a gradient of 0.
+        q = q + bias[:0].sum()
     out, lse, max_logit = ops.attention(q, k, v, args)
     results = (out, *((lse,) if return_lse else ()), *((max_logit,) if return_max_logit else ()))
     return results if len(results) > 1 else out
@@ -664,13 +668,15 @@ def _checked_bias_type(bias: Any, sizes: str) -> Tensor:
     return bias
 
 
-def _with_bias(score_mod: Callable | None, bias: Any, sizes: tuple[int, int], *max_seqlens: Any) -> Callable:
-    """A score_mod that adds the bias of a varlen batch, and then calls the user's score_mod.
+def _with_bias(
+    score_mod: Callable | None, bias: Any, sizes: tuple[int, int], *max_seqlens: Any
+) -> tuple[Callable, Tensor]:
+    """A score_mod that adds the bias of a varlen batch, and then calls the user's score_mod; and what it captures.
 
     Dimensions in which the bias has size 1 are not indexed.
     """
     if score_mod is not None and not callable(score_mod):
-        return score_mod  # `score_mod.trace.bind` raises the error for a score_mod that is not a function
+        return score_mod, bias  # `score_mod.trace.bind` raises the error for a score_mod that is not a function
     bias = _checked_bias_type(bias, "(B, H, max_seqlen_q, max_seqlen_k)")
     if bias.dim() > 4 or not bias.is_floating_point():
         raise ValueError(
@@ -698,7 +704,7 @@ def _with_bias(score_mod: Callable | None, bias: Any, sizes: tuple[int, int], *m
     if score_mod is not None and not _is_dynamo_compiling():
         # Trace errors name the line where the user's function is defined.
         biased.__wrapped__ = score_mod  # type: ignore[attr-defined]
-    return biased
+    return biased, table
 
 
 def _score_shape(q: Tensor, k: Tensor, layout: str) -> tuple[int, int, int, int]:
