@@ -48,6 +48,12 @@ def expanded() -> list[Tensor]:
     return [x.detach()[:, :1].expand(-1, 4, -1, -1) for x in inputs(5, 6)]
 
 
+def one_column() -> list[Tensor]:
+    """q and k of head dim 1, whose stride is that of a matrix of columns, and wider values."""
+    q, k, v = (x.detach() for x in inputs(5, 6))
+    return [q[..., :1].mT.contiguous().mT.requires_grad_(), k[..., :1].clone().requires_grad_(), v.requires_grad_()]
+
+
 PLAIN = {
     "full": (lambda: inputs(5, 6), plain()),
     "causal, longer q": (lambda: inputs(9, 4), plain(right=0)),
@@ -59,6 +65,7 @@ PLAIN = {
     "heads transposed": (transposed_heads, plain(right=0)),
     "columns transposed": (transposed_columns, plain(right=0)),
     "heads expanded": (expanded, plain()),
+    "one column": (one_column, plain()),
 }
 
 
