@@ -15,7 +15,7 @@ from cute_flash import ops
 from cute_flash.errors import UnsupportedError
 from cute_flash.runtime.rng import draw_seed, next_seed
 from cute_flash.spec.args import AttentionArgs, needs_grad
-from cute_flash.spec.describe import describe
+from cute_flash.spec.describe import describe, refusing_at_forward
 from cute_flash.spec.family import current_family, requested_family
 from cute_flash.spec.problem import Support
 from cute_flash.spec.values import as_bool, as_float, as_int, as_window, check_are_tensors
@@ -145,8 +145,8 @@ def attn(
 
     Raises:
         ValueError: Arguments are invalid or contradict each other.
-        UnsupportedError: No kernel supports the arguments. It is raised before any launch; `backward()` raises it for a
-            gradient that no kernel computes.
+        UnsupportedError: No kernel supports the arguments, or computes the gradients if a tensor requires one. It is
+            raised before any launch.
         TraceError: A mod cannot be compiled into a kernel.
 
     Examples:
@@ -194,7 +194,7 @@ def attn(
 def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
     """Check whether `attn` supports these tensors and keywords. No attention kernel is launched.
 
-    The answer covers the forward pass and, with `deterministic`, the backward pass.
+    The answer covers the forward pass and, if a tensor requires a gradient or with `deterministic`, the backward pass.
 
     Args:
         q: Queries, as for `attn`.
@@ -231,12 +231,17 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
         args = _with_mods(args, q, bias, *mods, values.block_mask)
         problem = describe(*ops.autocast(*_to_bhsd(q, k, v, values.layout)), args)
         if q.device.type == "cuda":
-            from cute_flash.planning.plan import plan_backward, plan_forward
+            from cute_flash.planning.plan import plan_forward
+            from cute_flash.runtime.launcher import check_backward
             from cute_flash.spec.arch import detect
 
-            plan_forward(problem, detect(q.device.index), args.kernel_family)
-            if args.deterministic:
-                plan_backward(problem, detect(q.device.index), True, family=args.kernel_family)
+            gpu = detect(q.device.index)
+            plan_forward(problem, gpu, args.kernel_family)
+            if args.deterministic or ops.is_recorded(q, k, v, args):
+                check_backward(problem, gpu, args)
+        elif ops.is_recorded(q, k, v, args):
+            with refusing_at_forward():
+                problem.check_gradients("cpu")
     except (ValueError, TypeError) as error:
         return Support(False, str(error))
     return Support(True)

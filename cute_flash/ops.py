@@ -18,6 +18,7 @@ implementation with the same arguments.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -29,7 +30,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.args import SAVED, SCHEMA, AttentionArgs, from_schema, needs_grad, to_schema
-from cute_flash.spec.describe import describe
+from cute_flash.spec.describe import describe, refusing_at_forward
 from cute_flash.spec.shapes import outputs
 
 # Module globals, because looking a function up in torch._C takes as long as calling it.
@@ -137,6 +138,11 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return True
 
 
+def is_recorded(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
+    """Whether autograd records a call of `attention`."""
+    return _is_grad_enabled() and _requires_grad(q, k, v, *args.differentiable)
+
+
 def _requires_grad(*tensors: Tensor | None) -> bool:
     return any(x is not None and x.requires_grad for x in tensors)
 
@@ -200,14 +206,14 @@ class Attention(Function):
         """Compute attention and save tensors for the backward.
 
         Args:
-            run: The function that computes the results.
+            run: The function that computes the results, with the parameters of `runtime.launcher.forward`.
             args: The call's arguments.
             q: Queries.
             k: Keys.
             v: Values.
             *others: `args.differentiable`, so that autograd records them; left out if `args` has no tensors.
         """
-        results = run(q, k, v, args)
+        results = run(q, k, v, args, True)
         _save(ctx, args, (q, k, v), others, results)
         return results
 
@@ -228,7 +234,7 @@ class PlainAttention(Function):
 
     @staticmethod
     def forward(ctx: Any, run: Any, args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse, _ = run(q, k, v, args)
+        out, lse, _ = run(q, k, v, args, True)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.args = args
         return out
@@ -245,7 +251,7 @@ class TransformedAttention(_SingleLevelFunction):
 
     @staticmethod
     def forward(run: Any, args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
-        return run(q, k, v, args)
+        return run(q, k, v, args, True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -319,8 +325,36 @@ def _filled(results: Any, q: Tensor) -> list[Tensor]:
     return [q.new_empty(0) if x is None else x for x in results]
 
 
+class _Recording(threading.local):
+    """Whether autograd records the call whose kernel runs, which the kernels of the dispatcher cannot see."""
+
+    is_active = False
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def _recorded(is_recorded: bool) -> Iterator[None]:
+    """Tell the kernels inside the block if autograd records the call at this level. Outer levels may record it too."""
+    before = _recording.is_active
+    _recording.is_active = before or is_recorded
+    try:
+        yield
+    finally:
+        _recording.is_active = before
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> None:
+    """Check a call of the CPU or of fake tensors. On CUDA, `runtime.launcher` checks more."""
+    problem = describe(q, k, v, args)
+    if _recording.is_active:
+        with refusing_at_forward():
+            problem.check_gradients("cpu" if q.device.type in ("cpu", "meta") else "cuda")
+
+
 def _fwd_cuda(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
-    return tuple(_filled(_cuda.forward(q, k, v, from_schema(values)), q))
+    return tuple(_filled(_cuda.forward(q, k, v, from_schema(values), _recording.is_active), q))
 
 
 def _bwd_cuda(
@@ -334,7 +368,7 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     from cute_flash.reference import cpu
 
     args = from_schema(values)
-    describe(q, k, v, args)
+    _check(q, k, v, args)
     with without_autocast():
         return tuple(_filled(cpu.forward(q, k, v, args), q))
 
@@ -356,7 +390,7 @@ def without_autocast() -> AbstractContextManager:
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     args = from_schema(values)
-    describe(q, k, v, args)
+    _check(q, k, v, args)
     return tuple(_filled(outputs(q, v, args), q))
 
 
@@ -373,11 +407,11 @@ def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     args, modes = from_schema(values), _grad_modes()
     _refuse_tangents(q, k, v, *args.differentiable)
 
-    def below_autograd(q: Tensor, k: Tensor, v: Tensor, _args: AttentionArgs) -> Any:
-        with torch._C._AutoDispatchBelowAutograd(), _in_modes(*modes):
+    def below_autograd(q: Tensor, k: Tensor, v: Tensor, _args: AttentionArgs, is_recorded: bool = False) -> Any:
+        with torch._C._AutoDispatchBelowAutograd(), _in_modes(*modes), _recorded(is_recorded):
             return attention_fwd(q, k, v, *values)
 
-    if not (_is_grad_enabled() and _requires_grad(q, k, v, *args.differentiable)):
+    if not is_recorded(q, k, v, args):
         return below_autograd(q, k, v, args)
     # A tensor that requires no gradient for the caller may require one here: vmap and inner levels of `torch.func.grad`
     # wrap it.

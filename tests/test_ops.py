@@ -300,16 +300,22 @@ def test_functorch_with_fp32_launches_the_kernels_of_fp32() -> None:
 
 
 def test_fp32_without_the_gradient_of_a_score_mod() -> None:
-    """The forward runs; `backward()` refuses."""
-
     def penalty(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score - 0.1 * (q_idx - kv_idx).abs()
 
     leaves = inputs(5, 6, torch.float32)
+    message = r"the gradient of a score_mod, .* in float32 on cuda"
     with fake_gpu("sm_90"), launching_operators():
-        out = attn(*leaves, score_mod=penalty)
-        with pytest.raises(UnsupportedError, match=r"the gradient of a score_mod, .* in float32 on cuda"):
-            out.sum().backward()
+        grad = torch.func.grad(lambda q: attn(q, *leaves[1:], score_mod=penalty).sum())
+        for function in (
+            lambda q: attn(q, *leaves[1:], score_mod=penalty),
+            grad,
+            lambda q: torch.func.vmap(grad)(q[None]),
+        ):
+            with pytest.raises(UnsupportedError, match=message):
+                function(leaves[0])
+        with torch.no_grad():
+            out = attn(*leaves, score_mod=penalty)
     torch.testing.assert_close(out, attn(*leaves, score_mod=penalty))
 
 
@@ -648,6 +654,7 @@ def test_supports_fp32_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         x = torch.empty(1, 4, 8, 128, device="cuda:0")
         assert supports(x, x, x, score_mod=scaled)
+        assert "call it under torch.no_grad()" in supports(x.requires_grad_(), x, x, score_mod=scaled).reason
         assert "the gradient of a score_mod" in supports(x, x, x, score_mod=scaled, deterministic=True).reason
         with use_kernels("sm90"):
             assert "float32 by kernel family 'sm90'" in supports(x, x, x).reason

@@ -220,11 +220,18 @@ def test_backward_that_no_kernel_computes_is_refused(family):
             score = torch.where((q - kv) % (i + 2) == 0, score * 0.5 + i, score)
         return score
 
-    out = cute_flash.attn(q.requires_grad_(), k, k, score_mod=long_mod)
-    with pytest.raises(
-        cute_flash.UnsupportedError, match=r"the gradient of attn with score_mod .* operations per score"
-    ):
-        out.sum().backward()
+    assert cute_flash.supports(q, k, k, score_mod=long_mod)
+    refused = cute_flash.supports(q.requires_grad_(), k, k, score_mod=long_mod).reason
+    for mode in (contextlib.nullcontext(), Listening()):
+        with mode, torch.no_grad():
+            cute_flash.attn(q, k, k, score_mod=long_mod)
+        message = r"the gradient of attn with score_mod .* operations per score"
+        with mode, pytest.raises(cute_flash.UnsupportedError, match=message) as error:
+            cute_flash.attn(q, k, k, score_mod=long_mod)
+        assert str(error.value) == refused
+    with pytest.raises(Exception, match=r"the gradient of a score_mod, .* in float32 on cuda"):
+        compiled = torch.compile(lambda x: cute_flash.attn(x, x, x, score_mod=lambda s, b, h, i, j: 2 * s))
+        compiled(q.detach().float().requires_grad_())
 
 
 def test_kernel_family_by_hand(qkv, family):
