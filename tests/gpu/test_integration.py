@@ -210,6 +210,17 @@ def test_gradients_with_and_without_the_dispatcher(qkv, name):
     assert all(map(torch.equal, *found))
 
 
+def test_nested_transforms(qkv):
+    q, k, v = qkv
+
+    def loss(q, k):
+        return cute_flash.attn(q, k, v, deterministic=True).float().square().sum()
+
+    found = torch.func.grad(lambda q: torch.func.grad_and_value(lambda k: loss(q, k))(k)[1])(q)
+    leaf = q.clone().requires_grad_()
+    assert torch.equal(found, torch.autograd.grad(loss(leaf, k), leaf)[0])
+
+
 def test_backward_that_no_kernel_computes_is_refused(family):
     if family == "sm80":
         pytest.skip("the sm80 family has a kernel for this gradient")
