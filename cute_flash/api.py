@@ -13,8 +13,8 @@ from torch import Tensor
 from cute_flash import ops
 from cute_flash.errors import UnsupportedError
 from cute_flash.runtime.rng import draw_seed, next_seed
-from cute_flash.spec.args import AttentionArgs
-from cute_flash.spec.describe import describe
+from cute_flash.spec.args import AttentionArgs, needs_grad
+from cute_flash.spec.describe import describe, refusing_at_forward
 from cute_flash.spec.family import current_family, requested_family
 from cute_flash.spec.foreign import bind_keywords, refuse_foreign, without_foreign
 from cute_flash.spec.problem import Support
@@ -147,8 +147,8 @@ def attn(
 
     Raises:
         ValueError: Arguments are invalid or contradict each other.
-        UnsupportedError: No kernel supports the arguments. It is raised before any launch; `backward()` raises it for a
-            gradient that no kernel computes.
+        UnsupportedError: No kernel supports the arguments, or computes the gradients if a tensor requires one. It is
+            raised before any launch.
         TraceError: A mod cannot be compiled into a kernel.
 
     Examples:
@@ -198,7 +198,7 @@ def attn(
 def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
     """Check whether `attn` supports these tensors and keywords. No attention kernel is launched.
 
-    The answer covers the forward pass and, with `deterministic`, the backward pass.
+    The answer covers the forward pass and, if a tensor requires a gradient or with `deterministic`, the backward pass.
 
     Args:
         q: Queries, as for `attn`.
@@ -233,12 +233,17 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
         args = _with_mods(args, q, bias, *mods, values.block_mask)
         problem = describe(*ops.autocast(*_to_bhsd(q, k, v, values.layout)), args)
         if q.device.type == "cuda":
-            from cute_flash.planning.plan import plan_backward, plan_forward
+            from cute_flash.planning.plan import plan_forward
+            from cute_flash.runtime.launcher import check_backward
             from cute_flash.spec.arch import detect
 
-            plan_forward(problem, detect(q.device.index), args.kernel_family)
-            if args.deterministic:
-                plan_backward(problem, detect(q.device.index), True, family=args.kernel_family)
+            gpu = detect(q.device.index)
+            plan_forward(problem, gpu, args.kernel_family)
+            if args.deterministic or ops.is_recorded(q, k, v, args):
+                check_backward(problem, gpu, args)
+        elif ops.is_recorded(q, k, v, args):
+            with refusing_at_forward():
+                problem.check_gradients("cpu")
     except (ValueError, TypeError) as error:
         return Support(False, str(error))
     return Support(True)
@@ -380,10 +385,14 @@ def attn_varlen(
     if bias is not None:
         if score_mod_bwd is not None:
             raise UnsupportedError("bias with score_mod_bwd in attn_varlen: add the bias inside of your score_mod")
-        score_mod = _with_bias(score_mod, bias, (cu_seqlens_q.shape[0] - 1, q.shape[1]), max_seqlen_q, max_seqlen_k)
+        sizes = cu_seqlens_q.shape[0] - 1, q.shape[1]
+        score_mod, bias = _with_bias(score_mod, bias, sizes, max_seqlen_q, max_seqlen_k)
     # Three comparisons with None: Dynamo cannot compare two functions that were defined inside the compiled function.
     if score_mod is not None or mask_mod is not None or score_mod_bwd is not None:
         args = _with_mods(args, q, None, score_mod, mask_mod, score_mod_bwd, None)
+    if bias is not None and not any([x is bias for x in args.captures]):
+        # score_mod ignores the score, so the graph has no bias. An empty sum gives the bias a gradient of 0.
+        q = q + bias[:0].sum()
     out, lse, max_logit = ops.attention(q, k, v, args)
     results = (out, *((lse,) if return_lse else ()), *((max_logit,) if return_max_logit else ()))
     return results if len(results) > 1 else out
@@ -615,10 +624,8 @@ def _with_mods(
             window_right=_tighter_bound(args.window_right, right),
         )
     text, captures, scalars = mod_arguments(score_mod, mask_mod, score_mod_bwd, q.device)
-    needs_grad: tuple[bool, ...] = ()
-    if torch.is_grad_enabled() and (bias is not None or captures):
-        needs_grad = tuple([x is not None and x.requires_grad for x in (bias, *captures)])
-    return args.with_mods(bias, text, captures, scalars, needs_grad)
+    flags = needs_grad(bias, captures) if torch.is_grad_enabled() else ()
+    return args.with_mods(bias, text, captures, scalars, flags)
 
 
 def _from_torch_block_mask(block_mask: Any, mask_mod: Callable | None) -> tuple[BlockMask, Callable | None]:
@@ -673,13 +680,15 @@ def _checked_bias_type(bias: Any, sizes: str) -> Tensor:
     return bias
 
 
-def _with_bias(score_mod: Callable | None, bias: Any, sizes: tuple[int, int], *max_seqlens: Any) -> Callable:
-    """A score_mod that adds the bias of a varlen batch, and then calls the user's score_mod.
+def _with_bias(
+    score_mod: Callable | None, bias: Any, sizes: tuple[int, int], *max_seqlens: Any
+) -> tuple[Callable, Tensor]:
+    """A score_mod that adds the bias of a varlen batch, and then calls the user's score_mod; and what it captures.
 
     Dimensions in which the bias has size 1 are not indexed.
     """
     if score_mod is not None and not callable(score_mod):
-        return score_mod  # `score_mod.trace.bind` raises the error for a score_mod that is not a function
+        return score_mod, bias  # `score_mod.trace.bind` raises the error for a score_mod that is not a function
     bias = _checked_bias_type(bias, "(B, H, max_seqlen_q, max_seqlen_k)")
     if bias.dim() > 4 or not bias.is_floating_point():
         raise ValueError(
@@ -707,7 +716,7 @@ def _with_bias(score_mod: Callable | None, bias: Any, sizes: tuple[int, int], *m
     if score_mod is not None and not _is_dynamo_compiling():
         # Trace errors name the line where the user's function is defined.
         biased.__wrapped__ = score_mod  # type: ignore[attr-defined]
-    return biased
+    return biased, table
 
 
 def _score_shape(q: Tensor, k: Tensor, layout: str) -> tuple[int, int, int, int]:

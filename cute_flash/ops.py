@@ -18,7 +18,9 @@ implementation with the same arguments.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,9 +29,9 @@ from torch.autograd import Function, forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.spec.args import SAVED, SCHEMA, AttentionArgs, from_schema, to_schema
+from cute_flash.spec.args import SAVED, SCHEMA, AttentionArgs, from_schema, needs_grad, to_schema
 from cute_flash.spec.checked import CudaFunctions, on_host
-from cute_flash.spec.describe import describe
+from cute_flash.spec.describe import describe, refusing_at_forward
 from cute_flash.spec.layout import warn_if_swapped
 from cute_flash.spec.shapes import outputs
 
@@ -59,7 +61,7 @@ attention_bwd = torch.ops.cute_flash.attention_bwd.default
 Outputs = tuple[Tensor, Tensor, Tensor | None]
 
 
-def _check_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> None:
+def _check_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, is_recorded: bool = False) -> None:
     """Raise `ValueError` if offsets or lengths of a varlen call are wrong."""
     from cute_flash.reference.varlen import sequences
 
@@ -143,6 +145,11 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return True
 
 
+def is_recorded(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
+    """Whether autograd records a call of `attention`."""
+    return _is_grad_enabled() and _requires_grad(q, k, v, *args.differentiable)
+
+
 def _requires_grad(*tensors: Tensor | None) -> bool:
     return any(x is not None and x.requires_grad for x in tensors)
 
@@ -212,14 +219,14 @@ class Attention(Function):
         """Compute attention and save tensors for the backward.
 
         Args:
-            run: The function that computes the results.
+            run: The function that computes the results, with the parameters of `runtime.launcher.forward`.
             args: The call's arguments.
             q: Queries.
             k: Keys.
             v: Values.
             *others: `args.differentiable`, so that autograd records them; left out if `args` has no tensors.
         """
-        results = run(q, k, v, args)
+        results = run(q, k, v, args, True)
         _save(ctx, args, (q, k, v), others, results)
         return results
 
@@ -240,7 +247,7 @@ class PlainAttention(Function):
 
     @staticmethod
     def forward(ctx: Any, run: Any, args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse, _ = run(q, k, v, args)
+        out, lse, _ = run(q, k, v, args, True)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.args = args
         return out
@@ -257,7 +264,7 @@ class TransformedAttention(_SingleLevelFunction):
 
     @staticmethod
     def forward(run: Any, args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
-        return run(q, k, v, args)
+        return run(q, k, v, args, True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -331,8 +338,36 @@ def _filled(results: Any, q: Tensor) -> list[Tensor]:
     return [q.new_empty(0) if x is None else x for x in results]
 
 
+class _Recording(threading.local):
+    """Whether autograd records the call whose kernel runs, which the kernels of the dispatcher cannot see."""
+
+    is_active = False
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def _recorded(is_recorded: bool) -> Iterator[None]:
+    """Tell the kernels inside the block if autograd records the call at this level. Outer levels may record it too."""
+    before = _recording.is_active
+    _recording.is_active = before or is_recorded
+    try:
+        yield
+    finally:
+        _recording.is_active = before
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> None:
+    """Check a call of the CPU or of fake tensors. On CUDA, `runtime.launcher` checks more."""
+    problem = describe(q, k, v, args)
+    if _recording.is_active:
+        with refusing_at_forward():
+            problem.check_gradients("cpu" if q.device.type in ("cpu", "meta") else "cuda")
+
+
 def _fwd_cuda(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
-    return tuple(_filled(_cuda.forward(q, k, v, from_schema(values)), q))
+    return tuple(_filled(_cuda.forward(q, k, v, from_schema(values), _recording.is_active), q))
 
 
 def _bwd_cuda(
@@ -346,7 +381,8 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     from cute_flash.reference import cpu
 
     args = from_schema(values)
-    if not describe(q, k, v, args).varlen:
+    _check(q, k, v, args)
+    if args.cu_seqlens_q is None:
         warn_if_swapped(q, k)
     with without_autocast():
         return tuple(_filled(cpu.forward(q, k, v, args), q))
@@ -369,7 +405,7 @@ def without_autocast() -> AbstractContextManager:
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     args = from_schema(values)
-    describe(q, k, v, args)
+    _check(q, k, v, args)
     return tuple(_filled(outputs(q, v, args), q))
 
 
@@ -383,19 +419,37 @@ def _bwd_fake(
 
 
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
-    args = from_schema(values)
+    args, modes = from_schema(values), _grad_modes()
     _refuse_tangents(q, k, v, *args.differentiable)
 
-    def below_autograd(q: Tensor, k: Tensor, v: Tensor, _args: AttentionArgs) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+    def below_autograd(q: Tensor, k: Tensor, v: Tensor, _args: AttentionArgs, is_recorded: bool = False) -> Any:
+        with torch._C._AutoDispatchBelowAutograd(), _in_modes(*modes), _recorded(is_recorded):
             return attention_fwd(q, k, v, *values)
 
-    if not (_is_grad_enabled() and _requires_grad(q, k, v, *args.differentiable)):
+    if not is_recorded(q, k, v, args):
         return below_autograd(q, k, v, args)
+    # A tensor that requires no gradient for the caller may require one here: vmap and inner levels of `torch.func.grad`
+    # wrap it.
+    args = args._replace(needs_grad=needs_grad(args.bias, args.captures))
     if _transform() is None:
         return _apply(below_autograd, args, q, k, v, *args.differentiable)
     with _one_level_of_autograd():
         return TransformedAttention.apply(below_autograd, args, q, k, v, *args.differentiable)  # type: ignore[attr-defined]
+
+
+def _grad_modes() -> tuple[bool, bool]:
+    """Whether reverse mode and forward mode are enabled."""
+    return _is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+
+
+@contextmanager
+def _in_modes(reverse: bool, forward: bool) -> Iterator[None]:
+    """Restore the caller's modes for outer levels of nested transforms: a Function disables both while it runs."""
+    if _transform() is None:
+        yield
+    else:
+        with torch.set_grad_enabled(reverse), forward_ad._set_fwd_grad_enabled(forward):
+            yield
 
 
 def _one_level_of_autograd() -> AbstractContextManager:
@@ -426,11 +480,11 @@ class NoDoubleBackward(_SingleLevelFunction):
 def _bwd_autograd(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *values: Any
 ) -> Any:
-    tensors = dout, dlse, q, k, v, *from_schema(values).differentiable
+    tensors, modes = (dout, dlse, q, k, v, *from_schema(values).differentiable), _grad_modes()
     _refuse_tangents(*tensors)
 
     def below_autograd() -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowAutograd(), _in_modes(*modes):
             dq, dk, dv, grads = attention_bwd(dout, dlse, q, k, v, out, lse, *values)
         return dq, dk, dv, *grads
 

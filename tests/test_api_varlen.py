@@ -148,7 +148,11 @@ def test_refusals_of_nested() -> None:
 @pytest.mark.parametrize(
     "shape", [(4, 3, 9, 11), (4, 1, 9, 11), (3, 12, 12), (9, 11), (1, 11), (9, 1), (1,), ()], ids=str
 )
-@pytest.mark.parametrize("score_mod", [None, lambda score, b, h, i, j: 2 * score + h], ids=["alone", "score_mod"])
+@pytest.mark.parametrize(
+    "score_mod",
+    [None, lambda score, b, h, i, j: 2 * score + h, lambda score, b, h, i, j: 0.5 * (i - j)],
+    ids=["alone", "score_mod", "score_mod without a score"],
+)
 def test_bias(shape: tuple[int, ...], score_mod: Any) -> None:
     """Each sequence has the bias of its own positions, before the score_mod, as a dense call has."""
     queries, keys = [5, 0, 9, 3], [11, 4, 2, 0]

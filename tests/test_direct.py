@@ -240,6 +240,68 @@ def test_gradients_of_gradients_are_not_silently_zero(gpu: FakeGpu, call: Call) 
             torch.autograd.grad(grads[0].sum(), list(leaves.values()), allow_unused=True)
 
 
+def long(table: Tensor) -> Callable:
+    def mod(score, b, h, q, kv):
+        for _ in range(20):
+            score = torch.sin(score)
+        return score
+
+    return mod
+
+
+def floors(table: Tensor) -> Callable:
+    return lambda score, b, h, q, kv: score // 0.5
+
+
+# Calls whose forward has a kernel and whose backward has none: (kernel family, call, message).
+WITHOUT_BACKWARD = {
+    "fp32 score_mod": ("", Call(score_mod=added, dtype=torch.float32), "the gradient of a score_mod, .* in float32"),
+    "fp32 bias, varlen": (
+        "",
+        Call({"bias": leaf(3, 1, 1, 1)}, VARLEN, is_varlen=True, dtype=torch.float32),
+        "attn_varlen with a bias, in float32",
+    ),
+    "deterministic table": (
+        "sm90",
+        Call({"table": leaf(H)}, {"deterministic": True}, added),
+        "without gradients of captured tensors",
+    ),
+    "deterministic table, varlen": (
+        "",
+        Call({"table": leaf(H)}, {**VARLEN, "deterministic": True}, added, is_varlen=True),
+        "deterministic gradients of tensors that score_mod captures, of attn_varlen",
+    ),
+    "many operations": ("sm90", Call(score_mod=long), "operations per score"),
+    "no derivative": ("", Call(score_mod=floors), "has no derivative"),
+    "blocks narrower than a tile of the backward": (
+        "sm80",
+        Call(rest={"mask_mod": documents, "block_mask": BlockMask.of(documents, (B, H, S, S), tile=(128, 64))}),
+        "use blocks that are multiples",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("family", "call", "message"), WITHOUT_BACKWARD.values(), ids=WITHOUT_BACKWARD)
+def test_the_forward_refuses_gradients_that_no_kernel_computes(
+    gpu: FakeGpu, family: str, call: Call, message: str, way: str
+) -> None:
+    """It refuses before a launch, and only if a gradient is needed, whichever call comes first."""
+    leaves = {"table": leaf(H), **call.tensors()} if call.score_mod is not None else call.tensors()
+    for _ in range(2):
+        with use_kernels(family), WAYS[way]():
+            with pytest.raises(
+                UnsupportedError, match=message + ".*if you need no gradient, call it under torch.no_grad"
+            ):
+                call(leaves)
+            assert gpu.launches == []
+            with torch.no_grad():
+                call(leaves)
+            call({name: x.detach() for name, x in leaves.items()})
+            assert gpu.launches
+        gpu.launches.clear()
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("call", SMALL.values(), ids=SMALL)
 def test_outputs_may_be_changed_in_place(gpu: FakeGpu, call: Call, way: str) -> None:

@@ -48,6 +48,12 @@ def expanded() -> list[Tensor]:
     return [x.detach()[:, :1].expand(-1, 4, -1, -1) for x in inputs(5, 6)]
 
 
+def one_column() -> list[Tensor]:
+    """q and k of head dim 1, whose stride is that of a matrix of columns, and wider values."""
+    q, k, v = (x.detach() for x in inputs(5, 6))
+    return [q[..., :1].mT.contiguous().mT.requires_grad_(), k[..., :1].clone().requires_grad_(), v.requires_grad_()]
+
+
 PLAIN = {
     "full": (lambda: inputs(5, 6), plain()),
     "causal, longer q": (lambda: inputs(9, 4), plain(right=0)),
@@ -59,6 +65,7 @@ PLAIN = {
     "heads transposed": (transposed_heads, plain(right=0)),
     "columns transposed": (transposed_columns, plain(right=0)),
     "heads expanded": (expanded, plain()),
+    "one column": (one_column, plain()),
 }
 
 
@@ -293,16 +300,22 @@ def test_functorch_with_fp32_launches_the_kernels_of_fp32() -> None:
 
 
 def test_fp32_without_the_gradient_of_a_score_mod() -> None:
-    """The forward runs; `backward()` refuses."""
-
     def penalty(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score - 0.1 * (q_idx - kv_idx).abs()
 
     leaves = inputs(5, 6, torch.float32)
+    message = r"the gradient of a score_mod, .* in float32 on cuda"
     with fake_gpu("sm_90"), launching_operators():
-        out = attn(*leaves, score_mod=penalty)
-        with pytest.raises(UnsupportedError, match=r"the gradient of a score_mod, .* in float32 on cuda"):
-            out.sum().backward()
+        grad = torch.func.grad(lambda q: attn(q, *leaves[1:], score_mod=penalty).sum())
+        for function in (
+            lambda q: attn(q, *leaves[1:], score_mod=penalty),
+            grad,
+            lambda q: torch.func.vmap(grad)(q[None]),
+        ):
+            with pytest.raises(UnsupportedError, match=message):
+                function(leaves[0])
+        with torch.no_grad():
+            out = attn(*leaves, score_mod=penalty)
     torch.testing.assert_close(out, attn(*leaves, score_mod=penalty))
 
 
@@ -441,9 +454,90 @@ def test_gradients_of_gradients_are_refused(options: dict[str, Any]) -> None:
     (dq,) = torch.autograd.grad(attn(q, k, v, **options).sum(), q, create_graph=True)
     with pytest.raises(UnsupportedError, match="second derivatives of attn"):
         torch.autograd.grad(dq.square().sum(), k)
+    q, k, v = (x.detach() for x in (q, k, v))
+
+    def loss(x: Tensor) -> Tensor:
+        return attn(x, k, v, **options).square().sum()  # type: ignore[union-attr]
+
+    grad = torch.func.grad(loss)
     for transform in (torch.func.hessian, torch.func.jacfwd):
         with pytest.raises(UnsupportedError, match="forward-mode differentiation"):
-            transform(lambda x: attn(x, k.detach(), v.detach(), **options).sum())(q.detach())  # type: ignore[union-attr]
+            transform(loss)(q)
+    with pytest.raises(UnsupportedError, match="forward-mode differentiation"):
+        torch.func.jvp(grad, (q,), (q,))
+    for function in (lambda x: grad(x).sum(), lambda x: loss(x - 0.1 * grad(x))):  # the second: a step of MAML
+        with pytest.raises(UnsupportedError, match="second derivatives of attn"):
+            torch.func.grad(function)(q)
+
+
+def featured_loss(x: dict[str, Tensor]) -> Tensor:
+    options = {name: x[name] for name in ("alibi", "sinks", "bias")}
+    out, lse = attn(
+        x["q"], x["k"], x["v"], **options, score_mod=lambda s, b, h, i, j: s * x["table"][h], return_lse=True
+    )
+    return out.sin().sum() + lse.cos().sum()
+
+
+def varlen_loss(x: dict[str, Tensor]) -> Tensor:
+    offsets = torch.tensor([0, 2, 8], dtype=torch.int32)
+    q, k, v = (y[0].transpose(0, 1) for y in (x["q"], x["k"], x["v"]))
+    options: dict[str, Any] = {name: x[name] for name in ("alibi", "sinks", "bias")}
+    options["score_mod"] = lambda s, b, h, i, j: s * x["table"][h]
+    out = attn_varlen(q, k, v, offsets, offsets, max_seqlen_q=8, max_seqlen_k=8, causal=True, **options)
+    return out.sin().sum()  # type: ignore[union-attr]
+
+
+LOSSES = {"attn": featured_loss, "attn_varlen": varlen_loss}
+
+
+def differentiable(sq: int, sk: int) -> dict[str, Tensor]:
+    """A tensor for each differentiable argument, and one that a score_mod captures."""
+    shapes = {"alibi": (4,), "sinks": (4,), "bias": (4, 1, sk), "table": (4,)}
+    others = {name: normal(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    return {**dict(zip("qkv", [x.detach() for x in inputs(sq, sk)])), **others}
+
+
+@pytest.mark.parametrize("outer", ["q", "k", "v", "alibi", "sinks", "bias", "table"])
+@pytest.mark.parametrize("entry", LOSSES)
+def test_outer_transforms_see_calls_inside_of_inner_ones(entry: str, outer: str) -> None:
+    loss, tensors = LOSSES[entry], differentiable(8, 8)
+    x, y = tensors[outer], tensors["q" if outer == "k" else "k"]
+    leaf = x.clone().requires_grad_()
+
+    def partial(x: Tensor, y: Tensor) -> Tensor:
+        # The product is a tensor of the inner transform, which does not differentiate it.
+        return loss({**tensors, "q" if outer == "k" else "k": y, outer: 1 * x})
+
+    def value(x: Tensor) -> Tensor:
+        return torch.func.grad_and_value(lambda y: partial(x, y))(y)[1]
+
+    (expected,) = torch.autograd.grad(partial(leaf, y), leaf)
+    torch.testing.assert_close(torch.func.grad(value)(x), expected)
+    out, _ = torch.func.vjp(lambda y: partial(leaf, y), y)
+    torch.testing.assert_close(torch.autograd.grad(out, leaf)[0], expected)
+    with torch.no_grad():  # as in the outer function, and not in the inner one
+        assert not torch.func.vjp(lambda y: partial(leaf, y), y)[0].requires_grad
+    hidden = torch.func.grad(lambda x: torch.no_grad()(value)(x) + x.sum())(x)
+    assert torch.equal(hidden, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "alibi", "sinks", "bias"])
+def test_gradients_of_mapped_arguments(name: str) -> None:
+    tensors = differentiable(5, 6)
+    many = torch.stack([tensors[name], 0.5 * tensors[name], -tensors[name]])
+
+    def total(many: Tensor, tensors: dict[str, Tensor] = tensors) -> Tensor:
+        return torch.func.vmap(lambda x: featured_loss({**tensors, name: x}))(many).sum()
+
+    leaf = many.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(sum(featured_loss({**tensors, name: x}) for x in leaf), leaf)  # type: ignore
+    torch.testing.assert_close(torch.autograd.grad(total(leaf), leaf)[0], expected)
+    torch.testing.assert_close(torch.func.grad(total)(many), expected)
+    for other in tensors.keys() - {name}:
+        leaf = tensors[other].clone().requires_grad_()
+        each = [featured_loss({**tensors, other: leaf, name: x}) for x in many]
+        (expected,) = torch.autograd.grad(sum(each), leaf)  # type: ignore
+        torch.testing.assert_close(torch.autograd.grad(total(many, {**tensors, other: leaf}), leaf)[0], expected)
 
 
 def test_functorch_of_mods() -> None:
@@ -560,6 +654,7 @@ def test_supports_fp32_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         x = torch.empty(1, 4, 8, 128, device="cuda:0")
         assert supports(x, x, x, score_mod=scaled)
+        assert "call it under torch.no_grad()" in supports(x.requires_grad_(), x, x, score_mod=scaled).reason
         assert "the gradient of a score_mod" in supports(x, x, x, score_mod=scaled, deterministic=True).reason
         with use_kernels("sm90"):
             assert "float32 by kernel family 'sm90'" in supports(x, x, x).reason

@@ -371,12 +371,7 @@ def plan_backward(
         raise ValueError("a tile needs a kernel family")
     if problem.static.is_fp32:
         family = _family(problem, arch, family)
-        if "score_mod" in problem.features:
-            # The fp16 pieces of dS are scaled by an upper bound of |dS|, which a score_mod may exceed.
-            raise UnsupportedError(
-                "the gradient of a score_mod, or of attn_varlen with a bias, in float32 on cuda: there is no such "
-                "kernel; use bfloat16 or float16"
-            )
+    problem.check_gradients("cuda")
     _check_captures(problem)
     described = problem
     for name, least in FAMILIES.items():

@@ -1,8 +1,8 @@
 """The CUDA implementation of the operators: plans a call once per signature, and calls the function bound to it.
 
-A signature is the shapes, strides, dtypes and devices of q, k and v, and `AttentionArgs.key`. `forward` and `backward`
-look up its bound function. On a miss, the call is described and planned, its kernels are compiled, and
-`runtime.binder` generates the function.
+A signature is the shapes, strides, dtypes and devices of q, k and v, `AttentionArgs.key`, and whether autograd records
+the call. `forward` and `backward` look up its bound function. On a miss, the call is described and planned, its kernels
+are compiled, and `runtime.binder` generates the function.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from cute_flash.runtime import binder
 from cute_flash.runtime.finalizers import rows_of_sequences, sinks_gradient
 from cute_flash.runtime.gpu import bound, current_gpu, remember
 from cute_flash.runtime.operands import can_pack_gqa, has_aligned_strides
+from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.args import AttentionArgs
-from cute_flash.spec.describe import check_rng, describe
+from cute_flash.spec.describe import check_rng, describe, refusing_at_forward
 from cute_flash.spec.layout import warn_if_swapped
+from cute_flash.spec.problem import Problem
 from cute_flash.spec.shapes import outputs
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]
@@ -29,15 +31,18 @@ Outputs = tuple[Tensor, Tensor, Tensor | None]
 Gradients = tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
-    """Compute out, lse and max_logit, which is None unless `args.return_max_logit`."""
+def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, is_recorded: bool = False) -> Outputs:
+    """Compute out, lse and max_logit, which is None unless `args.return_max_logit`.
+
+    `is_recorded`: autograd records the call, so a backward that no kernel computes is refused here.
+    """
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-        q.get_device(), k.get_device(), v.get_device(), args.key,
+        q.get_device(), k.get_device(), v.get_device(), args.key, is_recorded,
     )  # fmt: skip
     launch = bound.get(signature)
     if launch is None:
-        launch = remember(signature, _bind_forward(q, k, v, args))
+        launch = remember(signature, _bind_forward(q, k, v, args, is_recorded))
     return launch(q, k, v, args)
 
 
@@ -62,11 +67,21 @@ def is_mode_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and (not torch.is_deterministic_algorithms_warn_only_enabled())
 
 
+def _is_deterministic(args: AttentionArgs) -> bool:
+    return args.deterministic or is_mode_deterministic()
+
+
+def check_backward(problem: Problem, gpu: ArchSpec, args: AttentionArgs) -> None:
+    """Raise `UnsupportedError` at the forward if no kernel computes the gradients."""
+    with refusing_at_forward():
+        plan_backward(problem, gpu, _is_deterministic(args), family=args.kernel_family)
+
+
 # ---- forward
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Callable[..., Outputs]:
+def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, is_recorded: bool) -> Callable[..., Outputs]:
     check_rng(args)
     problem = describe(q, k, v, args, "cuda")
     if not problem.varlen:
@@ -76,7 +91,10 @@ def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Calla
     out, _lse, _max_logit = outputs(q, v, args)
     can_pack = all(can_pack_gqa(x) or not has_aligned_strides(x) for x in (q, out))
     with nvtx.marked("plan"):
-        plan = plan_attention(problem, current_gpu().arch(q.device.index), args.kernel_family, can_pack)
+        gpu = current_gpu().arch(q.device.index)
+        plan = plan_attention(problem, gpu, args.kernel_family, can_pack)
+        if is_recorded:
+            check_backward(problem, gpu, args)
     return binder.bind_forward(
         plan,
         q.device,
@@ -108,10 +126,9 @@ def _bind_backward(
     problem = describe(q, k, v, args, "cuda")
     if problem.is_empty:
         return _empty_backward
-    deterministic = args.deterministic or is_mode_deterministic()
     with nvtx.marked("plan"):
         gpu = current_gpu().arch(q.device.index)
-        plan = plan_backward(problem, gpu, deterministic, dlse is not None, args.kernel_family)
+        plan = plan_backward(problem, gpu, _is_deterministic(args), dlse is not None, args.kernel_family)
     return binder.bind_backward(
         plan,
         q.device,

@@ -173,10 +173,8 @@ class BlockMask:
                 raise ValueError(f"mask_mod captures a tensor on {x.device}: expected {device}")
         left, right = window
         window = left, 0 if causal else right
-        if not all(x is None or (isinstance(x, int) and x >= 0) for x in window):
-            raise ValueError(
-                f"window={window}: give whole numbers that are not negative, or None for an unbounded side"
-            )
+        if not all(x is None or (isinstance(x, int) and 0 <= x < 1 << 63) for x in window):
+            raise ValueError(f"window={window}: give whole numbers from 0 to 2^63 - 1, or None for an unbounded side")
         versions = tuple(map(_version, captures))
         if mask is not None:
             mask = mask._replace(captures=tuple(x.detach().clone() for x in captures))

@@ -189,6 +189,13 @@ GRADIENT_FIELDS = ("alibi", "sinks", "bias", "captures")
 SAVED = ("rng", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
+def needs_grad(bias: Tensor | None, captures: tuple[Tensor, ...]) -> tuple[bool, ...]:
+    """The field `needs_grad` of tensors whose gradients are those that autograd asks for."""
+    if bias is None and not captures:
+        return ()
+    return tuple([x is not None and x.requires_grad for x in (bias, *captures)])
+
+
 def from_schema(values: tuple[Any, ...]) -> AttentionArgs:
     """Build `AttentionArgs` from the trailing arguments of an operator call."""
     fields: list[Any] = list(AttentionArgs(*values))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -154,6 +156,15 @@ def _check_alignment(args: AttentionArgs) -> None:
                 f"{RECT_ROWS} and the key a multiple of {RECT_KEYS}; use chunks of a multiple of {RECT_ROWS} tokens, "
                 "or method='ulysses'"
             )
+
+
+@contextmanager
+def refusing_at_forward() -> Iterator[None]:
+    """Add a remedy to errors about gradients that the forward raises, for calls that need no gradient."""
+    try:
+        yield
+    except UnsupportedError as error:
+        raise type(error)(f"{error}; if you need no gradient, call it under torch.no_grad()") from None
 
 
 def check_rng(args: AttentionArgs) -> None:

@@ -242,6 +242,20 @@ class Problem:
             check_head_dim(self.head_dim)
             check_head_dim(self.width_v)
 
+    def check_gradients(self, device: str = "cuda") -> None:
+        """Raise `UnsupportedError` if `device` computes no gradients of the problem, whatever its sizes.
+
+        `planning.plan_backward` has the refusals that depend on sizes, the GPU and the kernel family.
+        """
+        if self.mods is not None and self.mods.graphs.score is not None:
+            self.mods.graphs.gradient(self.mods.captures_needing_grad)
+        if device == "cuda" and self.static.is_fp32 and "score_mod" in self.features:
+            # The fp16 pieces of dS are scaled by an upper bound of |dS|, which a score_mod may exceed.
+            raise UnsupportedError(
+                "the gradient of a score_mod, or of attn_varlen with a bias, in float32 on cuda: there is no such "
+                "kernel; use bfloat16 or float16"
+            )
+
 
 def check_heads(heads: int, heads_kv: int) -> None:
     if heads_kv == 0 and heads == 0:

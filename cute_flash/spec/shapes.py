@@ -18,9 +18,11 @@ def out_like(q: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     dtype = q.dtype if dtype is None else dtype
     if q.shape[3] == v.shape[3]:
         return torch.empty_like(q, dtype=dtype)
-    # Allocate in the order of the strides that `empty_like(q)` would have, then permute back.
+    # Allocate in the order of the strides that `empty_like(q)` would have, then permute back. If D is 1, its stride has
+    # no meaning, and fake tensors have another one, so Dv is the innermost dimension.
     like_q = torch.empty_like(q).stride()
-    order = sorted(range(4), key=lambda i: like_q[i], reverse=True)
+    strides = *like_q[:3], like_q[3] if q.shape[3] != 1 else 0
+    order = sorted(range(4), key=lambda i: strides[i], reverse=True)
     out = torch.empty([(*q.shape[:3], v.shape[3])[i] for i in order], dtype=dtype, device=q.device)
     return out.permute([order.index(i) for i in range(4)])
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.problem import check_window
 
+# The schemas of the operators have integers of 64 bits.
+MAX_INT = (1 << 63) - 1
 # Remedies for a number that is a learned parameter, for the error message.
 _LEARNED = {
     "scale": "call attn(q * scale, k, v, scale=1.0), which gives it a gradient through q",
@@ -34,7 +36,10 @@ def as_float(name: str, value: Any) -> float:
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name}={value!r} is a {type(value).__name__}: give a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} exceeds the range of floats: give a smaller number") from None
 
 
 def as_bool(name: str, value: Any) -> bool:
@@ -47,14 +52,17 @@ def as_bool(name: str, value: Any) -> bool:
 
 
 def as_int(name: str, value: Any, remedy: str = "give a whole number") -> int:
-    """An integer: anything with `__index__`, such as numpy integers and integer tensors of one element."""
-    if type(value) is int or isinstance(value, torch.SymInt):
+    """An integer of 64 bits: anything with `__index__`, such as numpy integers and integer tensors of one element."""
+    if (type(value) is int and -MAX_INT <= value <= MAX_INT) or isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
     try:
-        if not isinstance(value, bool):
-            return operator.index(value)
+        number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        pass
+        number = None
+    if number is not None:
+        if not -MAX_INT <= number <= MAX_INT:
+            raise ValueError(f"{name}={number} exceeds 64 bits: {remedy}")
+        return number
     raise ValueError(f"{name}={value!r} is a {type(value).__name__}: {remedy}")
 
 

@@ -115,6 +115,7 @@ WRONG = [
     (call(k_cache=FP8, v_cache=FP8, v_scale="x"), "v_scale='x' is a str: give a number"),
     (call(scale=float("inf")), "scale=inf is not finite"),
     (call(softcap=-1.0), "softcap=-1.0: use a positive number, or None for no cap"),
+    (call(window=(2**63, 0)), "window left=9223372036854775808 exceeds 64 bits"),
     (call(window=(-1, -1)), "window left=-1 is negative: use None for an unbounded side"),
     (call(causal=None), "causal=None: give True or False"),
     (call(kv_layout="NHD"), "kv_layout='NHD': use one of nhd, hnd"),

@@ -210,6 +210,17 @@ def test_gradients_with_and_without_the_dispatcher(qkv, name):
     assert all(map(torch.equal, *found))
 
 
+def test_nested_transforms(qkv):
+    q, k, v = qkv
+
+    def loss(q, k):
+        return cute_flash.attn(q, k, v, deterministic=True).float().square().sum()
+
+    found = torch.func.grad(lambda q: torch.func.grad_and_value(lambda k: loss(q, k))(k)[1])(q)
+    leaf = q.clone().requires_grad_()
+    assert torch.equal(found, torch.autograd.grad(loss(leaf, k), leaf)[0])
+
+
 def test_backward_that_no_kernel_computes_is_refused(family):
     if family == "sm80":
         pytest.skip("the sm80 family has a kernel for this gradient")
@@ -220,11 +231,18 @@ def test_backward_that_no_kernel_computes_is_refused(family):
             score = torch.where((q - kv) % (i + 2) == 0, score * 0.5 + i, score)
         return score
 
-    out = cute_flash.attn(q.requires_grad_(), k, k, score_mod=long_mod)
-    with pytest.raises(
-        cute_flash.UnsupportedError, match=r"the gradient of attn with score_mod .* operations per score"
-    ):
-        out.sum().backward()
+    assert cute_flash.supports(q, k, k, score_mod=long_mod)
+    refused = cute_flash.supports(q.requires_grad_(), k, k, score_mod=long_mod).reason
+    for mode in (contextlib.nullcontext(), Listening()):
+        with mode, torch.no_grad():
+            cute_flash.attn(q, k, k, score_mod=long_mod)
+        message = r"the gradient of attn with score_mod .* operations per score"
+        with mode, pytest.raises(cute_flash.UnsupportedError, match=message) as error:
+            cute_flash.attn(q, k, k, score_mod=long_mod)
+        assert str(error.value) == refused
+    with pytest.raises(Exception, match=r"the gradient of a score_mod, .* in float32 on cuda"):
+        compiled = torch.compile(lambda x: cute_flash.attn(x, x, x, score_mod=lambda s, b, h, i, j: 2 * s))
+        compiled(q.detach().float().requires_grad_())
 
 
 def test_kernel_family_by_hand(qkv, family):

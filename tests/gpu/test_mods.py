@@ -288,6 +288,25 @@ def test_rows_without_keys() -> None:
     assert dq[:, :, 1::3].any() and dbias.isfinite().all()
 
 
+def test_tensors_without_influence_have_a_gradient_of_0() -> None:
+    """A bias that the score_mod ignores, dense and varlen, and a table whose values it rounds."""
+    q, k, v = (torch.randn(1, 2, 200, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3))
+    bias, table = (
+        torch.randn(2, 200, 200, device="cuda").requires_grad_(),
+        torch.ones(2, device="cuda").requires_grad_(),
+    )
+    offsets = torch.tensor([0, 60, 200], device="cuda", dtype=torch.int32)
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    keywords = {"bias": bias, "score_mod": lambda s, b, h, i, j: 0.1 * (i - j) + torch.floor(table[h])}
+    outs = (
+        cute_flash.attn(q, k, v, **keywords),
+        cute_flash.attn_varlen(*packed, offsets, offsets, max_seqlen_q=200, max_seqlen_k=200, **keywords),
+    )
+    for out in outs:
+        dq, dv, dbias, dtable = torch.autograd.grad(out.float().square().sum(), (q, v, bias, table))
+        assert not dq.any() and not dbias.any() and not dtable.any() and dv.any()
+
+
 # ---- the gradient of a bias
 
 

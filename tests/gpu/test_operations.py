@@ -46,9 +46,12 @@ def sum_of(names, device):
 
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: str(names[0]))
 def test_values(names) -> None:
-    found, expected = (
-        cute_flash.attn(*inputs(device), score_mod=sum_of(names, device), return_lse=True) for device in ("cuda", "cpu")
-    )
+    # Without gradients, because the Hopper backward refuses those of long mods.
+    with torch.no_grad():
+        found, expected = (
+            cute_flash.attn(*inputs(device), score_mod=sum_of(names, device), return_lse=True)
+            for device in ("cuda", "cpu")
+        )
     torch.testing.assert_close(found[0].cpu().float(), expected[0], rtol=2e-2, atol=1e-2)
     torch.testing.assert_close(found[1].cpu(), expected[1], rtol=1e-3, atol=1e-3)
 
@@ -59,13 +62,13 @@ def test_gradients(name, family) -> None:
     for device in ("cuda", "cpu"):
         q, k, v = inputs(device)
         mod = score_mods(device)[name]
-        out = cute_flash.attn(q, k, v, score_mod=lambda s, b, h, i, j, mod=mod: mod(s, b, h, i, j) * 0.2)
         try:
-            grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+            out = cute_flash.attn(q, k, v, score_mod=lambda s, b, h, i, j, mod=mod: mod(s, b, h, i, j) * 0.2)
         except UnsupportedError as error:
             if family != "sm90":
                 raise
             pytest.skip(str(error))  # long mods have no wgmma tile; without a family, attn takes mma.sync
+        grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
         found.append([x.cpu().float() for x in grads])
     for mine, theirs in zip(*found, strict=True):
         assert (mine - theirs).norm() < 2e-2 * theirs.norm() + 1e-3
@@ -99,7 +102,8 @@ def test_tables_of_small_ints() -> None:
         def mask(batch, h, q, kv, a=a, b=b, c=c, d=d):
             return (a[q % 8] < b[kv % 8] - 3) | (c[(q + kv) % 8] == 100) | d[kv % 8] | (q == kv)
 
-        found.append(cute_flash.attn(*inputs(device), mask_mod=mask).detach().cpu().float())
+        with torch.no_grad():
+            found.append(cute_flash.attn(*inputs(device), mask_mod=mask).cpu().float())
     torch.testing.assert_close(*found, rtol=2e-2, atol=1e-2)
 
 
@@ -109,9 +113,8 @@ def test_rows(name, family) -> None:
     if family == "sm90" and name in LONG_ROW_MODS:
         table = row_mods.row_table(device="cuda").requires_grad_()
         q = row_mods.queries(torch.bfloat16, device="cuda", head_dim=64)
-        out = cute_flash.attn(q, q, q, score_mod=row_mods.MODS[name](table))
         with pytest.raises(UnsupportedError, match="operations per score"):
-            out.sum().backward()
+            cute_flash.attn(q, q, q, score_mod=row_mods.MODS[name](table))
         return
     found = []
     for device in ("cuda", "cpu"):

@@ -214,13 +214,21 @@ def test_a_gradient_of_the_users_own() -> None:
     torch.testing.assert_close(found[0] - plain[0], 6 * (one - plain[0]))
 
 
-def test_no_derivative_is_an_error_in_backward_only() -> None:
+def test_no_derivative_is_an_error_only_if_a_gradient_is_needed() -> None:
     q, k, v = inputs(CASES[0])
     mod = lambda score, b, h, q_idx, kv_idx: score // 0.5  # noqa: E731
     out = attn(q.detach(), k.detach(), v.detach(), score_mod=mod)
     assert out.isfinite().all()
-    with pytest.raises(cute_flash.TraceError, match="floordiv of floats has no derivative: give score_mod_b"):
-        attn(q, k, v, score_mod=mod).sum().backward()
+    with torch.no_grad():
+        assert torch.equal(attn(q, k, v, score_mod=mod), out)
+        assert cute_flash.supports(q, k, v, score_mod=mod)
+    message = (
+        "floordiv of floats has no derivative: give score_mod_bwd; if you need no gradient, call it under torch.no"
+    )
+    with pytest.raises(cute_flash.TraceError, match=message):
+        attn(q, k, v, score_mod=mod)
+    assert cute_flash.supports(q, k, v, score_mod=mod).reason.startswith(message)
+    assert attn(q, k, v, score_mod=mod, score_mod_bwd=lambda grad, s, b, h, i, j: grad).requires_grad
 
 
 def test_values_are_read_at_each_call() -> None:

@@ -311,6 +311,7 @@ def test_numbers_are_those_of_the_time_it_was_made() -> None:
         (dict(shape=(256, 256)), "shape="),
         (dict(window=(-1, None)), "window="),
         (dict(window=("a", None)), "window="),
+        (dict(window=(2**63, None)), r"window=\(9223372036854775808, None\): give whole numbers from 0 to 2\^63 - 1"),
     ],
 )
 def test_wrong_sizes(arguments: dict, message: str) -> None:

@@ -356,6 +356,15 @@ def test_a_mod_that_is_no_function() -> None:
         compiled(lambda q, k, v: attn(q, k, v, mask_mod=3))[0](*qkv())
 
 
+def test_gradients_without_a_derivative_are_refused_by_the_forward() -> None:
+    call, _ = compiled(lambda q, k, v: attn(q, k, v, score_mod=lambda score, b, h, i, j: score // 0.5))
+    call(*qkv())
+    with torch.no_grad():
+        call(*qkv(grad=True))
+    with pytest.raises(RuntimeError, match="floordiv of floats has no derivative"):
+        call(*qkv(grad=True))
+
+
 def test_a_mod_that_dynamo_cannot_run_breaks_the_graph() -> None:
     q, k, v = qkv()
 
