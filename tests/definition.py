@@ -31,6 +31,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, a: dict[str, Any]) -> tuple[Tenso
     for bound, side in ((left, -1), (0 if a.get("causal") else right, 1)):
         if bound is not None:
             seen = seen & (distance * side <= int(bound))
+    if a.get("attention_chunk"):
+        seen = seen & ((i + sk - sq) // int(a["attention_chunk"]) == j // int(a["attention_chunk"]))
     if a.get("mask_mod") is not None:
         seen = seen & a["mask_mod"](0, 0, i, j)
     if a.get("block_mask") is not None:
