@@ -21,7 +21,8 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: Any = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, *, return_softmax_lse: bool = False, s_aux: Tensor | None = None,
-    learnable_sink: Tensor | None = None, sinks: Tensor | None = None, **others: Any,
+    learnable_sink: Tensor | None = None, sinks: Tensor | None = None, attention_chunk: int | None = None,
+    **others: Any,
 ) -> Any:
     """`flash_attn_func` of flash-attn: `cute_flash.attn` on (B, S, H, D).
 
@@ -41,6 +42,7 @@ def flash_attn_func(
         s_aux: Attention sinks, (H).
         learnable_sink: Another name of s_aux.
         sinks: Another name of s_aux.
+        attention_chunk: As for `attn`; 0 or None: no chunks.
         **others: Keywords of flash-attn 3, with values that turn them off.
 
     Returns:
@@ -63,7 +65,7 @@ def flash_attn_func(
     args.check_qkv(q, k, v, 4)
     out, lse = attn(
         args.padded(q), args.padded(k), args.padded(v), layout="bshd", dropout=dropout_p, deterministic=deterministic,
-        return_lse=True, **args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes),
+        return_lse=True, **args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes, attention_chunk),
         sinks=args.sinks(s_aux, learnable_sink, sinks),
     )
     return args.results(args.narrowed(out, v), lse, width)
@@ -95,7 +97,8 @@ def flash_attn_varlen_func(
     window_size: Any = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, block_table: Tensor | None = None, *, page_table: Tensor | None = None,
     seqused_k: Tensor | None = None, return_softmax_lse: bool = False, s_aux: Tensor | None = None,
-    learnable_sink: Tensor | None = None, sinks: Tensor | None = None, **others: Any,
+    learnable_sink: Tensor | None = None, sinks: Tensor | None = None, attention_chunk: int | None = None,
+    **others: Any,
 ) -> Any:
     """`flash_attn_varlen_func` of flash-attn: `attn_varlen`, or `attn_decode` if k and v are pages of a block_table.
 
@@ -106,7 +109,7 @@ def flash_attn_varlen_func(
     width = args.result_width(dropout_p, return_attn_probs, return_softmax_lse)
     table = args.one_of(block_table=block_table, page_table=page_table)
     args.check_qkv(q, k, v, 3, 3 if table is None else 4)
-    keywords = args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    keywords = args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes, attention_chunk)
     keywords["sinks"] = args.sinks(s_aux, learnable_sink, sinks)
     if table is None:
         out, lse = attn_varlen(
@@ -157,7 +160,8 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int | None = 0,
     return_softmax_lse: bool = False, *, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: Any = None, k_descale: Any = None, v_descale: Any = None,
-    s_aux: Tensor | None = None, learnable_sink: Tensor | None = None, sinks: Tensor | None = None, **others: Any,
+    s_aux: Tensor | None = None, learnable_sink: Tensor | None = None, sinks: Tensor | None = None,
+    attention_chunk: int | None = None, **others: Any,
 ) -> Any:
     """`flash_attn_with_kvcache` of flash-attn: `attn_decode`. k and v are appended to the caches in place.
 
@@ -185,8 +189,8 @@ def flash_attn_with_kvcache(
         if k is not None:
             raise ValueError("k without cache_seqlens: give the number of rows of each sequence before the append")
         cache_seqlens = k_cache.shape[1] * (1 if table is None else table.shape[-1])
-    keywords = args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    is_banded = keywords["causal"] or keywords["window"] != (None, None)
+    keywords = args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes, attention_chunk)
+    is_banded = keywords["causal"] or keywords["window"] != (None, None) or keywords["attention_chunk"]
     has_other_length = k is not None and cu_seqlens_q is None and q.shape[1] != k.shape[1]
     if is_banded and has_other_length and rotary_cos is not None and rotary_sin is not None:
         # `attn_decode` rotates a query by its position in the mask, flash-attn by cache_seqlens plus the query's index.

@@ -180,7 +180,7 @@ def test_one_length_for_all_sequences() -> None:
         ({"qv": torch.ones(1)}, "^qv=a tensor in flash_attn_with_kvcache"),
         ({"rotary_seqlens": LENGTHS.clone()}, "^rotary_seqlens="),
         ({"scheduler_metadata": LENGTHS}, "^scheduler_metadata="),
-        ({"attention_chunk": 16}, "^attention_chunk=16"),
+        ({"attention_chunk": -16}, "^attention_chunk=-16"),
         ({"sm_margin": 4}, "^sm_margin=4"),
         ({"pack_gqa": "yes"}, "^pack_gqa='yes'"),
         ({"q_descale": torch.ones(1)}, "^q_descale="),
