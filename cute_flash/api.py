@@ -18,7 +18,7 @@ from cute_flash.spec.describe import describe, refusing_at_forward
 from cute_flash.spec.family import current_family, requested_family
 from cute_flash.spec.foreign import bind_keywords, refuse_foreign, without_foreign
 from cute_flash.spec.problem import Support
-from cute_flash.spec.values import as_bool, as_float, as_int, as_window, check_are_tensors
+from cute_flash.spec.values import as_bool, as_chunk, as_float, as_int, as_window, check_are_tensors
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
@@ -67,6 +67,7 @@ def attn(
     *extra: Any,
     causal: bool = False,
     window: tuple[int | None, int | None] = UNBOUNDED,
+    attention_chunk: int | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     layout: Literal["bhsd", "bshd"] = "bhsd",
@@ -87,8 +88,8 @@ def attn(
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention: softmax(scale · q kᵀ, masked) v.
 
-    Scores are computed in this order: scale, softcap, alibi, bias, score_mod, mask (causal, window, mask_mod),
-    sinks, softmax, dropout. docs/semantics.md defines each step.
+    Scores are computed in this order: scale, softcap, alibi, bias, score_mod, mask (causal, window, attention_chunk,
+    mask_mod), sinks, softmax, dropout. docs/semantics.md defines each step.
 
     The mask aligns the last query with the last key (bottom right): query i sees the keys j with
     ``i + Sk - Sq - left <= j <= i + Sk - Sq + right``. A query that sees no key has output 0 and gradient 0. Its LSE is
@@ -113,6 +114,8 @@ def attn(
         v: Values, (B, Hkv, Sk, Dv), in the layout and dtype of q. Dv may differ from D.
         causal: Mask the keys after the query's own position; the same as a right bound of 0.
         window: (left, right), the number of keys before and after its own position that a query sees; None: unbounded.
+        attention_chunk: The keys are divided into chunks of this many keys, and a query sees only keys of the chunk of
+            its own position (Llama 4). `causal` and `window` apply too. None or 0: no chunks.
         scale: Factor of q kᵀ; 1 / sqrt(D) by default. Not differentiable.
         return_lse: Also return the log-sum-exp of each row.
         layout: Order of the dimensions of 4-D tensors: "bhsd" as in torch's SDPA, or "bshd" as in flash-attn.
@@ -132,8 +135,8 @@ def attn(
         score_mod: A function score_mod(score, b, h, q_idx, kv_idx) that returns the new score (docs/mods.md). It is
             traced once. Tensors and numbers that it captures are kernel arguments; captured floating-point tensors are
             differentiable.
-        mask_mod: A function mask_mod(b, h, q_idx, kv_idx) that returns whether query q_idx sees key kv_idx. `causal`
-            and `window` apply too.
+        mask_mod: A function mask_mod(b, h, q_idx, kv_idx) that returns whether query q_idx sees key kv_idx. `causal`,
+            `window` and `attention_chunk` apply too.
         score_mod_bwd: A function score_mod_bwd(grad, score, b, h, q_idx, kv_idx) that returns the gradient of the score
             and replaces the derivative of score_mod.
         block_mask: A `BlockMask`, or a `torch.nn.attention.flex_attention.BlockMask`. Its empty blocks are skipped, and
@@ -171,14 +174,16 @@ def attn(
         _refuse_for_nested(bias=bias, block_mask=block_mask)
         _check_nested_layout(q, layout)
         return attn_nested(
-            q, k, v, causal=causal, window=window, scale=scale, return_lse=return_lse, deterministic=deterministic,
-            softcap=softcap, alibi=alibi, sinks=sinks, dropout=dropout, return_max_logit=return_max_logit,
-            out_dtype=out_dtype, batch_invariant=batch_invariant, score_mod=score_mod, mask_mod=mask_mod,
-            score_mod_bwd=score_mod_bwd,
+            q, k, v, causal=causal, window=window, attention_chunk=attention_chunk, scale=scale, return_lse=return_lse,
+            deterministic=deterministic, softcap=softcap, alibi=alibi, sinks=sinks, dropout=dropout,
+            return_max_logit=return_max_logit, out_dtype=out_dtype, batch_invariant=batch_invariant,
+            score_mod=score_mod, mask_mod=mask_mod, score_mod_bwd=score_mod_bwd,
         )  # fmt: skip
     if type(return_lse) is not bool:
         return_lse = as_bool("return_lse", return_lse)
-    args = _args(q, causal, window, scale, deterministic, softcap, return_max_logit, out_dtype, batch_invariant)
+    args = _args(
+        q, causal, window, attention_chunk, scale, deterministic, softcap, return_max_logit, out_dtype, batch_invariant
+    )
     if alibi is not None or sinks is not None or dropout is not None:
         args = _with_features(args, q, alibi, sinks, dropout)
     if not (bias is score_mod is mask_mod is score_mod_bwd is block_mask is None):
@@ -224,8 +229,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
         if q.is_nested:
             raise UnsupportedError("q is a NestedTensor: supports() takes dense tensors; pass the longest sequence")
         args = _args(
-            q, values.causal, values.window, values.scale, values.deterministic, values.softcap,
-            values.return_max_logit, values.out_dtype, values.batch_invariant,
+            q, values.causal, values.window, values.attention_chunk, values.scale, values.deterministic,
+            values.softcap, values.return_max_logit, values.out_dtype, values.batch_invariant,
         )  # fmt: skip
         args = _with_features(args, q, values.alibi, values.sinks, values.dropout, draws_seed=False)
         bias = None if values.bias is None else _checked_bias(values.bias, q, k, values.layout)
@@ -289,6 +294,7 @@ def attn_varlen(
     seqused_k: Tensor | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] = UNBOUNDED,
+    attention_chunk: int | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
@@ -328,6 +334,7 @@ def attn_varlen(
             their end.
         causal: As for `attn`.
         window: As for `attn`.
+        attention_chunk: As for `attn`. Chunks of a sequence begin at its first key.
         scale: As for `attn`.
         return_lse: Also return the log-sum-exp of each row.
         deterministic: As for `attn`.
@@ -372,7 +379,7 @@ def attn_varlen(
     if seqused_k is not None:
         check_are_tensors(seqused_k=seqused_k)
     args = _args(
-        q, causal, window, scale, deterministic, softcap, return_max_logit, out_dtype, batch_invariant
+        q, causal, window, attention_chunk, scale, deterministic, softcap, return_max_logit, out_dtype, batch_invariant
     )._replace(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
@@ -508,6 +515,7 @@ def _args(
     q: Tensor,
     causal: Any,
     window: Any,
+    attention_chunk: Any,
     scale: Any,
     deterministic: Any,
     softcap: Any,
@@ -530,6 +538,7 @@ def _args(
         scale,
         left,
         0 if causal else right,
+        None if attention_chunk is None else as_chunk(attention_chunk),
         as_bool("deterministic", deterministic),
         softcap,
         as_bool("return_max_logit", return_max_logit),
@@ -551,6 +560,7 @@ def _cached_args(
     scale: float,
     left: int | None,
     right: int | None,
+    attention_chunk: int | None,
     deterministic: bool,
     softcap: float | None,
     return_max_logit: bool,
@@ -562,6 +572,7 @@ def _cached_args(
         scale=scale,
         window_left=left,
         window_right=right,
+        attention_chunk=attention_chunk,
         softcap=softcap or 0.0,
         # Explicit, because Dynamo would make the default of a field an input of the graph.
         dropout=0.0,

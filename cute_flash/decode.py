@@ -11,7 +11,7 @@ from cute_flash import ops_decode
 from cute_flash.spec.decode import DecodeArgs
 from cute_flash.spec.foreign import bind_keywords, refuse_foreign, without_foreign
 from cute_flash.spec.problem import Support
-from cute_flash.spec.values import as_bool, as_float, as_int, as_window, check_are_tensors
+from cute_flash.spec.values import as_bool, as_chunk, as_float, as_int, as_window, check_are_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -57,6 +57,7 @@ def attn_decode(
     cu_seqlens_q: Tensor | None = None,
     causal: bool = True,
     window: tuple[int | None, int | None] = UNBOUNDED,
+    attention_chunk: int | None = None,
     softcap: float | None = None,
     alibi: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -73,8 +74,8 @@ def attn_decode(
 
     The call first writes k_new and v_new into the caches, then attends. Sequence b then has
     ``len = cache_seqlens[b] + new tokens`` rows. Query i of T is at position ``len - T + i``, and sees the rows
-    ``leftpad[b] <= j < len`` that `causal` and `window` allow. A query that sees no key has output 0. Its LSE is -inf
-    or, with `sinks`, the sink of its head. docs/decode.md shows each use.
+    ``leftpad[b] <= j < len`` that `causal`, `window` and `attention_chunk` allow. A query that sees no key has output
+    0. Its LSE is -inf or, with `sinks`, the sink of its head. docs/decode.md shows each use.
 
     On CUDA, q is fp16 or bf16, D and Dv are multiples of 8 up to 256 (of 16 with FP8 caches), and only kernels read
     lengths and tables: the host does not synchronize, and a CUDA graph uses the values that the tensors hold when it is
@@ -98,15 +99,17 @@ def attn_decode(
             in place after the rows of each sequence, whose caches must not overlap in memory. Tn may differ from T.
         v_new: Values to append, in the same form, with head dim Dv.
         rotary_cos: Cosines of the rotary embedding, (positions, rotary_dim / 2), of any floating-point dtype. k_new is
-            rotated by the position of its row. A query is rotated by its own position if `causal` or `window` is set,
-            else by ``cache_seqlens[b]``. Dimensions from rotary_dim on are unchanged. Only with k_new. On CUDA,
-            rotary_dim is a multiple of 16.
+            rotated by the position of its row. A query is rotated by its own position if `causal`, `window` or
+            `attention_chunk` is set, else by ``cache_seqlens[b]``. Dimensions from rotary_dim on are unchanged. Only
+            with k_new. On CUDA, rotary_dim is a multiple of 16.
         rotary_sin: Sines, in the shape and dtype of `rotary_cos`.
         rotary_interleaved: Rotate the pairs (0, 1), (2, 3), … instead of (i, i + rotary_dim / 2).
         cu_seqlens_q: (B + 1), int32: offsets of the sequences in q, for different numbers of queries. k_new and v_new
             then have the tokens of q. Tokens after the last offset are padding, with output 0 and LSE -inf.
         causal: Mask the keys after the query's own position.
         window: (left, right), the number of keys before and after its own position that a query sees; None: unbounded.
+        attention_chunk: The rows from ``leftpad[b]`` on are divided into chunks of this many rows, and a query sees
+            only keys of the chunk of its own position (Llama 4). None or 0: no chunks.
         softcap: Replace a score by softcap · tanh(score / softcap); None or 0: no cap.
         alibi: Slopes, (H) or (B, H), of any floating-point dtype; slope · |distance| is subtracted from a score.
         sinks: Attention sinks, (H), of any floating-point dtype: one more logit, without a value, in each row's
@@ -150,7 +153,8 @@ def attn_decode(
     # A tuple takes half the time of keywords. `_canonical` checks the values, and sets the bounds of the window.
     given = DecodeArgs._make((
         cache_seqlens, scale, page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin,
-        rotary_interleaved, cu_seqlens_q, None, None, softcap, alibi, sinks, k_scale, v_scale, num_splits, out,
+        rotary_interleaved, cu_seqlens_q, None, None, attention_chunk, softcap, alibi, sinks, k_scale, v_scale,
+        num_splits, out,
     ))  # fmt: skip
     q, k_cache, v_cache, args = _canonical(q, k_cache, v_cache, given, causal, window, kv_layout)
     result, lse = ops_decode.decode(q, k_cache, v_cache, args, return_lse)
@@ -204,7 +208,8 @@ def _canonical(
     """
     (
         cache_seqlens, scale, page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin,
-        rotary_interleaved, cu_seqlens_q, _left, _right, softcap, alibi, sinks, k_scale, v_scale, num_splits, out,
+        rotary_interleaved, cu_seqlens_q, _left, _right, attention_chunk, softcap, alibi, sinks, k_scale, v_scale,
+        num_splits, out,
     ) = given  # fmt: skip
     if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
         check_are_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
@@ -240,13 +245,16 @@ def _canonical(
     left, right = UNBOUNDED if window == UNBOUNDED else as_window(window)
     if as_bool("causal", causal):
         right = 0
+    if attention_chunk is not None:
+        attention_chunk = as_chunk(attention_chunk)
     rotary_interleaved = as_bool("rotary_interleaved", rotary_interleaved)
     if num_splits is not None:
         num_splits = as_int("num_splits", num_splits)
         num_splits = num_splits if num_splits > 0 else None
     args = DecodeArgs(
         cache_seqlens, scale, page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin,
-        rotary_interleaved, cu_seqlens_q, left, right, softcap, alibi, sinks, k_scale, v_scale, num_splits, out,
+        rotary_interleaved, cu_seqlens_q, left, right, attention_chunk, softcap, alibi, sinks, k_scale, v_scale,
+        num_splits, out,
     )  # fmt: skip
     return q, k_cache, v_cache, args
 

@@ -54,6 +54,7 @@ class Combination(_Call):
     features: dict[str, Any] = field(
         default_factory=dict
     )  # softcap and dropout: the value; alibi: 1 or 2, its rank; sinks: True
+    chunk: int | None = None
 
     @property
     def heads(self) -> int:
@@ -61,7 +62,7 @@ class Combination(_Call):
 
     @property
     def band(self) -> Band:
-        return Band(self.left, self.right)
+        return Band(self.left, self.right, self.chunk)
 
     @staticmethod
     def drawn(seed: int) -> Combination:
@@ -86,6 +87,7 @@ class Combination(_Call):
             left=pick.choice(bounds),
             right=pick.choice(bounds),
             features={name: value for name, value in some.items() if pick.random() < 0.5},
+            chunk=pick.choice([None, None, 1, 7, 16, 100]),
         )
 
     @property
@@ -148,7 +150,7 @@ class Combination(_Call):
         """The keywords of the call of `attn`."""
         named = {name: self.features[name] for name in ("softcap", "dropout") if name in self.features}
         per_head = {name: tensors[name] for name in ("alibi", "sinks") if name in tensors}
-        return {"window": (self.left, self.right), **named, **per_head}
+        return {"window": (self.left, self.right), "attention_chunk": self.chunk, **named, **per_head}
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,8 @@ class VarlenCombination(_Call):
 
 def drawing(case: Any, standard: torch.dtype) -> Any:
     """A generator of standard normal tensors, seeded by the case."""
-    generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
+    # Calls without a chunk keep the tensors that they had before there were chunks.
+    generator = torch.Generator().manual_seed(zlib.crc32(str(case).replace(", chunk=None", "").encode()))
 
     def normal(*shape: int, dtype: torch.dtype = standard) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)

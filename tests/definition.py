@@ -52,6 +52,8 @@ def attention(
     for bound, side in ((left, -1), (0 if a.get("causal") else right, 1)):
         if bound is not None:
             seen = seen & (distance * side <= int(bound))
+    if a.get("attention_chunk"):
+        seen = seen & ((i + sk - sq) // int(a["attention_chunk"]) == j // int(a["attention_chunk"]))
     if a.get("mask_mod") is not None:
         seen = seen & a["mask_mod"](*indices)
     if a.get("block_mask") is not None:

@@ -130,12 +130,16 @@ def test_output_layout_follows_q_in_bshd() -> None:
 @pytest.mark.parametrize("left", [None, 0, 2, 100])
 @pytest.mark.parametrize("right", [None, 0, 3, 100])
 def test_mask_is_the_documented_inequality(sq: int, sk: int, causal: bool, left: int | None, right: int | None) -> None:
-    q, k, v = qkv(heads=2, heads_kv=1, sq=sq, sk=sk)
-    options = {"causal": causal, "window": (left, right)}
-    out, lse = attn(q, k, v, **options, return_lse=True)
-    torch.testing.assert_close((out, lse), attention(q, k, v, options), **CLOSE[q.dtype])
-    empty = lse == -torch.inf
-    assert torch.all(out[empty] == 0) and torch.isfinite(lse[~empty]).all()
+    for chunk in (None, 0, 1, 3, 4, 1 << 40):
+        q, k, v = (x.requires_grad_() for x in qkv(heads=2, heads_kv=1, sq=sq, sk=sk))
+        options = {"causal": causal, "window": (left, right), "attention_chunk": chunk}
+        out, lse = attn(q, k, v, **options, return_lse=True)
+        expected = attention(q, k, v, options)
+        torch.testing.assert_close((out, lse), expected, **CLOSE[q.dtype])
+        empty = lse == -torch.inf
+        assert torch.all(out[empty] == 0) and torch.isfinite(lse[~empty]).all()
+        for x, y in zip(*(torch.autograd.grad(one.square().sum(), (q, k, v)) for one in (out, expected[0]))):
+            torch.testing.assert_close(x, y, **CLOSE[q.dtype])
 
 
 def test_a_window_may_be_wider_than_any_tensor() -> None:
@@ -203,6 +207,8 @@ SUPPORTED = [
     Call("no heads", q=(2, 0, 7, 8), k=(2, 0, 9, 8)),
     Call("half window", options={"window": [None, 4], "causal": True}),
     Call("scale negative", options={"scale": -2.5}),
+    Call("chunk", options={"attention_chunk": 4, "window": (2, None)}),
+    Call("no chunk", options={"attention_chunk": 0}),
 ]
 
 

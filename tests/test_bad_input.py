@@ -78,6 +78,9 @@ WRONG = [
     (dict(window=(1, 2, 3)), r"window=\(1, 2, 3\): give \(left, right\)"),
     (dict(window=(4,)), r"window=\(4,\): give \(left, right\)"),
     (dict(window={1: 2}), "window="),
+    (dict(attention_chunk=-4), "attention_chunk=-4: use a positive number of keys, or None or 0 for no chunks"),
+    (dict(attention_chunk=2.5), "attention_chunk=2.5 is a float: use a whole number of keys"),
+    (dict(attention_chunk=True), "attention_chunk=True is a bool"),
     (dict(dropout="x"), "dropout='x' is a str"),
     (dict(dropout=1.0), "dropout=1.0: use a probability from 0 up to, not including, 1"),
     (dict(dropout=-0.1), "dropout=-0.1"),
@@ -346,6 +349,7 @@ VARLEN = [
     (dict(alibi=torch.zeros(3, 2)), r"alibi has shape \(3, 2\): expected \(2,\) or \(2, 2\)"),
     (dict(scale="1"), "scale='1'"),
     (dict(window=("a", 0)), "window left='a'"),
+    (dict(attention_chunk=(4, 4)), r"attention_chunk=\(4, 4\)"),
     (dict(dropout=2.0), "dropout=2.0"),
     (dict(out_dtype=torch.float16), "out_dtype=torch.float16: use None or torch.float32"),
 ]
@@ -363,7 +367,8 @@ def test_varlen(no_work: None, keywords: dict, message: str) -> None:
 
 @pytest.mark.parametrize("window", [(np.int64(3), 0), (torch.tensor(3), torch.tensor(0)), [3, 0]], ids=str)
 def test_windows_of_integers(window: tuple) -> None:
-    torch.testing.assert_close(attn(*qkv(), window=window), attn(*qkv(), window=(3, 0)), rtol=0, atol=0)
+    found = attn(*qkv(), window=window, attention_chunk=window[0])
+    torch.testing.assert_close(found, attn(*qkv(), window=(3, 0), attention_chunk=3), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("scale", [np.float32(0.5), torch.tensor(0.5), np.float64(0.5)], ids=type)

@@ -37,6 +37,7 @@ def tilted(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 VALUES: dict[str, dict[str, Any]] = {
     "causal": dict(causal=True),
     "window": dict(window=(3, 2)),
+    "attention_chunk": dict(attention_chunk=5),
     "scale": dict(scale=0.7),
     "deterministic": dict(deterministic=True),
     "softcap": dict(softcap=0.5),

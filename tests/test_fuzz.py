@@ -60,6 +60,7 @@ def table(draw: random.Random, b: int, h: int, sq: int, sk: int) -> dict[str, An
         "return_lse": draw.choice((True, False)),
         "deterministic": draw.choice((True, False)),
         "dropout": draw.choice((0.0, 0, None)),
+        "attention_chunk": draw.choice((None, 0, 1, 4, np.int64(3), torch.tensor(50))),
         "layout": "bhsd",
         "out_dtype": draw.choice((None, torch.float64)),
     }

@@ -22,7 +22,8 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: Any = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, *, return_softmax_lse: bool = False, s_aux: Tensor | None = None,
-    learnable_sink: Tensor | None = None, sinks: Tensor | None = None, **others: Any,
+    learnable_sink: Tensor | None = None, sinks: Tensor | None = None, attention_chunk: int | None = None,
+    **others: Any,
 ) -> Any:
     """`flash_attn_func` of flash-attn: `cute_flash.attn` on (B, S, H, D).
 
@@ -42,6 +43,7 @@ def flash_attn_func(
         s_aux: Attention sinks, (H).
         learnable_sink: Another name of s_aux.
         sinks: Another name of s_aux.
+        attention_chunk: As for `attn`; 0 or None: no chunks.
         **others: Keywords of flash-attn 3, with values that turn them off.
 
     Returns:
@@ -64,7 +66,7 @@ def flash_attn_func(
     args.check_qkv(q, k, v, 4)
     out, lse = attn(
         args.padded(q), args.padded(k), args.padded(v), layout="bshd", dropout=dropout_p, deterministic=deterministic,
-        return_lse=True, **args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes),
+        return_lse=True, **args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes, attention_chunk),
         sinks=args.sinks(s_aux, learnable_sink, sinks),
     )
     return args.results(args.narrowed(out, v), lse, width)
@@ -96,7 +98,8 @@ def flash_attn_varlen_func(
     window_size: Any = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, block_table: Tensor | None = None, *, page_table: Tensor | None = None,
     seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, return_softmax_lse: bool = False,
-    s_aux: Tensor | None = None, learnable_sink: Tensor | None = None, sinks: Tensor | None = None, **others: Any,
+    s_aux: Tensor | None = None, learnable_sink: Tensor | None = None, sinks: Tensor | None = None,
+    attention_chunk: int | None = None, **others: Any,
 ) -> Any:
     """`flash_attn_varlen_func` of flash-attn: `attn_varlen`, or `attn_decode` if k and v are pages of a block_table.
 
@@ -110,7 +113,7 @@ def flash_attn_varlen_func(
     width = args.result_width(dropout_p, return_attn_probs, return_softmax_lse)
     table = args.one_of(block_table=block_table, page_table=page_table)
     args.check_qkv(q, k, v, 3, 3 if table is None else 4)
-    keywords = args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    keywords = args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes, attention_chunk)
     keywords["sinks"] = args.sinks(s_aux, learnable_sink, sinks)
     if table is not None and dropout_p:
         raise UnsupportedError(f"dropout_p={dropout_p} with block_table: gather the pages into k and v, or use 0.0")
@@ -168,7 +171,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False, *, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: Any = None, rotary_seqlens: Tensor | None = None,
     k_descale: Any = None, v_descale: Any = None, s_aux: Tensor | None = None, learnable_sink: Tensor | None = None,
-    sinks: Tensor | None = None, **others: Any,
+    sinks: Tensor | None = None, attention_chunk: int | None = None, **others: Any,
 ) -> Any:
     """`flash_attn_with_kvcache` of flash-attn: `attn_decode`. k and v are appended to the caches in place.
 
@@ -211,7 +214,7 @@ def flash_attn_with_kvcache(
         "k_scale": args.scale("k_descale", k_descale, k_cache), "v_scale": args.scale("v_descale", v_descale, v_cache),
     }  # fmt: skip
     keywords = {
-        **args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes), **places,
+        **args.keywords(q, softmax_scale, causal, window_size, softcap, alibi_slopes, attention_chunk), **places,
         "cu_seqlens_q": cu_seqlens_q, "leftpad": cache_leftpad, "num_splits": args.splits(num_splits),
         "sinks": args.sinks(s_aux, learnable_sink, sinks),
     }  # fmt: skip
@@ -219,7 +222,7 @@ def flash_attn_with_kvcache(
         "k_new": None if k is None else args.padded(k), "v_new": None if v is None else args.padded(v),
         "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved,
     }  # fmt: skip
-    is_banded = keywords["causal"] or keywords["window"] != (None, None)
+    is_banded = keywords["causal"] or keywords["window"] != (None, None) or keywords["attention_chunk"]
     # `attn_decode` rotates a query by its position in the mask, flash-attn by `starts` plus the query's index.
     has_other_positions = rotary is not None and k is not None and (
         starts is not cache_seqlens or (is_banded and cu_seqlens_q is None and q.shape[1] != k.shape[1])

@@ -23,7 +23,6 @@ HINTS = ("num_splits", "scheduler_metadata")
 # Keywords without a counterpart, and keywords of `attn` that flash-attn calls otherwise.
 OFF: Refused = {
     "alibi": ((None,), "write alibi_slopes"),
-    "attention_chunk": ((None, 0), "call cute_flash.attn with a mask_mod for chunks"),
     "dropout": ((None, 0), "write dropout_p"),
     "k_descale": ((None,), "use fp16 or bf16; flash_attn_with_kvcache reads FP8 caches"),
     "pack_gqa": ((None, False, True), "use None; cute_flash packs query heads where this is faster"),
@@ -96,7 +95,13 @@ def results(out: Tensor, lse: Tensor, width: int) -> Any:
 
 
 def keywords(
-    q: Tensor, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Tensor | None
+    q: Tensor,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Tensor | None,
+    attention_chunk: Any,
 ) -> dict[str, Any]:
     """The keywords that `attn`, `attn_varlen` and `attn_decode` share. q has its original head dim."""
     softcap = 0.0 if softcap is None else as_float("softcap", softcap)
@@ -104,6 +109,7 @@ def keywords(
         "scale": (q.shape[-1] or 1) ** -0.5 if softmax_scale is None else as_float("softmax_scale", softmax_scale),
         "causal": as_bool("causal", causal),
         "window": window(window_size),
+        "attention_chunk": attention_chunk,
         "softcap": softcap if softcap > 0 else None,
         "alibi": alibi_slopes,
     }

@@ -58,6 +58,7 @@ class DecodeStatic:
     head_dim_v: int | None = None  # None: equal to head_dim
     has_left: bool = False
     has_right: bool = False
+    has_chunk: bool = False  # has_left and has_right are then set too; a window bound may be one that masks nothing
     features: tuple[str, ...] = ()  # of softcap, alibi, sinks
     page_lookup: str = ""  # "": no pages; "chunk": one page-table lookup for 16 keys; "row": one for every key
     # Of `attn` with few queries: q, k, v and the output are (B, H, S, D), or (T, H, D) with `varlen`.
@@ -275,8 +276,9 @@ def plan_decode(problem: DecodeProblem, arch: ArchSpec, family: str = "") -> Dec
         head_dim=problem.head_dim,
         cache_dtype=problem.cache_dtype if problem.is_fp8 else "",
         head_dim_v=None if problem.head_dim_v == problem.head_dim else problem.head_dim_v,
-        has_left=problem.band.left is not None,
-        has_right=problem.band.right is not None,
+        has_left=problem.band.has_left,
+        has_right=problem.band.has_right,
+        has_chunk=problem.band.chunk is not None,
         features=problem.features,
         page_lookup="" if page is None else "row" if page % CHUNK else "chunk",
         ragged=problem.is_ragged,
@@ -302,6 +304,7 @@ def plan_split_kv(problem: Problem, arch: ArchSpec) -> DecodePlan:
         head_dim_v=problem.static.head_dim_v,
         has_left=problem.static.has_left,
         has_right=problem.static.has_right,
+        has_chunk=problem.static.has_chunk,
         features=problem.features,
         heads_first=True,
         has_seqlens=problem.seqused_k,

@@ -330,7 +330,9 @@ def _scheduler(
     """The launch of the varlen scheduler kernel, which is the same for all dtypes and head dims; () if dense."""
     if not static.varlen:
         return ()
-    static = Static("bfloat16", 8, varlen=True, seqused_k=seqused_k, overlaps_next=overlaps_next)
+    static = Static(
+        "bfloat16", 8, varlen=True, seqused_k=seqused_k, overlaps_next=overlaps_next, has_chunk=static.has_chunk
+    )
     return (CompileKey.of(kernel, static, SchedulerTile(), target),)
 
 
@@ -496,8 +498,9 @@ def _bwd_launches(
 
 def _sum_dbias(static: Static, tile: Any, target: str) -> CompileKey:
     """The launch that sums the terms of the gradient of a bias. With a block mask, all terms exist."""
-    left, right = (bound and not static.block_sparse for bound in (static.has_left, static.has_right))
-    rows = Static(static.dtype, 8, has_left=left, has_right=right)
+    rows = Static(static.dtype, 8)
+    if not static.block_sparse:
+        rows = replace(rows, has_left=static.has_left, has_right=static.has_right, has_chunk=static.has_chunk)
     return CompileKey.of("bwd_sum_dbias", rows, SumTile(tile.tile_m, tile.tile_n), target)
 
 

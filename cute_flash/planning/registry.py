@@ -49,6 +49,7 @@ Q, K, V = (_rows("q", "B", "H", "Sq", "D"), _rows("k", "B", "Hkv", "Sk", "D"), _
 OUT = _rows("out", "B", "H", "Sq", "Dv", element="out")
 LSE = Operand("lse", "statistics f32", ("B", "H", "Sq"))
 SCALE, WINDOW = Operand("scale", "f32"), _scalars("i32", "window_left", "window_right")
+CHUNK = Operand("attention_chunk", "i32", when=_if("has_chunk"))
 # Heads whose tiles run at the same time, because their K and V (in the backward Q, dO and dQ) fit into L2 together.
 L2_GROUP = Operand("heads_per_l2_group", "i32")
 # Hopper kernels: the size of the grid, and the address of the tile counter of a dynamic scheduler.
@@ -107,10 +108,10 @@ def _if_feature(operand: Operand) -> Operand:
 
 _FWD = (Q, K, V, OUT, LSE, SCALE, *WINDOW, L2_GROUP)
 _PIECES = (Q_PIECES, K_PIECES, V_PIECES, NORMS)
-_FWD_OPTIONAL = (*_of_features("fwd"), *DROPOUT_ORIGIN, FWD_BLOCKS, Q_TILES)
+_FWD_OPTIONAL = (CHUNK, *_of_features("fwd"), *DROPOUT_ORIGIN, FWD_BLOCKS, Q_TILES)
 _BWD = (Q, K, V, DOUT_CAST, LSE_LOG2, DELTA, DQ_ACCUM, DQ_PROGRESS, DK, DV, SCALE, *WINDOW, L2_GROUP)
 _BWD_PIECES = (Q_PIECES, K_PIECES, V_PIECES, DOUT_PIECES, NORMS)
-_BWD_OPTIONAL = (*_of_features("bwd"), *DROPOUT_ORIGIN, BWD_BLOCKS, KV_TILES)
+_BWD_OPTIONAL = (CHUNK, *_of_features("bwd"), *DROPOUT_ORIGIN, BWD_BLOCKS, KV_TILES)
 _PREPROCESS = (OUT, DOUT, LSE, LSE_LOG2, DELTA, DQ_ACCUM, DQ_PROGRESS, DLSE, Q_TILES)
 _POSTPROCESS = (DQ_ACCUM, DQ, DQ_SCALE, Q_TILES)
 _OFFSETS = (
@@ -118,8 +119,9 @@ _OFFSETS = (
     Operand("cu_seqlens_k", "compact i32", ("B + 1",), when=_if("varlen")),
     Operand("seqused_k", "compact i32", ("sequences",), when=_if("seqused_k")),
 )
-_SCHEDULER = _scalars(
-    "i32", "total_q", "total_k", "tile_m", "tile_n", "scheduler_left", "scheduler_right", "tile_order"
+_SCHEDULER = (
+    *_scalars("i32", "total_q", "total_k", "tile_m", "tile_n", "scheduler_left", "scheduler_right", "tile_order"),
+    CHUNK,
 )
 
 # Kernels that split the keys of a query tile among CTAs. The outputs and softmax statistics of splits
@@ -131,7 +133,7 @@ _SPLITS = (
     *_scalars("i32", "num_splits", "num_ctas", "heads_at_once"),
 )
 _SPLIT_FEATURES = tuple(map(_if_feature, (ALIBI_SLOPES, SINKS, SOFTCAP)))
-_SPLIT_WINDOW = tuple(Operand(f"window_{side}", "i32", when=_if(f"has_{side}")) for side in ("left", "right"))
+_SPLIT_WINDOW = (*(Operand(f"window_{side}", "i32", when=_if(f"has_{side}")) for side in ("left", "right")), CHUNK)
 
 # Decode. q, k_new and the output have a batch of 1 if the sequences are ragged.
 _CACHE = ("pages", "page rows", "Hkv")
@@ -179,7 +181,7 @@ KERNELS = {
     "bwd_preprocess_fp32": KernelSpec("common.preprocess:BwdPreprocess", (*_PREPROCESS, NORMS)),
     "bwd_postprocess_sm80": KernelSpec("sm80.postprocess:BwdPostprocessSm80", _POSTPROCESS),
     "bwd_postprocess_sm90": KernelSpec("sm90.postprocess:BwdPostprocessSm90", (*_POSTPROCESS, DQ_PROGRESS)),
-    "bwd_sum_dbias": KernelSpec("common.sum_dbias:SumDbias", (DBIAS_TERMS, DBIAS_SUM, *WINDOW)),
+    "bwd_sum_dbias": KernelSpec("common.sum_dbias:SumDbias", (DBIAS_TERMS, DBIAS_SUM, *WINDOW, CHUNK)),
     "split_fp32_fwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, *_PIECES, *_OFFSETS)),
     "split_fp32_bwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, DOUT_CAST, *_BWD_PIECES, *_OFFSETS)),
     # `attn` and `attn_varlen` with few queries, and `attn_decode`.

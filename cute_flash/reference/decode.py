@@ -5,11 +5,11 @@ Sequence b has cache_seqlens[b] rows in the cache. The call first appends the ro
     len = cache_seqlens[b] + appended rows
     query i of T is at position len - T + i, and its keys are the rows leftpad[b] <= j < len inside the window
 
-This is `attn` over these rows, with the mask aligned bottom right. Rotary embedding rotates an appended key by the
-position of its row, and a query by its own position if there is a window or a causal mask, else by cache_seqlens[b].
-Rotations are computed in fp32 (fp64 for fp64 inputs) and rounded once: keys to the dtype of the cache, queries to
-`query_dtype`. An FP8 cache stores x / scale, rounded and saturated; a value is multiplied by the scale when it is read.
-Kernels do the same operations, so they write the same bits to the caches.
+This is `attn` over these rows, with the mask aligned bottom right; chunks begin at row leftpad[b]. Rotary embedding
+rotates an appended key by the position of its row, and a query by its own position if there is a window, a chunk or a
+causal mask, else by cache_seqlens[b]. Rotations are computed in fp32 (fp64 for fp64 inputs) and rounded once: keys to
+the dtype of the cache, queries to `query_dtype`. An FP8 cache stores x / scale, rounded and saturated; a value is
+multiplied by the scale when it is read. Kernels do the same operations, so they write the same bits to the caches.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cute_flash.reference import tiled
 from cute_flash.reference.varlen import read_offsets
@@ -38,6 +39,7 @@ class CachedSequence:
     seqlen_before: int  # rows before the append
     seqlen: int  # rows after the append
     first: int  # the first row that a query may see
+    rows_of_chunk: int  # rows before `first` that complete a chunk
     cache_row: int  # the index of its cache, or of its row of the page table
     pages: Tensor | None  # its row of the page table
 
@@ -127,6 +129,7 @@ def attend(
         scale=args.scale,
         window_left=args.window_left,
         window_right=args.window_right,
+        attention_chunk=args.attention_chunk,
         softcap=args.softcap or 0.0,
         alibi=args.alibi,
         sinks=args.sinks,
@@ -136,6 +139,8 @@ def attend(
         Q = Q.to(query_dtype(q.dtype, k_cache.dtype))
         K = _loaded(s.read(k_cache, s.first, s.seqlen), args.k_scale, wide)
         V = _loaded(s.read(v_cache, s.first, s.seqlen), args.v_scale, wide)
+        # `attn` counts chunks from the first row, so zeros replace the rows that no query sees.
+        K, V = (pad(x, (0, 0, 0, 0, s.rows_of_chunk, 0)) if s.rows_of_chunk else x for x in (K, V))
         O, L = (x[None].to(wide) for x in (s.of_tokens(out).transpose(0, 1), s.of_rows(lse)))
         Q, K, V = (x.to(wide).transpose(0, 1)[None] for x in (Q, K, V))
         tiled.forward(Q, K, V, attention_args, O, L, sequence=s.index)
@@ -227,7 +232,7 @@ def read_sequences(q: Tensor, k_cache: Tensor, args: DecodeArgs) -> list[CachedS
         if not 0 <= cache_rows[b] < num_rows:
             where = "page_table" if paged else "the cache"
             raise ValueError(f"cache_batch_idx[{b}]={cache_rows[b]}: {where} has {num_rows} sequences, numbered from 0")
-        lo = args.band.lo(0, num_queries, seqlen) if num_queries else seqlen
+        begin, first = _first_rows(args, num_queries, seqlen, leftpads[b])
         sequences.append(
             CachedSequence(
                 index=b,
@@ -235,7 +240,8 @@ def read_sequences(q: Tensor, k_cache: Tensor, args: DecodeArgs) -> list[CachedS
                 num_queries=num_queries,
                 seqlen_before=seqlens[b],
                 seqlen=seqlen,
-                first=min(max(lo, leftpads[b]), seqlen),
+                first=first,
+                rows_of_chunk=first - begin,
                 cache_row=cache_rows[b],
                 pages=None if args.page_table is None else args.page_table[cache_rows[b]],
             )
@@ -244,6 +250,15 @@ def read_sequences(q: Tensor, k_cache: Tensor, args: DecodeArgs) -> list[CachedS
         _check_positions(sequences[-1], args)
     _check_places(sequences, k_cache)
     return sequences
+
+
+def _first_rows(args: DecodeArgs, num_queries: int, seqlen: int, leftpad: int) -> tuple[int, int]:
+    """The first row of the first query's chunk, and the first row that a query may see; the same without chunks."""
+    if not num_queries or leftpad >= seqlen:
+        return seqlen, seqlen
+    sizes = 0, num_queries, seqlen - leftpad
+    first = leftpad + args.band.lo(*sizes)
+    return (first if args.attention_chunk is None else leftpad + max(args.band.chunk_begin(*sizes), 0)), first
 
 
 def _check_pages(s: CachedSequence, k_cache: Tensor) -> None:

@@ -18,8 +18,10 @@ from cute_flash.spec.shapes import lse_dtype
 
 def plain_args(q: Tensor, band: Band | None = None, scale: float | None = None) -> AttentionArgs:
     """The arguments of a call without features."""
-    left, right = (None, None) if band is None else band.bounds
-    return AttentionArgs(scale=default_scale(q, scale), window_left=left, window_right=right)
+    band = band or Band()
+    return AttentionArgs(
+        scale=default_scale(q, scale), window_left=band.left, window_right=band.right, attention_chunk=band.chunk
+    )
 
 
 def dense(

@@ -23,13 +23,19 @@ def distances(rows: range, keys: range, sq: int, sk: int, device: torch.device) 
     return j - (i[:, None] + (sk - sq))
 
 
-def visible(band: Band, distance: Tensor) -> Tensor:
-    """The band's mask of a block, from its `distances`: true where the row sees the key."""
+def visible(band: Band, distance: Tensor, first_key: int = 0) -> Tensor:
+    """The band's mask of a block, from its `distances`: true where the row sees the key.
+
+    `first_key`: the first key of the block, from which chunks count.
+    """
     mask = torch.ones_like(distance, dtype=torch.bool)
     if band.left is not None:
         mask &= distance >= -band.left
     if band.right is not None:
         mask &= distance <= band.right
+    if band.chunk is not None:
+        key = torch.arange(first_key, first_key + distance.shape[1], device=distance.device)
+        mask &= key // band.chunk == torch.div(key - distance, band.chunk, rounding_mode="floor")
     return mask
 
 

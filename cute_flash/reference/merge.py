@@ -94,6 +94,7 @@ def attention_probs(
     rows: range | slice | Sequence[int] | Tensor | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] = (None, None),
+    attention_chunk: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     alibi: Tensor | None = None,
@@ -110,6 +111,7 @@ def attention_probs(
         rows: Indices of queries; negative ones count from the end; None: all rows.
         causal: As in the call.
         window: As in the call.
+        attention_chunk: As in the call.
         scale: As in the call.
         softcap: As in the call.
         alibi: As in the call.
@@ -127,7 +129,7 @@ def attention_probs(
         >>> last = cute_flash.attention_probs(q, k, lse, rows=[-1], causal=True)
         >>> torch.testing.assert_close(last @ v, out[:, :, -1:])
     """
-    band = Band.of(causal, window)
+    band = Band.of(causal, window, attention_chunk or None)
     args = plain_args(q, band, scale)._replace(softcap=softcap or 0.0, alibi=alibi)
     describe(q, k, k, args, "cpu")
     (batch, heads, sq, _), (_, heads_kv, sk, _) = q.shape, k.shape

@@ -142,7 +142,7 @@ class ScoreBlock:
         if self.mask is None:
             self.mask = None if features.mods is None else features.mods.visible(self.rows, self.keys, device)
             if not self.in_band:
-                in_band = visible(features.band, self._distances(device))
+                in_band = visible(features.band, self._distances(device), self.keys.start)
                 self.mask = in_band if self.mask is None else self.mask & in_band
         return self.mask
 

@@ -169,9 +169,16 @@ class FunctionSource:
             self.add(f"if {addresses} % {ROW_ALIGN_BYTES}:\n    {aligned}")
 
     def window(self, band: Band) -> None:
-        """Set the window operands, which are part of the signature. Kernels do not read an absent bound: it is 0."""
+        """Set the operands of the window and the chunk, which are part of the signature.
+
+        Kernels do not read an absent bound, which is 0. A kernel with a chunk reads both bounds: an absent one is then
+        a bound that masks nothing.
+        """
+        absent = 0 if band.chunk is None else operands.MAX_WINDOW
         for side, bound in (("left", band.left), ("right", band.right)):
-            self.values[f"window_{side}"] = 0 if bound is None else min(bound, operands.MAX_WINDOW)
+            self.values[f"window_{side}"] = absent if bound is None else min(bound, operands.MAX_WINDOW)
+        if band.chunk is not None:
+            self.values["attention_chunk"] = min(band.chunk, operands.MAX_WINDOW)
 
     def launch(self, key: LaunchKey, renamed: Mapping[str, str]) -> None:
         """Add the launch of a kernel, or of several. `renamed` maps operands to expressions."""

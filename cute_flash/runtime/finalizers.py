@@ -65,11 +65,11 @@ def sinks_gradient(
 
 
 def num_queries_without_keys(problem: Problem) -> int:
-    """The number of queries that see no key: the first ones, whose right bound is before the first key."""
-    right, sq, sk = problem.band.right, problem.seqlen_q, problem.seqlen_k
+    """The number of queries that see no key: the first ones, which see no key at or before their reach."""
+    reach, sq, sk = problem.band.reach_of_first_key, problem.seqlen_q, problem.seqlen_k
     if sk == 0:
         return sq
-    return 0 if right is None else min(sq, max(0, sq - sk - right))
+    return 0 if reach is None else min(sq, max(0, sq - sk - reach))
 
 
 def _dense_dsinks(
@@ -118,8 +118,9 @@ def _sees_no_key(row: Tensor, sequence: Tensor, args: AttentionArgs) -> Tensor:
     sq = args.cu_seqlens_q.diff()[sequence]
     sk = (args.cu_seqlens_k.diff() if args.seqused_k is None else args.seqused_k)[sequence]
     sees_no_key = sk <= 0
-    if args.window_right is not None:
-        sees_no_key = sees_no_key | (row + (sk - sq) + min(args.window_right, MAX_WINDOW) < 0)
+    reach = args.band.reach_of_first_key
+    if reach is not None:
+        sees_no_key = sees_no_key | (row + (sk - sq) + min(reach, MAX_WINDOW) < 0)
     return sees_no_key
 
 

@@ -43,6 +43,7 @@ class _Fields(NamedTuple):
     max_seqlen_k: int | None = None
     window_left: int | None = None
     window_right: int | None = None
+    attention_chunk: int | None = None  # a query sees only keys of its own chunk of this many keys
     softcap: float = 0.0  # 0: no softcap
     alibi: Tensor | None = None  # slopes, (H) or (B, H)
     sinks: Tensor | None = None  # (H)
@@ -105,7 +106,7 @@ class AttentionArgs(_Fields):
 
     @property
     def band(self) -> Band:
-        return Band(self.window_left, self.window_right)
+        return Band(self.window_left, self.window_right, self.attention_chunk)
 
     @_cached
     def mods(self) -> Graphs:
@@ -157,9 +158,10 @@ class AttentionArgs(_Fields):
             return self[4:]
         bias, origin = self.bias, self.dropout_origin
         key = (
-            self.window_left, self.window_right, self.softcap, self.dropout, self.return_max_logit, self.mod_graphs,
-            self.needs_grad, self.block_mask_sizes, self.out_fp32, self.deterministic, self.batch_invariant,
-            self.kernel_family, self.alibi is None, self.sinks is None, self.rng is None, self.seqused_k is None,
+            self.window_left, self.window_right, self.attention_chunk, self.softcap, self.dropout,
+            self.return_max_logit, self.mod_graphs, self.needs_grad, self.block_mask_sizes, self.out_fp32,
+            self.deterministic, self.batch_invariant, self.kernel_family, self.alibi is None, self.sinks is None,
+            self.rng is None, self.seqused_k is None,
             # How kernels load a bias depends on its strides and alignment.
             None if bias is None else (bias.stride(), bias.data_ptr() % 16),
             origin and (origin[0] % RECT_ROWS, origin[1] % RECT_KEYS),
@@ -169,9 +171,9 @@ class AttentionArgs(_Fields):
 
 SCHEMA = (
     "float scale, float[]? scalars=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
-    "SymInt? window_left=None, SymInt? window_right=None, float softcap=0.0, Tensor? alibi=None, "
-    "Tensor? sinks=None, float dropout=0.0, Tensor? rng=None, bool return_max_logit=False, Tensor? bias=None, "
-    'str mod_graphs="", Tensor[]? captures=None, bool[]? needs_grad=None, '
+    "SymInt? window_left=None, SymInt? window_right=None, SymInt? attention_chunk=None, float softcap=0.0, "
+    "Tensor? alibi=None, Tensor? sinks=None, float dropout=0.0, Tensor? rng=None, bool return_max_logit=False, "
+    'Tensor? bias=None, str mod_graphs="", Tensor[]? captures=None, bool[]? needs_grad=None, '
     "Tensor[]? block_mask=None, SymInt[]? block_mask_sizes=None, Tensor? cu_seqlens_q=None, "
     "Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, "
     'bool out_fp32=False, bool deterministic=False, bool batch_invariant=False, str kernel_family="", '

@@ -20,7 +20,7 @@ from torch import Tensor
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.band import Band
 from cute_flash.spec.describe import check_device, check_float, check_int32, check_per_head
-from cute_flash.spec.problem import CPU_DTYPES, check_head_dim, check_heads, check_softcap, check_window
+from cute_flash.spec.problem import CPU_DTYPES, check_chunk, check_head_dim, check_heads, check_softcap, check_window
 from cute_flash.spec.shapes import lse_dtype
 
 # Dtypes of q on CUDA. Caches have the dtype of q or are FP8.
@@ -48,6 +48,7 @@ class DecodeArgs(NamedTuple):
     cu_seqlens_q: Tensor | None = None  # (B + 1), int32
     window_left: int | None = None
     window_right: int | None = None  # 0: causal
+    attention_chunk: int | None = None  # a query sees only keys of its own chunk of this many keys
     softcap: float | None = None
     alibi: Tensor | None = None  # slopes, (H) or (B, H)
     sinks: Tensor | None = None  # (H)
@@ -58,7 +59,7 @@ class DecodeArgs(NamedTuple):
 
     @property
     def band(self) -> Band:
-        return Band(self.window_left, self.window_right)
+        return Band(self.window_left, self.window_right, self.attention_chunk)
 
 
 TENSOR_FIELDS = tuple(name for name, kind in DecodeArgs.__annotations__.items() if "Tensor" in str(kind))
@@ -77,8 +78,8 @@ SCHEMA = (
     "Tensor cache_seqlens, float scale, Tensor? page_table=None, Tensor? cache_batch_idx=None, Tensor? leftpad=None, "
     "Tensor? k_new=None, Tensor? v_new=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "
     "bool rotary_interleaved=False, Tensor? cu_seqlens_q=None, SymInt? window_left=None, SymInt? window_right=None, "
-    "float? softcap=None, Tensor? alibi=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, "
-    "SymInt? num_splits=None, Tensor(c!)? out=None"
+    "SymInt? attention_chunk=None, float? softcap=None, Tensor? alibi=None, Tensor? sinks=None, "
+    "Tensor? k_scale=None, Tensor? v_scale=None, SymInt? num_splits=None, Tensor(c!)? out=None"
 )
 
 
@@ -359,6 +360,7 @@ def _check_scale(name: str, x: Tensor | None, cache: Tensor, q: Tensor) -> None:
 
 def _check_numbers(args: DecodeArgs, device: str) -> None:
     check_window(args.band.bounds)
+    check_chunk(args.attention_chunk)
     if not math.isfinite(args.scale):
         raise ValueError(f"scale={args.scale} is not finite: use a finite number")
     if args.softcap is not None and not 0 < args.softcap < math.inf:

@@ -23,6 +23,7 @@ class SharedKeywords(TypedDict, total=False):
 
     causal: bool
     window: tuple[int | None, int | None]
+    attention_chunk: int | None
     scale: float | None
     deterministic: bool
     softcap: float | None
@@ -66,6 +67,7 @@ class DecodeKeywords(TypedDict, total=False):
     cu_seqlens_q: Tensor | None
     causal: bool
     window: tuple[int | None, int | None]
+    attention_chunk: int | None
     softcap: float | None
     alibi: Tensor | None
     sinks: Tensor | None

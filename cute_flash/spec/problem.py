@@ -73,6 +73,7 @@ class Static:
     has_dlse: bool = False
     overlaps_next: bool = False  # the next kernel starts early (programmatic dependent launch)
     dropout_origin: bool = False  # the dropout mask is that of a shard (`AttentionArgs.dropout_origin`)
+    has_chunk: bool = False  # has_left and has_right are then set too; a window bound may be one that masks nothing
 
     @property
     def is_fp32(self) -> bool:
@@ -193,8 +194,8 @@ class Problem:
         return Static(
             dtype=self.dtype,
             head_dim=self.head_dim,
-            has_left=self.band.left is not None,
-            has_right=self.band.right is not None,
+            has_left=self.band.has_left,
+            has_right=self.band.has_right,
             head_dim_v=None if self.width_v == self.head_dim else self.width_v,
             features=self.features,
             mods=self.mods,
@@ -203,17 +204,17 @@ class Problem:
             out_fp32=self.out_fp32,
             batch_invariant=self.batch_invariant,
             dropout_origin=self.dropout_origin,
+            has_chunk=self.band.chunk is not None,
         )
 
     @property
     def usual_keys(self) -> int:
         """An estimate of the number of keys that a query sees, for the choice of a tile.
 
-        For a varlen batch, it is the average length. A narrow window counts as `NARROW // 2` keys, so that plans do not
-        depend on its exact bounds.
+        For a varlen batch, it is the average length. A narrow window or chunk counts as `NARROW // 2` keys, so that
+        plans do not depend on its exact size.
         """
-        left, right = self.band.bounds
-        if left is not None and right is not None and left + right < NARROW:
+        if self.band.is_narrow:
             return min(self.seqlen_k, NARROW // 2)
         return -(-self.seqlen_k // max(self.batch, 1)) if self.varlen else self.seqlen_k
 
@@ -229,6 +230,7 @@ class Problem:
                 raise ValueError(f"{name}={getattr(self, name)} is negative")
         check_heads(self.heads, self.heads_kv)
         check_window(self.band.bounds)
+        check_chunk(self.band.chunk)
         dtypes = GPU_DTYPES if device == "cuda" else CPU_DTYPES
         if self.dtype not in dtypes:
             raise UnsupportedError(f"dtype {self.dtype} on {device}: use one of {', '.join(dtypes)}")
@@ -274,6 +276,11 @@ def check_window(window: tuple[int | None, int | None]) -> tuple[int | None, int
         if value is not None and value < 0:
             raise ValueError(f"window {side}={value} is negative: use None for an unbounded side, 0 for 'up to itself'")
     return window
+
+
+def check_chunk(chunk: int | None) -> None:
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"attention_chunk={chunk}: use a positive number of keys, or None or 0 for no chunks")
 
 
 def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, deterministic: bool = False) -> None:

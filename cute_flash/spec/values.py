@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.spec.problem import check_window
+from cute_flash.spec.problem import check_chunk, check_window
 
 # The schemas of the operators have integers of 64 bits.
 MAX_INT = (1 << 63) - 1
@@ -78,6 +78,15 @@ def as_window(window: Any) -> tuple[int | None, int | None]:
         right = as_int("window right", right, remedy)
     check_window((left, right))
     return left, right
+
+
+def as_chunk(chunk: Any) -> int | None:
+    """The number of keys of a chunk; None for no chunks."""
+    chunk = as_int("attention_chunk", chunk, "use a whole number of keys, or None for no chunks")
+    if not isinstance(chunk, int) or chunk:
+        check_chunk(chunk)
+        return chunk
+    return None
 
 
 def check_are_tensors(**tensors: Any) -> None:

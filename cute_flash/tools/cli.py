@@ -33,7 +33,7 @@ examples:
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "same": ""}
 PASSES = ("forward", "backward")
-MASKS = ("full", "causal", "window", "left")
+MASKS = ("full", "causal", "window", "left", "chunk")
 BATCHES = ("dense", "varlen")
 # Links between GPUs, as in `layouts.studies.cp_cost.LINKS`.
 LINKS = ("nvlink", "infiniband")
@@ -155,6 +155,9 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
         metavar=("LEFT", "RIGHT"),
         help="keep LEFT keys before and RIGHT keys after a query's own position; none: unbounded",
     )
+    parser.add_argument(
+        "--attention-chunk", type=_positive, metavar="N", help="keep the keys of a query's own chunk of N keys"
+    )
 
 
 def add_command(
@@ -257,7 +260,7 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
             "--masks",
             _list_of(MASKS),
             "full,causal,window",
-            "of full, causal, window (a left and a right bound) and left (a left bound alone)",
+            "of full, causal, window (a left and a right bound), left (a left bound alone) and chunk",
         ),
         ("--passes", _list_of(PASSES), "forward,backward", "forward is enough for inference"),
         (
@@ -317,7 +320,7 @@ def _explain(args: argparse.Namespace) -> int:
         _check_cp_options(args)
         spec = _arch(args.gpu) or SM_80
         # attn_decode is causal by default.
-        band = Band.of(args.causal or args.cache_len is not None, args.window)
+        band = Band.of(args.causal or args.cache_len is not None, args.window, args.attention_chunk)
         for batch, heads, length, head_dim in args.shapes:
             value_dim = None if args.value_dim == head_dim else args.value_dim
             keys = args.cache_len or args.seqlen_k or length
@@ -351,6 +354,8 @@ def _check_cp_options(args: argparse.Namespace) -> None:
     for name in ("cache_len", "seqlen_k"):
         if args.cp is not None and getattr(args, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} with --cp: queries and keys are one sequence; leave it out")
+    if args.cp is not None and args.attention_chunk is not None:
+        raise UsageError("--attention-chunk with --cp: context parallelism does not support chunks; leave it out")
 
 
 def _check_cache_options(args: argparse.Namespace) -> None:
@@ -383,7 +388,7 @@ def _inspect(args: argparse.Namespace) -> int:
         raise UsageError("--sass: no disassembler found; pip install nvidia-cuda-nvdisasm")
     with _usage_errors():
         sizes = (1, 1, 1, LENGTH, args.seqlen_k or LENGTH, args.head_dim)
-        problem = Problem(*sizes, DTYPES[args.dtype], Band.of(args.causal, args.window))
+        problem = Problem(*sizes, DTYPES[args.dtype], Band.of(args.causal, args.window, args.attention_chunk))
         key = plan_forward(problem, _arch(args.arch) or SM_80, requested_family()).main
     with step(f"compiling {key.kernel} for {key.target}"):
         used = resources.kernel_resources(key)

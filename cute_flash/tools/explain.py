@@ -76,7 +76,7 @@ class Explanation:
         """
         plan, least = self.plan, self.least
         return {
-            "problem": asdict(plan.problem),
+            "problem": asdict(plan.problem) | {"band": plan.problem.band.as_dict()},
             "gpu": plan.arch.gpu,
             "arch": plan.arch.name,
             "kernel": plan.main.kernel,

@@ -74,8 +74,9 @@ class DecodeShape:
             head_dim=self.head_dim,
             cache_dtype=self.cache_dtype,
             head_dim_v=self.head_dim_v,
-            has_left=self.band.left is not None,
-            has_right=self.band.right is not None,
+            has_left=self.band.has_left,
+            has_right=self.band.has_right,
+            has_chunk=self.band.chunk is not None,
             page_lookup="" if page is None else "row" if page % CHUNK else "chunk",
             heads_first=self.is_attn,
             has_seqlens=not self.is_attn,
@@ -111,9 +112,7 @@ class DecodeExplanation(Bound):
     @property
     def visited_keys(self) -> int:
         """Keys of a sequence that at least one query sees."""
-        shape = self.shape
-        hidden = 0 if shape.band.left is None else max(shape.keys - shape.tokens - shape.band.left, 0)
-        return shape.keys - hidden
+        return self.shape.keys - self.shape.band.lo(0, self.shape.tokens, self.shape.keys)
 
     @property
     def units(self) -> int:
@@ -243,7 +242,7 @@ class DecodeExplanation(Bound):
         """The explanation for JSON, in bytes, seconds and counts. "blocks" is the number of CTAs of the grid."""
         plan, tile = self.plan, self.plan.tile
         return {
-            "problem": asdict(self.shape),
+            "problem": asdict(self.shape) | {"band": self.shape.band.as_dict()},
             "gpu": self.arch.gpu,
             "arch": self.arch.name,
             "kernel": plan.key.kernel,

@@ -19,12 +19,13 @@ from cute_flash.spec.family import requested_family
 from cute_flash.spec.problem import Problem
 from cute_flash.tools.progress import steps
 
-# Kernels are compiled with or without a bound; its value is not compiled in. A narrow window may use another tile.
+# Kernels are compiled with or without a bound or a chunk. Its size is not compiled in, but may select another tile.
 BANDS = {
     "full": (Band(),),
     "causal": (Band(None, 0),),
     "window": (Band(0, 0), Band(NARROW, 0)),
     "left": (Band(0, None),),
+    "chunk": (Band(None, None, NARROW), Band(None, None, NARROW + 1)),
 }
 # Long enough to select the tile of long sequences. Lengths are not compiled in.
 LENGTH = 1 << 16

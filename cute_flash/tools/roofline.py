@@ -13,7 +13,7 @@ from functools import cached_property
 
 from cute_flash.planning.plan import Plan
 from cute_flash.spec.arch import ArchSpec
-from cute_flash.spec.band import ceil_div
+from cute_flash.spec.band import Band, ceil_div
 from cute_flash.spec.dtypes import DTYPE_BYTES
 from cute_flash.spec.problem import Problem
 
@@ -25,7 +25,15 @@ L2_BYTES_PER_CLOCK = 64
 
 def visible_pairs(problem: Problem) -> int:
     """(query, key) pairs of one head inside the band."""
-    sq, sk, left, right = problem.seqlen_q, problem.seqlen_k, problem.band.left, problem.band.right
+    return _pairs(problem.band, problem.seqlen_q, problem.seqlen_k)
+
+
+def _pairs(band: Band, sq: int, sk: int) -> int:
+    (left, right), chunk = band.bounds, band.chunk
+    if chunk is not None:
+        # The queries and keys of a chunk are a problem of their own, aligned bottom right.
+        ends = ((first, min(first + chunk, sk)) for first in range(0, sk, chunk))
+        return sum(_pairs(Band(left, right), end - max(first, min(end, sk - sq)), end - first) for first, end in ends)
     # Σ hi(i) - Σ lo(i). A row that sees no key has lo = hi = 0, so lo never exceeds hi.
     upper = sq * sk if right is None else _clamped_sum(sk - sq + right + 1, sq, sk)
     lower = 0 if left is None else _clamped_sum(sk - sq - left, sq, sk)

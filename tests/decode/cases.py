@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class DecodeCase:
     rotary_fp32: bool = False
     causal: bool = True
     window: tuple[int | None, int | None] = (None, None)
+    chunk: int | None = None
     leftpad: tuple[int, ...] | None = None
     softcap: float | None = None
     alibi: str = ""  # slopes (H): "heads"; (B, H): "batch"
@@ -82,6 +83,7 @@ class DecodeCase:
             "" if self.page_size is None else f"page{self.page_size}", self.kv_layout, self.storage,
             "new" * any(self.new), f"rot{self.rotary_dim}" if self.rotary_dim else "",
             "" if self.leftpad is None else "leftpad", "" if self.window == (None, None) else f"w{self.window}",
+            f"c{self.chunk}" if self.chunk else "",
             "softcap" if self.softcap else "", self.alibi and f"alibi-{self.alibi}", "sinks" * self.has_sinks,
             self.fp8 and f"fp8-{self.fp8}", "idx" * self.has_batch_idx, "out" * self.has_out,
         ]  # fmt: skip
@@ -98,9 +100,10 @@ class DecodeCase:
 
     def first_visible(self, b: int) -> int:
         """The first row of sequence b that a query sees."""
-        left = self.window[0]
-        first = 0 if left is None else max(0, self.lengths[b] - self.tokens[b] - left)
-        return max(first, 0 if self.leftpad is None else self.leftpad[b])
+        left, skipped = self.window[0], 0 if self.leftpad is None else self.leftpad[b]
+        position = self.lengths[b] - self.tokens[b]
+        first = skipped if left is None else max(skipped, position - left)
+        return first if self.chunk is None else max(first, position - (position - skipped) % self.chunk)
 
     def build(
         self, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, poison_skipped: bool = False
@@ -118,6 +121,7 @@ class DecodeCase:
         leading = (sum(self.tokens) + self.padding,) if self.is_ragged else (self.batch, max(self.tokens, default=1))
         q = on_device(normal(*leading, heads + 2 * self.strided_q, self.head_dim))[..., :heads, :]
         options: dict[str, Any] = {"causal": self.causal, "window": self.window, "kv_layout": self.kv_layout}
+        options["attention_chunk"] = self.chunk
         options |= {"softcap": self.softcap, "scale": self.scale, "num_splits": self.num_splits}
         options["cache_seqlens"] = on_device(torch.tensor(self.seqlens))
         if self.is_ragged:
@@ -276,7 +280,7 @@ def _drawn(seed: int, longest: int, kind: int) -> DecodeCase:
             rng.choice(bounds) if sometimes(0.75, fixed) else None for bounds in ((0, 3, 17, 100), (0, 2, 5))
         )
         window = left, right
-    return DecodeCase(
+    case = DecodeCase(
         seed=seed,
         seqlens=seqlens,
         tokens=tokens,
@@ -307,6 +311,8 @@ def _drawn(seed: int, longest: int, kind: int) -> DecodeCase:
         strided_q=sometimes(0.3),
         num_splits=rng.choice([1, 2, 3, 7, 32]) if sometimes(0.4) else None,
     )
+    # Short ones, so that the tokens of a call cross the border of a chunk.
+    return replace(case, chunk=rng.choice([1, 4, 7, 33, 1000]) if sometimes(0.2, fixed) else None)
 
 
 def small_case(**changes: Any) -> DecodeCase:

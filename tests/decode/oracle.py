@@ -32,6 +32,7 @@ def oracle(
     cu_seqlens_q: Tensor | None = None,
     causal: bool = True,
     window: tuple[int | None, int | None] = (None, None),
+    attention_chunk: int | None = None,
     softcap: float | None = None,
     alibi: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -98,12 +99,14 @@ def oracle(
         )
         for i in range(len(queries)):
             position = length - len(queries) + i
-            turn = position if causal or left is not None or right is not None else int(cache_seqlens[b])
+            is_masked = causal or left is not None or right is not None or attention_chunk is not None
+            turn = position if is_masked else int(cache_seqlens[b])
             query = rotated(queries[i], turn).to(rounded_to).double()
             visible = [
                 j
                 for j in range(skipped, length)
                 if (left is None or j >= position - left) and (right is None or j <= position + right)
+                if not attention_chunk or (position - skipped) // attention_chunk == (j - skipped) // attention_chunk
             ]
             for h in range(heads):
                 logits = torch.zeros(0, dtype=torch.float64)

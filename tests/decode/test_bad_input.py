@@ -117,6 +117,8 @@ WRONG = [
     (call(softcap=-1.0), "softcap=-1.0: use a positive number, or None for no cap"),
     (call(window=(2**63, 0)), "window left=9223372036854775808 exceeds 64 bits"),
     (call(window=(-1, -1)), "window left=-1 is negative: use None for an unbounded side"),
+    (call(attention_chunk=-1), "attention_chunk=-1: use a positive number of keys, or None or 0 for no chunks"),
+    (call(attention_chunk="8"), "attention_chunk='8' is a str: use a whole number of keys"),
     (call(causal=None), "causal=None: give True or False"),
     (call(kv_layout="NHD"), "kv_layout='NHD': use one of nhd, hnd"),
     (call(num_splits=1.5), "num_splits=1.5 is a float"),

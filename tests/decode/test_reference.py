@@ -78,6 +78,10 @@ def test_the_cases_cover_everything() -> None:
         assert {bool(getattr(case, name)) for case in CASES} == {True, False}, name
     assert any(case.window[0] is not None and not case.causal for case in CASES)
     assert any(case.new != case.tokens and any(case.new) for case in CASES)
+    chunked = [case for case in CASES if case.chunk is not None]
+    assert any(case.leftpad for case in chunked) and any(case.page_size for case in chunked)
+    assert any(1 < case.chunk < max(case.tokens) for case in chunked if case.chunk)
+    assert any(case.window[0] is not None for case in chunked) and any(case.rotary_dim for case in chunked)
 
 
 # ---- parts of the definition

@@ -17,6 +17,7 @@ from cute_flash.device.scheduling.block_iterator import BlockIterator, OutwardBl
 from cute_flash.device.scores.band import Band
 from cute_flash.spec import band as spec
 from cute_flash.spec.band import BlockRange
+from tests.device.bands import SIDES, band_of
 
 RANGES = [
     BlockRange(begin, full_begin, full_end, end)
@@ -52,46 +53,45 @@ def test_outward_iterators_start_at_a_block() -> None:
         assert masked[1:] == [i >= found.full_end for i in range(1, num)]
 
 
-# One traced program per tile size runs all cases. Inputs: (m_block, sq, sk, left, right). Outputs: six numbers for each
-# of the four combinations of present bounds.
-PRESENCE = ((False, False), (False, True), (True, False), (True, True))
+# One traced program per tile size runs all cases. Inputs: (m_block, sq, sk, left, right, chunk). Outputs: six numbers
+# for each of SIDES.
+NUMBERS = 6
 
 
-def traced_cases(tile_m: int) -> list[tuple[int, int, int, int, int]]:
+def traced_cases(tile_m: int) -> list[tuple[int, int, int, int, int, int]]:
     lengths = (1, 4, 13, 29)
     return [
-        (m_block, sq, sk, left, right)
+        (m_block, sq, sk, left, right, chunk)
         for sq, sk in itertools.product(lengths, (0, *lengths))
-        for left, right in ((0, 0), (3, 0), (0, 5), (7, 2), (40, 40))
+        for left, right, chunk in ((0, 0, 1), (3, 0, 7), (0, 5, 5), (7, 2, 8), (40, 40, 6), (40, 40, 100))
         for m_block in range(-(-sq // tile_m))
     ]
 
 
 def traced_results(cases: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tensor:
-    """(len(cases), 4, 6): lo and hi of the tile's first row, then its block range, from traced Int32s."""
+    """(len(cases), len(SIDES), 6): lo and hi of the tile's first row, then its block range, from traced Int32s."""
 
-    def one_case(case, out, presence: int) -> None:  # type: ignore[no-untyped-def]
-        m_block, sq, sk, left, right = case
-        has_left, has_right = PRESENCE[presence]
-        band = Band(left if has_left else None, right if has_right else None)
+    def one_case(case, out, i: int) -> None:  # type: ignore[no-untyped-def]
+        m_block, sq, sk, *numbers = case
+        band = band_of(Band, SIDES[i], *numbers)
         found = band.blocks(m_block, tile_m, tile_n, sq, sk)
         row = m_block * tile_m
         bounds = (band.lo(row, sq, sk), band.hi(row, sq, sk))
         for column, value in enumerate((*bounds, found.begin, found.full_begin, found.full_end, found.end)):
-            out[6 * presence + column] = cutlass.Int32(value)
+            out[NUMBERS * i + column] = cutlass.Int32(value)
 
     # No annotations: `from __future__ import annotations` makes them strings, but the DSL needs types. Without them, it
     # uses the types of the arguments.
     @cute.jit
     def program(cases, out):  # type: ignore[no-untyped-def]
         for c in range(cases.shape[0]):
-            case = [cases[c, column] for column in range(5)]
-            for presence in cutlass.range_constexpr(4):
-                one_case(case, out[c, None], presence)
+            case = [cases[c, column] for column in range(6)]
+            for i in cutlass.range_constexpr(len(SIDES)):
+                one_case(case, out[c, None], i)
 
-    results = torch.full((len(cases), 24), -1, dtype=torch.int32)
+    results = torch.full((len(cases), len(SIDES) * NUMBERS), -1, dtype=torch.int32)
     program(from_dlpack(cases), from_dlpack(results))
-    return results.view(len(cases), 4, 6)
+    return results.view(len(cases), len(SIDES), NUMBERS)
 
 
 @pytest.mark.parametrize(("sq", "sk"), [(100, 100), (100, 333), (333, 100), (1, 700)])
@@ -107,9 +107,9 @@ def test_the_diagonal_block_has_the_key_of_the_last_row(sq: int, sk: int) -> Non
 def test_traced_integers_agree_with_python(tile_m: int, tile_n: int) -> None:
     cases = traced_cases(tile_m)
     results = traced_results(torch.tensor(cases, dtype=torch.int32), tile_m, tile_n)
-    for (m_block, sq, sk, left, right), found in zip(cases, results.tolist(), strict=True):
-        for (has_left, has_right), numbers in zip(PRESENCE, found, strict=True):
-            band = spec.Band(left if has_left else None, right if has_right else None)
+    for (m_block, sq, sk, *sizes), found in zip(cases, results.tolist(), strict=True):
+        for sides, numbers in zip(SIDES, found, strict=True):
+            band = band_of(spec.Band, sides, *sizes)
             row = m_block * tile_m
             blocks = band.blocks(m_block, tile_m, tile_n, sq, sk)
             bounds = [band.lo(row, sq, sk), band.hi(row, sq, sk)]

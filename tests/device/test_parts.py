@@ -32,7 +32,9 @@ from cute_flash.kernels.sm80.fwd import FwdSm80
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.reference.decode import rotated
+from cute_flash.spec import band as spec
 from cute_flash.spec.problem import Static
+from tests.device.bands import SIDES, band_of
 from tests.device.tiles import accumulators, coordinates, store
 
 # Traced functions have no annotations here: `from __future__ import annotations` makes them strings, but the DSL needs
@@ -168,13 +170,13 @@ def test_accumulators_are_operand_a(rows: int, columns: int, threads: int, mma_s
 # The mask
 
 
-def masked_tile(tile: FwdTileSm80, has_left: bool, has_right: bool, wraps: bool = False) -> Callable[..., torch.Tensor]:
-    """`f(sq, sk, left, right, first_row, first_col)`: a tile of ones after all threads have masked theirs."""
+def masked_tile(tile: FwdTileSm80, sides: str, wraps: bool = False) -> Callable[..., torch.Tensor]:
+    """`f(sq, sk, left, right, chunk, first_row, first_col)`: a tile of ones after all threads have masked theirs."""
 
     @cute.jit
-    def program(out, sq, sk, left, right, first_row, first_col):  # type: ignore[no-untyped-def]
+    def program(out, sq, sk, left, right, chunk, first_row, first_col):  # type: ignore[no-untyped-def]
         mma = tiled_mma(tile)
-        band = Band(left if has_left else None, right if has_right else None)
+        band = band_of(Band, sides, left, right, chunk)
         for thread in range(tile.num_threads):
             tScS = coordinates(mma, Int32(thread), (tile.tile_m, tile.tile_n))
             acc_S = accumulators(mma, Int32(thread), (tile.tile_m, tile.tile_n))
@@ -183,7 +185,7 @@ def masked_tile(tile: FwdTileSm80, has_left: bool, has_right: bool, wraps: bool 
             store(acc_S, tScS, out)
 
     empty = torch.full((tile.tile_m, tile.tile_n), torch.nan)
-    compiled = cute.compile(program, from_dlpack(empty), *map(Int32, (0,) * 6))
+    compiled = cute.compile(program, from_dlpack(empty), *map(Int32, (0,) * 7))
 
     def run(*numbers: int) -> torch.Tensor:
         out = torch.full((tile.tile_m, tile.tile_n), torch.nan)
@@ -195,11 +197,14 @@ def masked_tile(tile: FwdTileSm80, has_left: bool, has_right: bool, wraps: bool 
 
 @pytest.mark.compiles
 @tiles
-@pytest.mark.parametrize(("has_left", "has_right"), list(itertools.product((False, True), repeat=2)))
-def test_mask_is_the_band(tile: FwdTileSm80, has_left: bool, has_right: bool) -> None:
-    run = masked_tile(tile, has_left, has_right)
-    for sq, sk, left, right in ((300, 500, 20, 30), (500, 300, 0, 0), (128, 64, 500, 7), (129, 65, 1, 200)):
-        band = Band(left if has_left else None, right if has_right else None)
+@pytest.mark.parametrize("sides", SIDES)
+def test_mask_is_the_band(tile: FwdTileSm80, sides: str) -> None:
+    run = masked_tile(tile, sides)
+    for sq, sk, left, right, chunk in (
+        (300, 500, 20, 30, 70), (500, 300, 0, 0, 1), (128, 64, 500, 7, 50), (129, 65, 1, 200, 16),
+        (250, 350, 400, 0, 100),
+    ):  # fmt: skip
+        band = band_of(spec.Band, sides, left, right, chunk)
         for m_block, n_block in itertools.product(range(-(-sq // tile.tile_m)), range(-(-sk // tile.tile_n))):
             first_row, first_col = m_block * tile.tile_m, n_block * tile.tile_n
             rows = torch.arange(first_row, first_row + tile.tile_m).tolist()
@@ -207,7 +212,7 @@ def test_mask_is_the_band(tile: FwdTileSm80, has_left: bool, has_right: bool) ->
             hi = torch.tensor([band.hi(i, sq, sk) for i in rows])[:, None]
             columns = torch.arange(first_col, first_col + tile.tile_n)
             expected = torch.where((lo <= columns) & (columns < hi), 1.0, -torch.inf)
-            found = run(sq, sk, left, right, first_row, first_col)
+            found = run(sq, sk, left, right, chunk, first_row, first_col)
             # Rows past the last query are never stored.
             assert torch.equal(found[: sq - first_row], expected[: sq - first_row])
 
@@ -216,7 +221,7 @@ def test_mask_is_the_band(tile: FwdTileSm80, has_left: bool, has_right: bool) ->
 def test_mask_with_pack_gqa_restarts_at_each_head() -> None:
     """The rows of a tile belong to several heads, one after the other, and the band restarts at each head."""
     tile = TILES[0]
-    run, band = masked_tile(tile, True, True, wraps=True), Band(20, 9)
+    run, band = masked_tile(tile, "lrc", wraps=True), spec.Band(20, 9, 13)
     for sq, sk, group in ((1, 90, 200), (50, 90, 5), (100, 33, 3)):
         for m_block, n_block in itertools.product(range(-(-group * sq // tile.tile_m)), range(-(-sk // 32))):
             first_row, first_col = m_block * tile.tile_m, n_block * tile.tile_n
@@ -225,7 +230,7 @@ def test_mask_with_pack_gqa_restarts_at_each_head() -> None:
             hi = torch.tensor([band.hi(i, sq, sk) for i in positions])[:, None]
             columns = torch.arange(first_col, first_col + tile.tile_n)
             expected = torch.where((lo <= columns) & (columns < hi), 1.0, -torch.inf)
-            found = run(sq, sk, 20, 9, first_row, first_col)
+            found = run(sq, sk, 20, 9, 13, first_row, first_col)
             assert torch.equal(found[: len(positions)], expected)
 
 

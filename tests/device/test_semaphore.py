@@ -33,7 +33,7 @@ def compiled_order(band: Band, tile_m: int, tile_n: int) -> Ask:
     def program(out, n_block, m_block, sq, sk, i):  # type: ignore[no-untyped-def]
         semaphore = DQSemaphore(out, band, sq, sk, tile_m, tile_n)
         rank = semaphore.rank(n_block, m_block)
-        blocks = Band(band.right, band.left).blocks(n_block, tile_n, tile_m, sk, sq)
+        blocks = band.of_keys.blocks(n_block, tile_n, tile_m, sk, sq)
         block_iter = BlockIterator.of(blocks, ascends=True)
         out[0], out[1], out[2] = rank, block_iter.num, block_iter.block(i)
 
@@ -47,6 +47,10 @@ def compiled_order(band: Band, tile_m: int, tile_n: int) -> Ask:
     return ask
 
 
+BANDS = [
+    *(Band(), Band(None, FAR), Band(None, 0), Band(100, 30), Band(5, None)),
+    *(Band(FAR, FAR, 200), Band(FAR, 0, 130), Band(40, 100, 50)),
+]
 # All (tile_m, tile_n) of the kernels.
 TILES = sorted(
     {
@@ -59,7 +63,7 @@ TILES = sorted(
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(("tile_m", "tile_n"), TILES)
-@pytest.mark.parametrize("band", [Band(), Band(None, FAR), Band(None, 0), Band(100, 30), Band(5, None)], ids=str)
+@pytest.mark.parametrize("band", BANDS, ids=str)
 def test_every_tile_adds_once_and_none_waits_forever(band: Band, tile_m: int, tile_n: int) -> None:
     ask = compiled_order(band, tile_m, tile_n)
     for sq, sk in itertools.product((1, 100, 512, 700), (1, 130, 512, 900)):

@@ -229,6 +229,8 @@ def _check_values(key: CompileKey, a: dict[str, Any]) -> None:
     if "scale" in a:
         assert 0 < a["scale"] < math.inf
         assert all(0 <= (a[f"window_{side}"] or 0) <= MAX_SEQLEN for side in ("left", "right"))
+    if a.get("attention_chunk") is not None:
+        assert 0 < a["attention_chunk"] <= MAX_SEQLEN
     if "heads_per_l2_group" in a:
         name = ("q" if key.kernel.startswith("fwd") else "k") + "_pieces" * static.is_fp32
         heads = a[name].shape[1]

@@ -49,14 +49,22 @@ def _dropout_origin(a: Arguments) -> tuple[int, ...]:
     return a["dropout_first_query"] * 4, a["dropout_first_key"] * 4, a["dropout_first_head"], a["dropout_heads"]
 
 
+def band_of(key: CompileKey, a: Arguments) -> Band:
+    """The mask of a launch; operands that the kernel does not read have no effect."""
+    bounded = {"window_left": "has_left", "window_right": "has_right", "attention_chunk": "has_chunk"}
+    return Band(*(a[name] if getattr(key.static, flag) else None for name, flag in bounded.items()))
+
+
 def args_of(key: CompileKey, a: Arguments, block_mask: BlockMask | None = None) -> AttentionArgs:
     """The call that the arguments of a main kernel describe."""
     static, dropout_scale = key.static, a["dropout_scale"]
     mods = static.mods
+    band = band_of(key, a)
     args = AttentionArgs(
         scale=a["scale"],
-        window_left=a["window_left"] if static.has_left else None,
-        window_right=a["window_right"] if static.has_right else None,
+        window_left=band.left,
+        window_right=band.right,
+        attention_chunk=band.chunk,
         softcap=a["softcap"] or 0.0,
         alibi=a["alibi_slopes"],
         sinks=a["sinks"],
@@ -157,9 +165,10 @@ def _scheduler_bwd(key: CompileKey, a: Arguments) -> None:
 def _write_tile_list(a: Arguments, of_keys: bool, numbers_rest: bool = False) -> None:
     offsets, totals = (a["cu_seqlens_q"], a["cu_seqlens_k"], a["seqused_k"]), (a["total_q"], a["total_k"])
     infos = varlen_model.sequences(*offsets, totals, of_keys, numbers_rest)
-    left, right, tile = a["scheduler_left"], a["scheduler_right"], (a["tile_m"], a["tile_n"])
-    band = Band(right, left) if of_keys else Band(left, right)
-    tiles = varlen_model.tiles(infos, band, tile[::-1] if of_keys else tile, of_keys, a["tile_order"])
+    band, tile = Band(a["scheduler_left"], a["scheduler_right"], a["attention_chunk"]), (a["tile_m"], a["tile_n"])
+    if of_keys:
+        band, tile = band.of_keys, tile[::-1]
+    tiles = varlen_model.tiles(infos, band, tile, of_keys, a["tile_order"])
     varlen_model.write(a["kv_tile_list" if of_keys else "q_tile_list"], list(tiles))
 
 
@@ -387,7 +396,7 @@ def _sum_dbias(key: CompileKey, a: Arguments) -> None:
 
 def _visited(key: CompileKey, a: Arguments, sq: int, sk: int) -> Tensor:
     """(Sq, Sk): whether a score is in a block that the K/V tiles of the backward visit."""
-    band = Band(a["window_right"] if key.static.has_right else None, a["window_left"] if key.static.has_left else None)
+    band = band_of(key, a).of_keys
     tile_m, tile_n = key.tile.tile_m, key.tile.tile_n
     visited = torch.zeros(sq, sk, dtype=torch.bool)
     for n_block in range(-(-sk // tile_n)):

@@ -16,6 +16,7 @@ def plain(
     v: Tensor,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
+    chunk: int = 0,
     softcap: float = 0.0,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -37,6 +38,8 @@ def plain(
     right = 0 if causal else right
     visible = (column >= leftpad) & (column >= row - left if left >= 0 else True)
     visible = visible & (column <= row + right if right >= 0 else True)
+    if chunk:
+        visible = visible & ((row - leftpad) // chunk == (column - leftpad) // chunk)
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, q.shape[0], 1)], -1)

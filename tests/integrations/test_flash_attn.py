@@ -25,6 +25,8 @@ FEATURES = [
     ({"window_size": (4, -1)}, {"window": (4, -1)}),
     ({"window_size": (3, 2), "alibi_slopes": SLOPES}, {"window": (3, 2), "slopes": SLOPES}),
     ({"s_aux": SLOPES, "deterministic": True}, {"sinks": SLOPES}),
+    ({"attention_chunk": 6, "causal": True}, {"chunk": 6, "causal": True}),
+    ({"attention_chunk": 5, "window_size": (-1, 2)}, {"chunk": 5, "window": (-1, 2)}),
 ]
 
 
@@ -223,7 +225,7 @@ def test_keywords_that_do_not_change_the_result(keywords: dict) -> None:
 
 REFUSED = {
     "qv": torch.ones(1), "q_descale": torch.ones(1), "k_descale": torch.ones(1), "v_descale": torch.ones(1),
-    "attention_chunk": 64, "pack_gqa": 7, "sm_margin": 8, "ver": 7, "rotary_seqlens": torch.ones(1),
+    "pack_gqa": 7, "sm_margin": 8, "ver": 7, "rotary_seqlens": torch.ones(1),
 }  # fmt: skip
 
 

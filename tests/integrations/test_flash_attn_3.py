@@ -70,8 +70,9 @@ def qkv() -> list[Tensor]:
 def test_dense(name: str) -> None:
     inputs = [x.requires_grad_() for x in qkv()]
     sinks = torch.tensor([0.3, -1.0, 2.0, 0.0])
-    out, lse = fa3.flash_attn_func(*inputs, 0.3, True, window_size=(6, 0), s_aux=sinks, **{name: True})
-    expected, expected_lse = plain_batch(*inputs, causal=True, window=(6, 0), scale=0.3, sinks=sinks)
+    options = {"window_size": (6, 0), "attention_chunk": 9, "s_aux": sinks, name: True}
+    out, lse = fa3.flash_attn_func(*inputs, 0.3, True, **options)
+    expected, expected_lse = plain_batch(*inputs, causal=True, window=(6, 0), chunk=9, scale=0.3, sinks=sinks)
     torch.testing.assert_close(out.double(), expected, rtol=2e-4, atol=2e-5)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-4, atol=2e-5)
     grad = torch.randn_like(out)
@@ -100,9 +101,10 @@ def test_varlen() -> None:
     q, k, v = (x.flatten(0, 1) for x in qkv())
     cu_q, cu_k = torch.tensor([0, 13, 26], dtype=torch.int32), torch.tensor([0, 17, 34], dtype=torch.int32)
     used = torch.tensor([17, 5], dtype=torch.int32)
-    found = fa3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 13, 17, None, used, causal=True, return_attn_probs=True)
+    options = {"causal": True, "attention_chunk": 6}
+    found = fa3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 13, 17, None, used, **options, return_attn_probs=True)
     expected = fa2.flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, 13, 17, causal=True, seqused_k=used, return_softmax_lse=True
+        q, k, v, cu_q, cu_k, 13, 17, **options, seqused_k=used, return_softmax_lse=True
     )
     assert len(found) == 2
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -187,10 +189,10 @@ def test_kvcache() -> None:
     new = torch.randn(2, 2, 3, 2, 20)
     a, b = (k.clone(), v.clone()), (k.clone(), v.clone())
     found = fa3.flash_attn_with_kvcache(
-        q[:, :3], *a, *new, cache_seqlens=lengths, causal=True, return_softmax_lse=True, ver=3
+        q[:, :3], *a, *new, cache_seqlens=lengths, causal=True, attention_chunk=10, return_softmax_lse=True, ver=3
     )
     expected = fa2.flash_attn_with_kvcache(
-        q[:, :3], *b, *new, cache_seqlens=lengths, causal=True, return_softmax_lse=True
+        q[:, :3], *b, *new, cache_seqlens=lengths, causal=True, attention_chunk=10, return_softmax_lse=True
     )
     torch.testing.assert_close((found, a), (expected, b), rtol=0, atol=0)
     with pytest.raises(UnsupportedError, match=r"^qv="):

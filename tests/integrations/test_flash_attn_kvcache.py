@@ -289,7 +289,7 @@ def test_one_length_for_all_sequences() -> None:
         ),
         ({"rotary_seqlens": LENGTHS.clone()}, "^rotary_seqlens without k or without rotary_cos"),
         ({"k": torch.ones(3, 1, 2, 24), "v": torch.ones(3, 1, 2, 24), "rotary_cos": torch.ones(40, 8)}, "_cos alone"),
-        ({"attention_chunk": 16}, "^attention_chunk=16"),
+        ({"attention_chunk": -16}, "^attention_chunk=-16"),
         ({"sm_margin": 4}, "^sm_margin=4"),
         ({"pack_gqa": "yes"}, "^pack_gqa='yes'"),
         ({"q_descale": torch.ones(1)}, "^q_descale="),

@@ -106,15 +106,15 @@ def test_refusals_of_merge() -> None:
 # Probabilities
 
 
-@pytest.mark.parametrize("window", [(None, None), (None, 0), (2, 1)])
+@pytest.mark.parametrize(("window", "chunk"), [((None, None), None), ((None, 0), 4), ((2, 1), 0), ((None, None), 3)])
 @pytest.mark.parametrize("lengths", [(7, 11), (11, 7), (5, 0)])
 @pytest.mark.parametrize("features", [{}, {"softcap": 0.8}, {"alibi": 1}, {"alibi": 2}, {"sinks": True}])
 def test_weights_times_values_are_attention(
-    window: Any, lengths: tuple[int, int], features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    window: Any, chunk: int | None, lengths: tuple[int, int], features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merge_module, "MAX_SCORES", 200)
     q, k, v = qkv(*lengths)
-    options: dict[str, Any] = {"window": window, "scale": 0.4, **features}
+    options: dict[str, Any] = {"window": window, "attention_chunk": chunk, "scale": 0.4, **features}
     if "alibi" in features:
         options["alibi"] = normal(4, seed=8) if features["alibi"] == 1 else normal(2, 4, seed=8)
     sinks = normal(4, seed=9) if "sinks" in features else None

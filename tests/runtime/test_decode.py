@@ -83,6 +83,10 @@ def test_values_of_scalars(sm_90: FakeGpu) -> None:
     assert (launched["softcap"], launched["scale"]) == (2.5, 0.25)
     run(call, window=(1 << 40, 0))
     assert sm_90.launches[-1]["window_left"] == MAX_WINDOW
+    # A kernel with a chunk reads both bounds.
+    run(call, attention_chunk=16, window=(None, 3))
+    launched = sm_90.launches[-1]
+    assert (launched["window_left"], launched["window_right"], launched["attention_chunk"]) == (MAX_WINDOW, 3, 16)
     # A negative scale is passed as a positive scale of -q.
     run(call, scale=-0.5)
     assert sm_90.launches[-1]["scale"] == 0.5

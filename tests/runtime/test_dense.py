@@ -57,12 +57,20 @@ def main_keys(gpu: FakeGpu) -> list[CompileKey]:
 
 
 @pytest.mark.parametrize(
-    ("window", "scale"),
-    [*((window, 0.3) for window in WINDOWS), ((1 << 40, 1 << 62), -0.3), ((MAX_SEQLEN, MAX_SEQLEN + 1), -0.3)],
+    ("window", "chunk", "scale"),
+    [
+        *((window, None, 0.3) for window in WINDOWS),
+        ((1 << 40, 1 << 62), None, -0.3),
+        ((MAX_SEQLEN, MAX_SEQLEN + 1), None, -0.3),
+        *((window, 5, 0.3) for window in WINDOWS),
+        ((None, 0), 1 << 62, -0.3),
+    ],
     ids=str,
 )
-def test_kernels_and_arguments_are_those_of_the_plan(gpu: FakeGpu, window: Window, scale: float) -> None:
-    args = plain(scale, *window)
+def test_kernels_and_arguments_are_those_of_the_plan(
+    gpu: FakeGpu, window: Window, chunk: int | None, scale: float
+) -> None:
+    args = plain(scale, *window, attention_chunk=chunk)
     # wide(sk=4) has rows without keys.
     for tensors, dlse in ((inputs(), None), (inputs(), DLSE), (wide(), None), (wide(sk=4), DLSE), (large(), None)):
         problem = describe(*tensors, args, "cuda")
@@ -76,9 +84,13 @@ def test_kernels_and_arguments_are_those_of_the_plan(gpu: FakeGpu, window: Windo
                 run_backward(tensors, args, dlse=dlse)
             assert [launch.key for launch in gpu.launches] == list(plan.launches)
             bounds = gpu.main["window_left"], gpu.main["window_right"]
-            assert bounds == tuple(min(x or 0, MAX_SEQLEN) for x in window), "windows fit 32 bits"
+            absent = 0 if chunk is None else MAX_SEQLEN
+            assert bounds == tuple(absent if x is None else min(x, MAX_SEQLEN) for x in window), "windows fit 32 bits"
+            assert gpu.main["attention_chunk"] == (None if chunk is None else min(chunk, MAX_SEQLEN))
             static = gpu.main.key.static
-            assert (static.has_left, static.has_right) == tuple(x is not None for x in window)
+            # A kernel with a chunk has both bounds.
+            sides = tuple(x is not None or chunk is not None for x in window)
+            assert (static.has_left, static.has_right, static.has_chunk) == (*sides, chunk is not None)
             for name in {"num_ctas", "seqlen_q", "heads_per_l2_group"} & set(plan.sizes):
                 assert gpu.main.arguments.get(name, plan.sizes[name]) == plan.sizes[name]
 
@@ -425,10 +437,12 @@ ONE_OF_EACH = {name: FEATURES[name] for name in ("softcap", "slopes by head", "s
 ALL = {name: x for fields in ONE_OF_EACH.values() for name, x in fields.items()}
 
 
-@pytest.mark.parametrize("window", [(None, None), (None, 0), (3, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("window", "chunk"), [((None, None), None), ((None, 0), None), ((3, 1), None), ((None, None), 3)], ids=str
+)
 @pytest.mark.parametrize("name", FEATURES)
-def test_features(gpu: FakeGpu, name: str, window: Window) -> None:
-    fields = FEATURES[name]
+def test_features(gpu: FakeGpu, name: str, window: Window, chunk: int | None) -> None:
+    fields = {**FEATURES[name], "attention_chunk": chunk}
     # With sk=4, some queries see no key.
     for tensors, scale, dlse in ((inputs(), 0.3, None), (inputs(sk=4), -0.3, DLSE), (inputs(), 0.0, DLSE)):
         args = plain(scale, *window, **fields)
@@ -580,8 +594,9 @@ def test_rows_without_keys(gpu: FakeGpu) -> None:
     assert not out[:, :, :4].any() and torch.equal(lse[0, :, :4], SINKS[:, None].expand(-1, 4))
 
 
-def test_rows_without_keys_give_their_sink_the_gradient_of_the_lse(gpu: FakeGpu) -> None:
-    tensors, args = inputs(sk=4), plain(right=0, sinks=torch.tensor([0.3, 1.0, 4.0, -2.0]))
+@pytest.mark.parametrize("mask", [{"right": 0}, {"attention_chunk": 3}, {"right": 2, "attention_chunk": 100}], ids=str)
+def test_rows_without_keys_give_their_sink_the_gradient_of_the_lse(gpu: FakeGpu, mask: dict[str, int]) -> None:
+    tensors, args = inputs(sk=4), plain(**mask, sinks=torch.tensor([0.3, 1.0, 4.0, -2.0]))
     out, lse, _ = cpu.forward(*tensors, args)
     dout = normal(*out.shape, seed=5)
     expected = launcher.backward(dout, DLSE, *tensors, out, lse, args)[3][1]

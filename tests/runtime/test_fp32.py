@@ -18,6 +18,7 @@ FEATURES = {
     "plain": {},
     "causal": {"window_right": 0},
     "window": {"window_left": 5, "window_right": 3},
+    "chunk": {"window_right": 0, "attention_chunk": 12},
     "softcap": {"softcap": 3.0},
     "alibi": {"alibi": torch.linspace(0.1, 1, 4)},
     "sinks": {"sinks": torch.linspace(-1, 1, 4)},

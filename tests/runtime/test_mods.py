@@ -293,6 +293,7 @@ def test_tma_moves_a_bias_and_its_gradient(sm_90: FakeGpu) -> None:
     for sizes, bounds, omits in (
         ((1, 4), {"right": 0}, True),
         ((2, 1), {"left": 3, "right": 2}, True),
+        ((1, 4), {"attention_chunk": 100}, True),
         ((1, 4), {}, False),
         ((2, 4), {"right": 0}, False),
     ):

@@ -51,8 +51,9 @@ def douts(lengths: Lengths, has_dlse: bool, width_v: int = D) -> dict[str, Tenso
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_batches(gpu: FakeGpu, seed: int) -> None:
-    lengths, window = Lengths.drawn(seed), WINDOWS[seed % 4]
-    inputs, args = tensors(lengths), varlen(lengths, window, -0.3 if seed % 3 == 0 else 0.3)
+    lengths, window, chunk = Lengths.drawn(seed), WINDOWS[seed % 4], (None, None, 50)[seed % 3]
+    args = varlen(lengths, window, -0.3 if seed % 3 == 0 else 0.3, attention_chunk=chunk)
+    inputs = tensors(lengths)
     run_forward(inputs, args)
     if 0 not in lengths.totals:
         scheduler, main = gpu.launches[-2:]
@@ -61,10 +62,12 @@ def test_random_batches(gpu: FakeGpu, seed: int) -> None:
         assert scheduler.key.static.overlaps_next == (gpu.name == "sm_90")
         expected = tuple(MAX_SEQLEN if side is None else side for side in window)
         assert (scheduler["scheduler_left"], scheduler["scheduler_right"]) == expected
-        assert (main["window_left"], main["window_right"]) == tuple(side or 0 for side in window)
+        absent = 0 if chunk is None else MAX_SEQLEN
+        assert (main["window_left"], main["window_right"]) == tuple(absent if x is None else x for x in window)
+        assert scheduler["attention_chunk"] == main["attention_chunk"] == chunk
         assert (scheduler["tile_m"], scheduler["tile_n"]) == (main.key.tile.tile_m, main.key.tile.tile_n)
         assert (scheduler["total_q"], scheduler["total_k"]) == lengths.totals
-        assert scheduler["tile_order"] == (ASCENDING if window == (None, None) else BY_LENGTH)
+        assert scheduler["tile_order"] == (ASCENDING if (window, chunk) == ((None, None), None) else BY_LENGTH)
         assert is_shared(scheduler["q_tile_list"], main["q_tile_list"])
         static = main.key.static
         assert static.varlen and not static.seqused_k and not static.pack_gqa
@@ -248,16 +251,18 @@ def test_values_of_features_compile_nothing(gpu: FakeGpu) -> None:
     assert len(set(gpu.keys)) == 6
 
 
-def test_rows_without_keys_give_their_sink_the_gradient_of_the_lse(gpu: FakeGpu) -> None:
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_rows_without_keys_give_their_sink_the_gradient_of_the_lse(gpu: FakeGpu, chunk: int | None) -> None:
     """For any gradient of their output."""
     lengths = Lengths([9, 4, 5, 3], [4, 0, 6, 3], [3, 0, 6, 0], (2, 0))
     inputs, dlse = tensors(lengths), normal(4, 23, dtype=torch.float32)
-    args = varlen(lengths, (None, 1), sinks=SINKS)
+    args = varlen(lengths, (None, 1), sinks=SINKS, attention_chunk=chunk)
     out, lse, _ = cpu.forward(*inputs, args)
     dout = normal(*out.shape, seed=5)
     expected = cpu.backward(dout, dlse, *inputs, out, lse, args)[3][1]
-    # Rows without keys: five of the first sequence, all of the second and the last, and the padding.
-    for blind in (slice(0, 5), slice(9, 13), slice(18, 23)):
+    # Rows without keys: five of the first sequence (or the six before key 0), all of the second and the last, and the
+    # padding.
+    for blind in (slice(0, 5 if chunk is None else 6), slice(9, 13), slice(18, 23)):
         dout[blind] = torch.nan
     found = launcher.backward(dout, dlse, *inputs, out, lse, args)[3][1]
     torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)

@@ -104,8 +104,8 @@ def test_arguments_with_features_and_mods_are_those_of_replace() -> None:
 
 # A value of each field that differs from the default; a plan depends on all of them.
 KEYED = {
-    "window_left": 3, "window_right": 0, "softcap": 2.0, "alibi": torch.ones(2), "sinks": torch.ones(2),
-    "dropout": 0.5, "rng": torch.zeros(2, dtype=torch.int64), "return_max_logit": True,
+    "window_left": 3, "window_right": 0, "attention_chunk": 5, "softcap": 2.0, "alibi": torch.ones(2),
+    "sinks": torch.ones(2), "dropout": 0.5, "rng": torch.zeros(2, dtype=torch.int64), "return_max_logit": True,
     "bias": torch.ones(1, 1, 1, 1), "mod_graphs": "text", "captures": (torch.ones(3),), "needs_grad": (True,),
     "block_mask": (torch.ones(1),), "block_mask_sizes": (128,), "cu_seqlens_q": torch.zeros(2, dtype=torch.int32),
     "cu_seqlens_k": torch.zeros(2, dtype=torch.int32), "seqused_k": torch.zeros(1, dtype=torch.int32),

@@ -170,6 +170,10 @@ EXPLAINED: dict[str, tuple[Problem, arch.ArchSpec]] = {
     ),
     "2,16,4096,128 --causal --gpu H200": (Problem(2, 16, 16, 4096, 4096, 128, "bfloat16", CAUSAL), arch.H200),
     "3,1,1024,64 --causal --gpu sm_90 --dtype fp16": (Problem(3, 1, 1, 1024, 1024, 64, "float16", CAUSAL), arch.SM_90),
+    "2,16,4096,128 --causal --attention-chunk 3000 --gpu H200": (
+        Problem(2, 16, 16, 4096, 4096, 128, "bfloat16", Band(None, 0, 3000)),
+        arch.H200,
+    ),
     "2,16,4096,128 --dtype fp32 --gpu A100": (Problem(2, 16, 16, 4096, 4096, 128, "float32"), arch.SM_80),
     "2,16,4096,128 --dtype fp32 --gpu H200": (Problem(2, 16, 16, 4096, 4096, 128, "float32"), arch.H200),
     "2,16,4096,192 --value-dim 128 --gpu A100": (Problem(2, 16, 16, 4096, 4096, 192, head_dim_v=128), arch.SM_80),
@@ -185,7 +189,7 @@ def test_explain_gives_the_numbers_of_plan_and_roofline(argv: str, capsys: pytes
     tile, bound, occupancy = plan.tile, roofline.roofline(problem, gpu), roofline.Occupancy(plan)
     found, shown = explained(argv, capsys)
     expected = {
-        "problem.band": {"left": problem.band.left, "right": problem.band.right},
+        "problem.band": {"left": problem.band.left, "right": problem.band.right, "chunk": problem.band.chunk},
         "arch": gpu.name,
         "kernel": plan.main.kernel,
         "target": plan.main.target,

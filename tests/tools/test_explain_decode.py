@@ -88,6 +88,9 @@ def test_bytes_and_time(capsys: pytest.CaptureFixture) -> None:
     assert main([*ARGV, "--json", "--window", "1023", "none"]) == 0
     (window,) = json.loads(capsys.readouterr().out)
     assert window["kv_bytes"] == kv_bytes // 8
+    assert main([*ARGV, "--json", "--attention-chunk", "7168"]) == 0
+    (chunk,) = json.loads(capsys.readouterr().out)
+    assert chunk["kv_bytes"] == kv_bytes // 8
     # Many tokens: tiles of rows share the keys, and the tensor cores decide.
     assert main("explain 1,32,2048,128 --cache-len 8192 --gpu H200 --json".split()) == 0
     (chunk,) = json.loads(capsys.readouterr().out)

@@ -22,10 +22,15 @@ LARGE = Problem(2, 16, 4, 4096, 4096, 128, "bfloat16")
 
 def test_visible_pairs_are_exact() -> None:
     sides = (None, 0, 1, 3, 20)
-    for sq, sk, left, right in itertools.product(range(9), range(9), sides, sides):
-        distances = [j - (i + sk - sq) for i in range(sq) for j in range(sk)]
-        expected = sum((left is None or -x <= left) and (right is None or x <= right) for x in distances)
-        problem = Problem(1, 1, 1, sq, sk, 8, band=Band(left, right))
+    for sq, sk, left, right, chunk in itertools.product(range(9), range(9), sides, sides, (None, 1, 4, 20)):
+        pairs = [(i + sk - sq, j) for i in range(sq) for j in range(sk)]
+        expected = sum(
+            (left is None or j >= own - left)
+            and (right is None or j <= own + right)
+            and (chunk is None or own // chunk == j // chunk)
+            for own, j in pairs
+        )
+        problem = Problem(1, 1, 1, sq, sk, 8, band=Band(left, right, chunk))
         assert roofline.visible_pairs(problem) == expected, problem
 
 

@@ -22,6 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
+from cute_flash.device.scores.band import modulo
 from cute_flash.planning.decode import MAX_COUNT, UNIT_KEYS
 
 LANES = 32
@@ -102,6 +103,7 @@ class KvSplits:
     new_tokens: Int32 | None  # keys appended to each sequence; None: no keys, or with cu_seqlens_q one per query
     appends: cutlass.Constexpr
     window_left: Int32 | None
+    chunk: Int32 | None
     capacity: Int32  # keys that fit into the cache of a sequence
     group: cute.FastDivmodDivisorV2  # query heads of a K/V head
     heads_at_once: Int32  # K/V heads whose CTAs have the same intervals
@@ -144,9 +146,20 @@ class KvSplits:
         first_key = Int32(0)
         if cutlass.const_expr(self.window_left is not None):
             first_key = cutlass.max(key_len - tokens - self.window_left, 0)
+        if cutlass.const_expr(self.chunk is not None):
+            first_key = cutlass.max(first_key, self.chunk_begin(batch, key_len - tokens))
         if cutlass.const_expr(self.leftpad is not None):
-            first_key = cutlass.max(first_key, cutlass.min(self.leftpad[batch], self.capacity))
+            first_key = cutlass.max(first_key, self.padding(batch))
         return Lengths(key_len, tokens, first_key)
+
+    def padding(self, batch: Int32) -> Int32:
+        """The number of rows to skip at the start of a sequence."""
+        return cutlass.min(self.leftpad[batch], self.capacity)
+
+    def chunk_begin(self, batch: Int32, position: Int32) -> Int32:
+        """The first row of the chunk of a position. Chunks begin after the padding. It may be negative."""
+        first = 0 if self.leftpad is None else self.padding(batch)
+        return position - modulo(position - first, self.chunk)
 
     def first_unit(self, sequence: Lengths) -> Int32:
         """The first unit of `UNIT_KEYS` keys to visit. New keys are always visited, because the visit appends them."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 
 from cute_flash.device.ptx import instruction
 from cute_flash.device.scheduling.seqlen import HeadBlock, SeqlenInfo
-from cute_flash.device.scores.band import Band
+from cute_flash.device.scores.band import Band, minimum
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,21 @@ class DQSemaphore:
     def rank(self, n_block: Int32, m_block: Int32, seqlen: SeqlenInfo | None = None) -> Int32:
         """The number of K/V tiles that add to the m_block before this tile. `seqlen`: of a varlen batch."""
         lengths = (self.seqlen_q, self.seqlen_k) if seqlen is None else (seqlen.q_len, seqlen.k_len)
+        if self.band.chunk is not None:
+            return self.last_block_in_chunk(m_block, *lengths) - n_block
         blocks = self.band.blocks(m_block, self.tile_m, self.tile_n, *lengths)
         return blocks.end - 1 - n_block
+
+    def last_block_in_chunk(self, m_block: Int32, seqlen_q: Int32, seqlen_k: Int32) -> Int32:
+        """The last K/V block that the m_block visits, in fewer registers than `Band.blocks`; adder warps have few.
+
+        The m_block visits at least one block, so the position of its last row is not negative.
+        """
+        chunk = self.band.chunk
+        position = minimum((m_block + 1) * self.tile_m - 1 + seqlen_k - seqlen_q, seqlen_k - 1)
+        last_key = minimum(position + self.band.right, seqlen_k - 1)
+        last_of_chunk = Int32(Uint32(position) // Uint32(chunk)) * chunk + chunk - 1
+        return minimum(last_key, last_of_chunk) // self.tile_n
 
     def _address(self, m_block: HeadBlock, half: Int32 | None) -> Int64:
         address = cute.domain_offset(tuple(m_block), self.mSemaphore).iterator.toint()

@@ -20,7 +20,7 @@ class Mask:
     """Applies the band to the blocks of one tile of rows.
 
     In the backward, except in the kernel for wide heads, rows are keys and columns are queries. `seqlen_q` is then the
-    number of keys, `seqlen_k` the number of queries, and the bounds of the band are swapped.
+    number of keys, `seqlen_k` the number of queries, and the band is `Band.of_keys`.
     """
 
     band: Band
@@ -37,16 +37,18 @@ class Mask:
         # Count keys from this thread's first column, so that its columns are compile-time offsets. The formulas of the
         # band still hold, because the band is aligned to the last key.
         keys = self.seqlen_k - first_col - coords[0, 0][1]
+        # Chunks count from the first column of all.
+        first = 0 if self.band.chunk is None else self.seqlen_k - keys
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             row = self.first_row + coords[r, 0][0]
             if cutlass.const_expr(self.wraps):
                 row = row % self.seqlen_q
-            hi = self.band.hi(row, self.seqlen_q, keys)
-            lo = self.band.lo(row, self.seqlen_q, keys)
+            hi = self.band.hi(row, self.seqlen_q, keys, first)
+            lo = self.band.lo(row, self.seqlen_q, keys, first)
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
                 offset = column_offset(c)
                 is_masked = offset >= hi
-                if cutlass.const_expr(self.band.left is not None):
+                if cutlass.const_expr(self.band.has_left):
                     is_masked = is_masked or offset < lo
                 acc_S_mn[r, c] = masked_value if is_masked else acc_S_mn[r, c]
 

@@ -64,14 +64,19 @@ class Kernel:
         return SimpleNamespace(**(pieces | operands))
 
     def band(self, args: SimpleNamespace) -> Band:
-        """The band of keys that a query sees, from the window operands."""
-        left, right = self.static.has_left, self.static.has_right
-        return Band(args.window_left if left else None, args.window_right if right else None)
+        """The band of keys that a query sees, from the operands of the window and the chunk."""
+        static = self.static
+        return Band(
+            args.window_left if static.has_left else None,
+            args.window_right if static.has_right else None,
+            args.attention_chunk if static.has_chunk else None,
+        )
 
     @property
     def mask_name(self) -> str:
-        """The mask in a symbol: "l", "r" or "lr" for the bounded sides, or "full"."""
-        return ("l" if self.static.has_left else "") + ("r" if self.static.has_right else "") or "full"
+        """The mask in a symbol: "l", "r" or "lr" for the bounded sides, "lrc" with a chunk, or "full"."""
+        sides = {"l": self.static.has_left, "r": self.static.has_right, "c": self.static.has_chunk}
+        return "".join(side for side, is_bounded in sides.items() if is_bounded) or "full"
 
     @property
     def size_name(self) -> str:

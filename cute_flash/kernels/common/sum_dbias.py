@@ -31,7 +31,7 @@ class Params:
     sums: cute.Tensor  # (B or 1, H or 1, Sq, Sk)
     num_terms: Int32  # of one sum
     term_stride: Int64  # distance in `terms` between two terms of one sum
-    band: Band  # rows are keys, columns are queries: left and right are swapped
+    band: Band  # `Band.of_keys`
 
 
 class SumDbias(Kernel):
@@ -48,14 +48,13 @@ class SumDbias(Kernel):
         args = self.read_operands(operands)
         (batch, heads, seqlen_q, seqlen_k), (sum_batch, sum_heads, _, _) = args.dbias_terms.shape, args.dbias_sum.shape
         by_batch, by_head, _, _ = args.dbias_terms.stride
-        band = self.band(args)
         params = Params(
             terms=args.dbias_terms,
             sums=args.dbias_sum,
             num_terms=(batch * heads) // (sum_batch * sum_heads),
             # The heads of a batch entry are contiguous, so this is right if batch and heads share the element too.
             term_stride=cutlass.select_(sum_heads < heads, Int64(by_head), Int64(by_batch)),
-            band=Band(band.right, band.left),
+            band=self.band(args).of_keys,
         )
         num_blocks = cute.ceil_div(seqlen_q, self.tile.tile_m) * cute.ceil_div(seqlen_k, self.tile.tile_n)
         symbol = f"cute_flash_bwd_sum_dbias_{self.static.dtype}_{self.mask_name}_{self.size_name}"

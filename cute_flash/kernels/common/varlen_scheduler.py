@@ -116,7 +116,7 @@ class TileListBuilder:
     rest_has_index: cutlass.Constexpr
     tile_rows: Int32  # tile_m, or tile_n for K/V tiles
     tile_columns: Int32
-    band: Band  # for K/V tiles, left and right are swapped
+    band: Band  # for K/V tiles, `Band.of_keys`
     tile_order: Int32  # ASCENDING, DESCENDING or BY_LENGTH
 
     @property
@@ -294,14 +294,18 @@ class VarlenScheduler(Kernel):
         args = SimpleNamespace(**operands)
         of_backward = "kv_tile_list" in operands
         batch = VarlenBatch(args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, args.total_q, args.total_k)
-        left, right, (m, n) = args.scheduler_left, args.scheduler_right, (args.tile_m, args.tile_n)
-        queries = TileListBuilder(args.q_tile_list, batch, False, of_backward, m, n, Band(left, right), args.tile_order)
+        band, (m, n) = self.band(args), (args.tile_m, args.tile_n)
+        queries = TileListBuilder(args.q_tile_list, batch, False, of_backward, m, n, band, args.tile_order)
         keys = None
         if cutlass.const_expr(of_backward):
-            keys = TileListBuilder(args.kv_tile_list, batch, True, False, n, m, Band(right, left), args.tile_order)
+            keys = TileListBuilder(args.kv_tile_list, batch, True, False, n, m, band.of_keys, args.tile_order)
         symbol = "cute_flash_varlen_scheduler_" + ("bwd" if of_backward else "fwd")
-        symbol += "_seqused_k" if self.static.seqused_k else ""
+        symbol += "_seqused_k" * self.static.seqused_k + "_chunk" * self.static.has_chunk
         self.launch(symbol, Params(keys, queries), Grid(2 if of_backward else 1), THREADS, stream)
+
+    def band(self, args: SimpleNamespace) -> Band:
+        """The band, whose absent bounds exceed all lengths, so that one kernel schedules tiles of any window."""
+        return Band(args.scheduler_left, args.scheduler_right, args.attention_chunk if self.static.has_chunk else None)
 
     @cute.kernel
     def kernel(self, p: Params):

@@ -149,6 +149,9 @@ def visible_keys(p: Params, split: Split, sequence: Lengths, first: Int32, last:
         low = cutlass.max(low, last - p.window_left)
     if cutlass.const_expr(p.window_right is not None):
         high = cutlass.min(high, first + p.window_right)
+    if cutlass.const_expr(p.splits.chunk is not None):
+        low = cutlass.max(low, p.splits.chunk_begin(split.batch, last))
+        high = cutlass.min(high, p.splits.chunk_begin(split.batch, first) + p.splits.chunk - 1)
     return KeyRange(low, high)
 
 

@@ -82,6 +82,7 @@ class Decode(Kernel):
             new_tokens=new_tokens,
             appends=static.appends,
             window_left=args.window_left,
+            chunk=args.attention_chunk,
             capacity=capacity,
             group=cute.fast_divmod_create_divisor_v2(heads // heads_kv),
             heads_at_once=args.heads_at_once,

@@ -45,7 +45,6 @@ from cute_flash.device.ptx import rederived, select_if
 from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
 from cute_flash.device.scheduling.semaphore import DQSemaphore
 from cute_flash.device.scheduling.seqlen import HeadBlock, SeqlenInfo
-from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.mask import Mask
 from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.kernels.common.kernel import starts_last_tiles
@@ -87,7 +86,7 @@ class BwdSm80(TileKernel):
         if cutlass.const_expr(static.deterministic):
             # Replace a missing right bound by one that masks nothing: without a right bound, the kernel would need one
             # more register than a thread has.
-            band = Band(band.left, Int32(FAR) if band.right is None else band.right)
+            band = band if band.has_right else replace(band, right=Int32(FAR))
             lengths = args.q.shape[2], args.k.shape[2]
             semaphore = DQSemaphore(args.dq_progress, band, *lengths, tile.tile_m, tile.tile_n, by_tma=False)
         row_elements = self.k_tile.copy_cols
@@ -103,7 +102,7 @@ class BwdSm80(TileKernel):
             mdV=args.dv,
             scale=args.scale,
             scale_log2=args.scale * LOG2_E,
-            band=Band(band.right, band.left),
+            band=band.of_keys,
             dq_semaphore=semaphore,
             tiles=tiles,
             copy_in=async_row_copy(tile.num_threads, row_elements, self.dtype),

@@ -40,7 +40,7 @@ class Params:
     mdV: cute.Tensor
     scale: Float32
     scale_log2: Float32
-    band: Band  # rows are keys, columns are queries: left and right are swapped
+    band: Band  # `Band.of_keys`
     dq_semaphore: DQSemaphore | None  # for deterministic gradients
     tiles: StaticTileScheduler | VarlenTileList
     copy_in: cute.TiledCopy

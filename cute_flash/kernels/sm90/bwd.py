@@ -52,7 +52,6 @@ from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler
-from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.mask import Mask, column_offset
 from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.kernels.sm90 import bwd_producer as producer
@@ -128,7 +127,7 @@ class BwdSm90(Kernel):
             config,
             args,
             band,
-            band=Band(band.right, band.left),
+            band=band.of_keys,
             scheduler=PersistentTileScheduler(num_tiles, args.tile_counter, self.is_dynamic),
             mma_s=make_mma(self.dtype, tile.tile_m, False, K, K),
             mma_dkv=make_mma(self.dtype, tile.head_dim, True, K, MN),

@@ -256,7 +256,7 @@ class BwdParams:
 
 @dataclass(frozen=True)
 class Params(BwdParams):
-    """The argument of the kernel. In `band`, rows are keys and columns are queries: left and right are swapped."""
+    """The argument of the kernel. `band` is `Band.of_keys`."""
 
     loads_bias_with_q = False  # the bias has its own warp
 

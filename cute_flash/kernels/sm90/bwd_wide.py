@@ -66,7 +66,6 @@ from cute_flash.device.mma.wgmma import convert, make_mma, start_gemm
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.scheduling.seqlen import HeadBlock, SeqlenInfo
-from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.mask import Mask
 from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.kernels.sm90.bwd_producer import (
@@ -155,7 +154,7 @@ class BwdSm90Wide(Kernel):
         # A missing right bound is replaced by one that masks nothing: a kernel without a bound needs too many
         # registers, and ptxas serialises its products.
         band = self.band(args)
-        band = Band(band.left, Int32(FAR) if band.right is None else band.right)
+        band = band if band.has_right else replace(band, right=Int32(FAR))
         params = Params.of(
             config,
             args,

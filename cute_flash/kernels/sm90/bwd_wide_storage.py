@@ -14,7 +14,6 @@ from cute_flash.device.memory.tma import TmaTiles
 from cute_flash.device.scheduling.block_iterator import BlockIterator
 from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
-from cute_flash.device.scores.band import Band
 from cute_flash.device.scores.position import ScoreBlock
 from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, BwdParams, Config, KVTile, allocate_bias
 
@@ -48,9 +47,7 @@ class Params(BwdParams):
         tile_n, tile_m = self.config.tile.tile_n, self.config.tile.tile_m
         coord = self.tile_coord(cute.arch.block_idx()[0])
         n_block, head_kv, seqlen = coord.block, coord.head, self.seqlen_info(coord)
-        # The band with keys as rows and queries as columns.
-        of_keys = Band(self.band.right, self.band.left)
-        blocks = of_keys.blocks(n_block, tile_n, tile_m, seqlen.k_len, seqlen.q_len)
+        blocks = self.band.of_keys.blocks(n_block, tile_n, tile_m, seqlen.k_len, seqlen.q_len)
         block_iter = BlockIterator.of(blocks, ascends=True)
         # Keys past the end must not contribute to dQ, so all blocks of the last tile are masked.
         is_tail = (n_block + 1) * tile_n > seqlen.k_len
