@@ -120,8 +120,8 @@ UNSUPPORTED = [
     (dict(batch_invariant=True), "batch_invariant on cpu: only on cuda"),
     (dict(sinks=torch.ones(2, dtype=torch.int32)), "sinks is torch.int32: use one of float16"),
     (dict(bias=torch.ones(S, S, dtype=torch.int64)), "bias is torch.int64: use one of float16"),
-    (dict(score_mod=3), "score_mod is a int: give a function of"),
-    (dict(mask_mod="causal"), "mask_mod is a str: give a function of"),
+    (dict(score_mod=3), "score_mod is of type int: give a function of"),
+    (dict(mask_mod="causal"), "mask_mod is of type str: give a function of"),
 ]
 KEYWORDS = [(ValueError, *call) for call in WRONG] + [(UnsupportedError, *call) for call in UNSUPPORTED]
 
