@@ -222,7 +222,7 @@ def flash_attn_with_kvcache(
         "k_new": None if k is None else args.padded(k), "v_new": None if v is None else args.padded(v),
         "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved,
     }  # fmt: skip
-    is_banded = keywords["causal"] or keywords["window"] != (None, None) or keywords["attention_chunk"]
+    is_banded = keywords["causal"] or keywords["window"] != (None, None) or bool(keywords["attention_chunk"])
     # `attn_decode` rotates a query by its position in the mask, flash-attn by `starts` plus the query's index.
     has_other_positions = rotary is not None and k is not None and (
         starts is not cache_seqlens or (is_banded and cu_seqlens_q is None and q.shape[1] != k.shape[1])
