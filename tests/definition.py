@@ -54,6 +54,8 @@ def attention(
             seen = seen & (distance * side <= int(bound))
     if a.get("attention_chunk"):
         seen = seen & ((i + sk - sq) // int(a["attention_chunk"]) == j // int(a["attention_chunk"]))
+    if a.get("attention_chunk"):
+        seen = seen & ((i + sk - sq) // a["attention_chunk"] == j // a["attention_chunk"])
     if a.get("mask_mod") is not None:
         seen = seen & a["mask_mod"](*indices)
     if a.get("block_mask") is not None:

@@ -12,7 +12,11 @@ import pytest
 from cute_flash.spec.family import FAMILIES
 from tests.random_calls import Kind, check, drawn, kinds
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.filterwarnings("ignore::cute_flash.LayoutWarning"),
+]
 CALLS = 45
 KINDS = [pytest.param(kind, kind.family, id=kind.id) for family in FAMILIES for kind in kinds(family)]
 
