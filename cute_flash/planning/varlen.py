@@ -44,9 +44,16 @@ def length_class(cost: Index, minimum: Callable[[Index, Index], Index] = min) ->
 
 
 def longest_tile(band: Band, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index) -> Index:
-    """Column blocks that the longer of a sequence's first and last tile visits: an estimate of its longest tile."""
+    """Column blocks that the longer of a sequence's first and last tile visits: an estimate of its longest tile.
+
+    With chunks, also a tile of the last complete chunk: the first and the last chunk may have few queries and keys.
+    """
     last, sizes = band.maximum(ceil_div(rows, tile_rows), 1) - 1, (rows, columns, tile_rows, tile_columns)
-    return band.maximum(num_blocks(band, last * 0, *sizes), num_blocks(band, last, *sizes))
+    longest = band.maximum(num_blocks(band, last * 0, *sizes), num_blocks(band, last, *sizes))
+    if band.chunk is None:
+        return longest
+    row = band.minimum(band.maximum(band.longest_row(rows, columns), 0), rows - 1)
+    return band.maximum(longest, num_blocks(band, row // tile_rows, *sizes))
 
 
 def num_blocks(band: Band, block: Index, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index) -> Index:

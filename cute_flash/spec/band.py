@@ -146,6 +146,12 @@ class Band:
         position = i + sk - sq
         return position - self.modulo(i if self.rows_are_keys else position + first, self.chunk)
 
+    def longest_row(self, sq: Index, sk: Index) -> Index:
+        """A row of the last complete chunk that sees the most columns, for causal masks too. It may not exist."""
+        if self.rows_are_keys:
+            return (sq // self.chunk - 1) * self.chunk
+        return sk // self.chunk * self.chunk - 1 + sq - sk
+
     def blocks(self, m_block: Index, tile_m: int, tile_n: int, sq: Index, sk: Index) -> BlockRange:
         """The K/V blocks of `tile_n` keys that the rows of tile `m_block` visit, and the full ones among them."""
         first = m_block * tile_m

@@ -48,6 +48,7 @@ RISKY = (
     "fwd/sm80/sm_80/d256/bf16/window/plain/main",
     "fwd/sm80/sm_90/d128/bf16/causal/plain/main",
     "fwd/sm80/sm_90/d256/bf16/window/plain/main",
+    "fwd/sm80/sm_80/d128/bf16/chunk/plain/main",
     "fwd/sm80/sm_80/d128/bf16/window/varlen+softcap+alibi+sinks+dropout+max_logit/main",
     "fwd/sm80/sm_86/d192/bf16/full/score_mod-capped+mask_mod-prefix+bias-fp16-bhqk-pairs/main",
     "bwd/sm90/sm_90/d64/bf16/window/plain/main",
@@ -59,6 +60,8 @@ RISKY = (
     "bwd/sm90/sm_90/d256/bf16/window/softcap+alibi+dropout/main",
     "bwd/sm90/sm_90/d256/bf16/causal/varlen+softcap+alibi+dropout+deterministic/main",
     "bwd/sm90/sm_90/d192/bf16/window/varlen+deterministic/main",
+    "bwd/sm90/sm_90/d128/bf16/chunk/varlen+deterministic/main",
+    "bwd/sm90/sm_90/d256/bf16/chunk/deterministic/main",
     # Compiled with dropout, without which it spills more.
     "bwd/sm90/sm_90/d128/bf16/causal/varlen+softcap+alibi/main",
     "bwd/sm90/sm_90/d128/bf16/window/softcap+alibi+dropout/main",
@@ -68,6 +71,7 @@ RISKY = (
     "bwd/sm90/sm_90/d128/bf16/causal/varlen+score_mod-relative+table_gradients/main",
     "bwd/sm90/sm_90/d128/bf16/causal/mask_mod-document+block_map+deterministic/main",
     "bwd/sm80/sm_80/d96/bf16/window/plain/main",
+    "bwd/sm80/sm_80/d96/bf16/chunk/plain/main",
     "bwd/sm80/sm_80/d128/bf16/window/plain/main",
     "bwd/sm80/sm_80/d192/bf16/causal/plain/main",
     "bwd/sm80/sm_90/d256/bf16/window/softcap+alibi+dropout/main",
@@ -99,6 +103,7 @@ RISKY_DECODE = {
         decode_case(("sm90", "sm_90"), 128, "rows32", "fp8", "softcap", "alibi", "sinks", mask="window"),
         decode_case(("sm80", "sm_80"), 128, "page16", "append", "rotary_halves"),
         decode_case(("sm80", "sm_80"), 128, "rows32"),
+        decode_case(("sm80", "sm_80"), 128, "page16", "append", "rotary_halves", mask="chunk"),
         decode_case(("sm80", "sm_86"), 128, "rows32", "fp8", "page1", "softcap", "alibi", "sinks", mask="window"),
         decode_case(("sm80", "sm_86"), 128, "softcap", "alibi", "sinks", mask="window"),
     )
@@ -110,6 +115,7 @@ SPILLS = {
     "bwd/sm90/sm_90/d128/bf16/causal/bias-bf16-hqk-pairs/main": 64,
     "bwd/sm90/sm_90/d256/bf16/window/softcap+alibi+dropout/main": 44,
     "bwd/sm90/sm_90/d256/bf16/causal/varlen+softcap+alibi+dropout+deterministic/main": 8,
+    "bwd/sm90/sm_90/d256/bf16/chunk/deterministic/main": 32,
 }
 
 

@@ -27,7 +27,10 @@ from tests.fakes import varlen_model
 from tests.fakes.varlen_model import VarlenTile
 from tests.lengths import Lengths
 
-BANDS = [Band(), Band(None, 0), Band(40, 0), Band(40, None), Band(3, 70)]
+BANDS = [
+    *(Band(), Band(None, 0), Band(40, 0), Band(40, None), Band(3, 70)),
+    *(Band(None, 0, 300), Band(None, None, 30), Band(90, 0, 500)),
+]
 
 
 def test_classes_are_ordered_and_few() -> None:
@@ -53,7 +56,7 @@ def test_classes_are_ordered_and_few() -> None:
 def test_every_tile_once_and_the_longest_first(
     seed: int, of_keys: bool, order: int, band: Band, tiles: tuple[int, int]
 ) -> None:
-    lengths = Lengths.drawn(seed, longest=2000)
+    lengths, band = Lengths.drawn(seed, longest=2000), band.of_keys if of_keys else band
     side = (lengths.totals[1] if of_keys else lengths.totals[0]), tiles[0], len(lengths.queries)
     infos = varlen_model.sequences(lengths.cu_q, lengths.cu_k, lengths.used_k, lengths.totals, of_keys)
     found = list(varlen_model.tiles(infos, band, tiles, of_keys, order))
@@ -90,6 +93,19 @@ def test_every_tile_once_and_the_longest_first(
             assert len(blocks) == ceil_div(key[1], tiles[0])
 
 
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("chunk", [200, 512, 1000, 3000])
+def test_the_longest_tile_of_a_causal_mask_with_chunks(chunk: int, of_keys: bool) -> None:
+    band = Band(None, 0, chunk).of_keys if of_keys else Band(None, 0, chunk)
+    for sq, sk in ((2100, 2100), (512, 2100), (2100, 513), (1, 2000), (3, 0)):
+        rows, columns = (sk, sq) if of_keys else (sq, sk)
+        longest = max((num_blocks(band, i, rows, columns, 64, 64) for i in range(ceil_div(rows, 64))), default=0)
+        # A sequence that begins or ends within a chunk may have a tile that is longer than the one found.
+        found = longest_tile(band, rows, columns, 64, 64) if rows else 0
+        assert longest // 2 <= found <= longest
+        assert found == longest or (sq != sk and of_keys) or chunk == 200
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), tile=st.sampled_from([32, 64, 128]))
 def test_padded_sequences_do_not_overlap(seed: int, tile: int) -> None:
@@ -106,7 +122,7 @@ def test_padded_sequences_do_not_overlap(seed: int, tile: int) -> None:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("of_keys", [False, True])
-@pytest.mark.parametrize(("seed", "decreasing"), [*((seed, "") for seed in range(6)), (3, "q"), (4, "k"), (5, "k")])
+@pytest.mark.parametrize(("seed", "decreasing"), [*((seed, "") for seed in range(8)), (3, "q"), (4, "k"), (5, "k")])
 def test_segments_of_the_kernel(seed: int, of_keys: bool, decreasing: str) -> None:
     pytest.importorskip("cutlass")
     from cutlass import Int32, cute
@@ -126,7 +142,9 @@ def test_segments_of_the_kernel(seed: int, of_keys: bool, decreasing: str) -> No
     @cute.jit
     def program(out, cu_q, cu_k, used_k, total_q, total_k, tile_rows, tile_columns):  # type: ignore[no-untyped-def]
         batch = VarlenBatch(cu_q, cu_k, used_k, total_q, total_k)
-        bounds = TracedBand(*(Int32(1 << 29 if side is None else side) for side in (band.left, band.right)))
+        sides = (Int32(1 << 29 if side is None else side) for side in band.bounds)
+        bounds = TracedBand(*sides, chunk=None if band.chunk is None else Int32(band.chunk))
+        bounds = bounds.of_keys if of_keys else bounds
         builder = TileListBuilder(out, batch, of_keys, False, tile_rows, tile_columns, bounds, Int32(0))
         out[0, 7] = builder.num_segments
         # As the threads of a CTA do: each checks every third sequence.
@@ -147,7 +165,7 @@ def test_segments_of_the_kernel(seed: int, of_keys: bool, decreasing: str) -> No
         rows, columns = (segment.k_len, segment.q_len) if of_keys else (segment.q_len, segment.k_len)
         # If there are no rows, the other values do not matter.
         if rows:
-            cost = longest_tile(band, rows, columns, *tiles)
+            cost = longest_tile(band.of_keys if of_keys else band, rows, columns, *tiles)
             assert row[:7] == [*segment, ceil_div(rows, tiles[0]), cost]
         else:
             assert row[5] == 0

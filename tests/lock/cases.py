@@ -44,6 +44,8 @@ MASKS: dict[str, tuple[int | None, int | None]] = {
     "left": (128, None),
     "window": (3000, 64),  # wide, because plans treat narrow windows as short sequences
 }
+# A kernel with a chunk has both window bounds, so masks with a chunk differ in run-time numbers only.
+BANDS = {**{name: Band(*bounds) for name, bounds in MASKS.items()}, "chunk": Band(None, 0, 3000)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BATCH, HEADS, HEADS_KV = 2, 4, 2
 SEQLEN_Q, SEQLEN_K = 512, 4096
@@ -346,6 +348,24 @@ def shards() -> Iterator[Case]:
     yield bwd(AMPERE, 128, *shard, dtype="fp32")
 
 
+def chunks() -> Iterator[Case]:
+    """Masks with `attention_chunk`."""
+    for place in (HOPPER, AMPERE):
+        yield fwd(place, 128, mask="chunk")
+        yield bwd(place, 128, mask="chunk")
+    yield fwd(HOPPER, 64, *ALL_SCORE, mask="chunk")
+    yield fwd(HOPPER, 128, "varlen", mask="chunk")
+    yield fwd(HOPPER, 128, "varlen", mask="chunk", role="scheduler")
+    yield fwd(AMPERE, 128, mask="chunk", dtype="fp32")
+    yield bwd(HOPPER, 128, "varlen", mask="chunk", deterministic=True)
+    yield bwd(HOPPER, 128, "varlen", mask="chunk", role="scheduler")
+    yield bwd(HOPPER, 64, mask="chunk", bias=Bias(dims="hqk", layout="aligned"), role="sum_dbias")
+    yield bwd(HOPPER, 256, mask="chunk")
+    yield bwd(HOPPER, 256, mask="chunk", deterministic=True)
+    yield bwd(AMPERE, 96, mask="chunk")
+    yield bwd(AMPERE, 128, mask="chunk", dtype="fp32")
+
+
 # ---- fp32 inputs, which kernels split into fp16 pieces
 
 FP32_DIMS = (64, 128)
@@ -509,6 +529,7 @@ def cases() -> list[AnyCase]:
         *fwd_features(),
         *bwd_features(),
         *shards(),
+        *chunks(),
         *fwd_mods(),
         *bwd_mods(),
         *plain_pre_and_postprocess(),
@@ -537,7 +558,7 @@ def call_of(case: Case, sizes: Sizes | None = None) -> tuple[Tensor, Tensor, Ten
     q, k = rows(heads, sizes.seqlen_q, case.head_dim), rows(sizes.heads_kv, sizes.seqlen_k, case.head_dim)
     args = call_args(
         q,
-        Band(*MASKS[case.mask]),
+        BANDS[case.mask],
         scale=0.1,
         **(_mods_of(case, sizes) if case.has_mods else {}),
         softcap=3.0 if "softcap" in names else 0.0,

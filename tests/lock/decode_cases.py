@@ -18,7 +18,7 @@ from cute_flash.spec.band import Band
 from cute_flash.spec.family import use_kernels
 from tests.fakes.recording import RecordingGpu, forward_keys
 
-MASKS: dict[str, tuple[int | None, int | None]] = {"full": (None, None), "causal": (None, 0), "window": (100, 0)}
+BANDS = {"full": Band(), "causal": Band(None, 0), "window": Band(100, 0), "chunk": Band(None, 0, 3000)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HEADS, HEADS_KV, LENGTH = 8, 2, 4096
 # Sequences of a call, and of one with "many_sequences".
@@ -71,7 +71,10 @@ def decode_cases() -> Iterator[DecodeCase]:
         yield case(place, 128, "rows32")
         yield case(place, 128, "rows32", "fp8", *score, mask="window")
         yield case(place, 128, "attn")
+        yield case(place, 128, "page16", "append", "rotary_halves", mask="chunk")
     yield case(("sm90", "sm_90"), 128, "attn_varlen")
+    yield case(("sm90", "sm_90"), 64, "leftpad", mask="chunk")
+    yield case(("sm80", "sm_80"), 128, "attn", mask="chunk")
     yield case(("sm90", "sm_90"), 128, "many_sequences")
     yield case(("sm90", "sm_90"), 128, "many_sequences", "page16", "append", "rotary_halves")
     # The sm80 kernels do not use this instruction on sm_90 either.
@@ -91,7 +94,9 @@ def decode_key(case: DecodeCase) -> CompileKey:
     page = 16 if "page16" in names else 1 if "page1" in names else None
     rows = (batch, LENGTH) if page is None else (batch * LENGTH // page, page)
     integers = torch.zeros(batch, dtype=torch.int32)
-    options: dict[str, Any] = {"causal": False, "window": MASKS[case.mask], "cache_seqlens": integers}
+    band = BANDS[case.mask]
+    options: dict[str, Any] = {"window": band.bounds, "attention_chunk": band.chunk, "causal": False}
+    options["cache_seqlens"] = integers
     if page is not None:
         options["page_table"] = torch.zeros(batch, LENGTH // page, dtype=torch.int32)
     if ragged:
@@ -122,7 +127,7 @@ def _attention_keys(case: DecodeCase) -> list[CompileKey]:
         q, k, v = (torch.empty(BATCH * rows, n, case.head_dim, dtype=dtype) for n, rows in heads)
     else:
         q, k, v = (torch.empty(BATCH, n, rows, case.head_dim, dtype=dtype) for n, rows in heads)
-    args = reference.plain_args(q, Band(*MASKS[case.mask]))
+    args = reference.plain_args(q, BANDS[case.mask])
     if varlen:
         offsets = torch.zeros(BATCH + 1, dtype=torch.int32)
         args = args._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
