@@ -376,7 +376,7 @@ ROUNDED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), ROUNDED, ids=str)
+@pytest.mark.parametrize(("given", "message"), ROUNDED, ids=["difference", "comparison", "to_int"])
 def test_float64_tensors_that_fp32_would_change(given: dict[str, Any], message: str) -> None:
     """fp32 calls refuse what fp64 calls compute."""
     q, k, v = (x.detach() for x in inputs(CASES[0]))
