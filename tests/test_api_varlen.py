@@ -218,5 +218,6 @@ def test_trace_errors_with_a_bias_name_the_function_of_the_user() -> None:
         first = mod.__code__.co_firstlineno
         with pytest.raises(TraceError, match=rf"{re.escape(__file__)}:({first}|{first + 1})\)$"):
             attn_varlen(q, q, q, cu, cu, bias=torch.zeros(4, 1, 1), score_mod=mod)
-    with pytest.raises(TraceError, match=r"score_mod is a str: give a function of \(score, b, h, q_idx, kv_idx\)"):
+    message = r"score_mod is of type str: give a function of \(score, b, h, q_idx, kv_idx\)"
+    with pytest.raises(ValueError, match=message):
         attn_varlen(q, q, q, cu, cu, bias=torch.zeros(4, 1, 1), score_mod="causal")

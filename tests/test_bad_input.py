@@ -109,6 +109,8 @@ WRONG = [
     (dict(bias=torch.ones(1, 1, 1, S, S)), r"bias has shape \(1, 1, 1, 16, 16\)"),
     (dict(bias=0.5), "bias is a float"),
     (dict(bias=torch.ones(S, S, dtype=torch.bool)), "bias is torch.bool: pass a mask as mask_mod"),
+    (dict(score_mod=3), "score_mod is of type int: give a function of"),
+    (dict(mask_mod="causal"), "mask_mod is of type str: give a function of"),
     (dict(score_mod_bwd=lambda g, s, b, h, i, j: g), "score_mod_bwd without score_mod"),
     (dict(block_mask=torch.ones(2, 2)), r"block_mask is a torch.Tensor: make one with cute_flash.BlockMask.of\("),
 ]
@@ -120,8 +122,6 @@ UNSUPPORTED = [
     (dict(batch_invariant=True), "batch_invariant on cpu: only on cuda"),
     (dict(sinks=torch.ones(2, dtype=torch.int32)), "sinks is torch.int32: use one of float16"),
     (dict(bias=torch.ones(S, S, dtype=torch.int64)), "bias is torch.int64: use one of float16"),
-    (dict(score_mod=3), "score_mod is of type int: give a function of"),
-    (dict(mask_mod="causal"), "mask_mod is of type str: give a function of"),
 ]
 KEYWORDS = [(ValueError, *call) for call in WRONG] + [(UnsupportedError, *call) for call in UNSUPPORTED]
 
