@@ -3,7 +3,7 @@
 python -m tests.gpu.precompile DIR [JOBS] [SET ...]
 python -m pytest tests/gpu --kernel-cache=DIR
 
-SET: attention, random, study, mods, fp32, decode, others; all of them by default.
+SET: attention, random, features, study, mods, fp32, decode, others; all of them by default.
 """
 
 import itertools
@@ -12,11 +12,21 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cute_flash.planning.plan import CompileKey, plan_forward
+from cute_flash.planning.launch import CompileKey
+from cute_flash.planning.plan import plan_forward
 from cute_flash.spec.arch import detect
 from cute_flash.tools.precompile import precompile_keys
 from tests import fp32_cases
-from tests.gpu import calls, decode_cases, families, test_banks, test_batch_invariance, test_mods, test_races
+from tests.gpu import (
+    calls,
+    decode_cases,
+    families,
+    test_banks,
+    test_batch_invariance,
+    test_mods,
+    test_races,
+    test_random,
+)
 
 COMBINATIONS = 300  # the default of `--combinations`
 
@@ -50,6 +60,7 @@ def study_keys() -> Iterator[CompileKey]:
 SETS = {
     "attention": attention_keys,
     "random": random_keys,
+    "features": lambda: test_random.keys(detect(0), families.runnable()),
     "study": study_keys,
     "mods": lambda: test_mods.keys(detect(0), families.runnable()),
     "fp32": lambda: fp32_cases.keys(detect(0)),
