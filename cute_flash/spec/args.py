@@ -143,7 +143,7 @@ class AttentionArgs(_Fields):
 
     @_cached
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of the call besides q, k and v; those that `with_features` and `with_mods` append are last."""
+        """All tensors of the call besides q, k and v. `with_features` and `with_mods` append theirs at the end."""
         fields = (
             self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k, *self.block_mask, self.alibi, self.sinks, self.rng,
             self.bias, *self.captures,

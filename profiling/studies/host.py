@@ -68,7 +68,7 @@ def measure(settings: Settings, index: int) -> Times:
 
 
 def in_fresh_process(settings: Settings, index: int) -> Times:
-    """`measure` in a process of its own."""
+    """`measure` in a new process."""
     # Keeps the profiler from printing lines about itself. torch reads the variable when it is imported.
     environment = {"KINETO_LOG_LEVEL": "99"}
     if settings.kernels != "auto":

@@ -117,7 +117,7 @@ class BwdBlockIndices:
     mRanks: cute.Tensor | None = None  # (B, H, m_blocks, n_blocks), for deterministic gradients
 
     def rank(self, batch: Int32, head: Int32, m_block: Int32, n_block: Int32) -> Int32:
-        """How many K/V tiles add to dQ of the m_block before this one: those that list it, with a larger n_block."""
+        """The number of K/V tiles that add to dQ of the m_block first: those with a larger n_block that list it."""
         return self.mRanks[batch, head, m_block, n_block]
 
     @cute.jit

@@ -145,7 +145,7 @@ class KVTile:
 
 @dataclass(frozen=True)
 class BwdParams:
-    """The argument of a Hopper backward kernel: what the kernels for narrow and for wide heads have in common."""
+    """The argument of a Hopper backward kernel: the fields that narrow and wide heads share."""
 
     config: cutlass.Constexpr  # Config
     q: TmaTiles | VarlenTmaTiles  # (tile_m, tile_d)

@@ -74,7 +74,7 @@ class DQPart:
 
     @cute.jit
     def add_or_store(self, pieces: tuple[StagedPiece, ...], num_bytes: cutlass.Constexpr, pipeline: Pipeline):
-        """Add the pieces of the part, or store them, as soon as they are in shared memory. Called by a warp."""
+        """Add or store each piece of a part of dQ when it is in shared memory. Called by a warp."""
         is_first = Int32(0)
         if self.uses_claims:
             is_first = self.claim().claim_or_wait(self.part)
