@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cute_flash.score_mod.evaluate import evaluate
-from cute_flash.score_mod.graph import B, H
+from cute_flash.score_mod.graph import B, Graph, H
 from cute_flash.score_mod.tensor_cache import TensorCache
 from cute_flash.score_mod.trace import BoundMod, bind
 
@@ -247,14 +247,14 @@ class BlockMask:
     @staticmethod
     def of_tensors(tensors: Sequence[Tensor], sizes: Sequence[int]) -> BlockMask:
         """Rebuild a block mask, without its window and mask_mod, from its `tensors` and `sizes`."""
-        tile_m, tile_n, seqlen_q, seqlen_k = sizes
+        tile_m, tile_n, seqlen_q, seqlen_k, is_mask_known = sizes
         partial, full = (BlockIndices(*tensors[i : i + 2]) for i in (0, 2))
-        return BlockMask(tile_m, tile_n, seqlen_q, seqlen_k, partial, full)
+        return BlockMask(tile_m, tile_n, seqlen_q, seqlen_k, partial, full, is_mask_known=bool(is_mask_known))
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """(tile_m, tile_n, seqlen_q, seqlen_k)."""
-        return self.tile_m, self.tile_n, self.seqlen_q, self.seqlen_k
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """(tile_m, tile_n, seqlen_q, seqlen_k, 1 if `is_mask_known`)."""
+        return self.tile_m, self.tile_n, self.seqlen_q, self.seqlen_k, int(self.is_mask_known)
 
     @property
     def status(self) -> Tensor:
@@ -274,17 +274,25 @@ class BlockMask:
     # The former name of `density`, kept for one release.
     share = density
 
-    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> None:
-        """Raise `ValueError` unless the block mask fits a call of these sizes on this device."""
+    def check(
+        self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device, mask: Graph | None
+    ) -> None:
+        """Raise `ValueError` unless the block mask fits a call of these sizes, on this device, with this mask_mod."""
         if (self.seqlen_q, self.seqlen_k) != (seqlen_q, seqlen_k):
             raise ValueError(
                 f"block_mask has {self.seqlen_q} queries and {self.seqlen_k} keys, and the call has {seqlen_q} "
                 f"and {seqlen_k}: build it for the sizes of the call"
             )
-        for dim, name, size in ((0, "batch", batch), (1, "heads", heads)):
+        for dim, (name, size, bit) in enumerate((("batch", batch, B), ("heads", heads, H))):
             mask_size = self.partial_kv.num_blocks.shape[dim]
             if mask_size not in (1, size):
                 raise ValueError(f"block_mask has {name}={mask_size}: expected 1 or {size}")
+            # `of` evaluated the mask_mod for index 0 alone. Lists that the user made may hold for all.
+            if self.is_mask_known and mask_size < size and mask is not None and mask.output_depends & bit:
+                raise ValueError(
+                    f"block_mask was built for {name}=1, and its mask_mod depends on {'bh'[dim]}: build it for "
+                    f"{name}={size}"
+                )
         mask_device = self.partial_kv.num_blocks.device
         if mask_device != device:
             raise ValueError(f"block_mask is on {mask_device} and q is on {device}: they must agree")

@@ -32,6 +32,7 @@ from cute_flash.score_mod.constants import (
     reads_state,
 )
 from cute_flash.score_mod.graph import CAPTURE_KINDS, MAX_CAPTURE_RANK, Builder, CaptureSpec
+from cute_flash.score_mod.numbers import Numbers
 from cute_flash.score_mod.objects import BUILTINS, ModuleProxy, ObjectProxy, StateReader, is_container, plain, replaced
 from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy, trace_error
 from cute_flash.score_mod.writes import WriteLog
@@ -109,7 +110,8 @@ class CaptureTracer:
         self.values = [mod]  # the value of each source
         self.paths: list[tuple] = [()]  # the path of each source: the (read, key) pairs that lead from the mod to it
         self.captures: list[int] = []  # the source of each capture of the builder
-        self.scalars: list[int] = []  # the source of each scalar of the builder
+        self.numbers = Numbers(builder)
+        builder.compute = self.numbers.compute
         self.proxies: dict[tuple, Any] = {}  # by path
         self.rebuilding: dict[int, tuple[FunctionType, int]] = {}  # functions in progress, by id, with their sources
         self.objects: dict[int, tuple[ObjectProxy, int]] = {}  # by id, with their sources
@@ -149,9 +151,7 @@ class CaptureTracer:
         if is_constant or self.paths[source] in self.static:
             return replaced(value)
         if type(value) in (int, float):
-            self.builder.scalars.append("int" if type(value) is int else "float")
-            self.scalars.append(source)
-            return ScalarProxy(self.builder, self.builder.scalar(len(self.scalars) - 1))
+            return ScalarProxy(self.builder, self.numbers.add(value, source))
         if isinstance(value, (int, float)) or is_numpy(value, "generic"):
             return self.visit(source, _number)
         if isinstance(value, MethodType):

@@ -100,6 +100,8 @@ OF_BOOLS = {"add": "or", "mul": "and", "min": "and", "max": "or"}
 # Operations that take many instructions, with the number of operations that they count as: of floats, and of int64.
 LONG_OPERATIONS = {"erf": 10, "atan": 10, "pow": 30, "floordiv": 20, "mod": 20}
 LONG_INT64_OPERATIONS = {"floordiv": 70, "mod": 70}
+# Weights of values that are rounded from float64: of a tensor without dimensions, and of an element of another.
+NUMBER, TABLE = 1, 2
 # Operations whose result may differ by more than the rounding of an operand.
 SENSITIVE = (*COMPARISONS, *CASTS, "floor", "round", "floordiv", "mod", "add", "sub", "sin", "cos")
 # The torch functions of operations, where their names differ.
@@ -160,10 +162,6 @@ class CaptureSpec:
     @property
     def is_differentiable(self) -> bool:
         return self.kind == "float"
-
-
-# A tensor without dimensions counts as a number, as in torch's promotion of types.
-_FLOAT64_TABLES = [CaptureSpec("float64", rank) for rank in range(1, MAX_CAPTURE_RANK + 1)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,15 +231,18 @@ class Graph:
         none.
 
         Such an operation has no score among its operands. Scores are rounded too, so that the result has their error
-        anyway.
+        anyway. An element of a table makes it one, and so do two values of tensors without dimensions, which otherwise
+        count as numbers, as in torch's promotion of types.
         """
-        is_rounded: list[bool] = []
+        rounded: list[int] = []  # for each node: 0, NUMBER or TABLE
         for node, bits in zip(self.nodes, self.depends):
-            is_table = node.op == "load" and self.captures[node.value] in _FLOAT64_TABLES
-            has_rounded = not bits & SCORE and any(is_rounded[i] for i in node.args)
-            if has_rounded and node.op in SENSITIVE:
+            if node.op == "load" and self.captures[node.value].dtype == "float64":
+                rounded.append(TABLE if self.captures[node.value].rank else NUMBER)
+                continue
+            operands = [] if bits & SCORE else [rounded[i] for i in node.args]
+            if node.op in SENSITIVE and sum(operands) >= TABLE:
                 return TORCH_NAMES.get(node.op, node.op)
-            is_rounded.append(is_table or has_rounded)
+            rounded.append(max(operands, default=0))
         return None
 
     @cached_property
@@ -285,6 +286,8 @@ class Builder:
         self.nodes: list[Node] = []
         self.indices: dict[tuple, int] = {}
         self.captures, self.scalars = list(captures), list(scalars)
+        # While a mod is traced: `Numbers.compute`, which computes operations on captured numbers on the host.
+        self.compute: Callable[[str, Sequence[int]], int | None] = lambda name, nodes: None
 
     def add(self, node: Node) -> int:
         """The index of a node. It is appended unless an equal node exists."""

@@ -199,7 +199,8 @@ def op(name: str, *operands: Any) -> ScalarProxy:
     builder = next(x._builder for x in operands if isinstance(x, (ScalarProxy, TensorProxy)))
     nodes = [node_of(builder, x) for x in operands]
     try:
-        return ScalarProxy(builder, builder.op(name, *nodes))
+        node = builder.compute(name, nodes)
+        return ScalarProxy(builder, builder.op(name, *nodes) if node is None else node)
     except TraceError as error:
         raise trace_error(str(error)) from None
 

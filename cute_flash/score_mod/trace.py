@@ -20,6 +20,7 @@ from torch import Tensor
 from cute_flash.errors import TraceError
 from cute_flash.score_mod.captures import CaptureTracer, ComparesObjects, Options, Source, code_of, definition_of
 from cute_flash.score_mod.graph import INT_BITS, Builder, Graph, drop_unused_arguments
+from cute_flash.score_mod.numbers import Computed, extend
 from cute_flash.score_mod.overrides import inputs
 from cute_flash.score_mod.proxy import ScalarProxy, Specialise, TensorProxy, is_row, node_of, user_line, without_line
 from cute_flash.score_mod.writes import NO_WRITES, line_of_first_write
@@ -49,7 +50,9 @@ class Trace:
     graph: Graph
     sources: tuple[Source, ...]
     captures: tuple[int, ...]  # indices into sources
-    scalars: tuple[int, ...]  # indices into sources
+    scalars: tuple[int, ...]  # indices into sources, constants and computed, one after the other
+    constants: tuple[int | float, ...]  # operands of computed
+    computed: tuple[Computed, ...]
     aliases: tuple[tuple[int, int], ...]  # pairs of sources that must give the same object
     distinct: tuple[int, ...]  # sources that must give different objects
 
@@ -69,6 +72,10 @@ class Trace:
                 return None
         if self.distinct and len({id(values[i]) for i in self.distinct}) < len(self.distinct):
             return None
+        if self.computed:
+            values += self.constants
+            if not extend(values, self.computed):
+                return None
         scalars = tuple([values[i] for i in self.scalars]) if self.scalars else ()
         captures = tuple([values[i] for i in self.captures]) if self.captures else ()
         return BoundMod(self.graph, captures, scalars)
@@ -147,17 +154,20 @@ def _traced(mod: Callable, role: str) -> Trace:
             with _errors_at_definition(mod):
                 output = output_node(builder, result, role)
             graph, captures, scalars = drop_unused_arguments(builder.graph(output))
+            places, constants, computed = tracer.numbers.placed(len(tracer.sources))
             return Trace(
-                graph,
-                tuple(tracer.sources),
-                tuple(tracer.captures[i] for i in captures),
-                tuple(tracer.scalars[i] for i in scalars),
-                tuple(tracer.aliases),
-                tuple(tracer.distinct.values()),
+                graph=graph,
+                sources=tuple(tracer.sources),
+                captures=tuple(tracer.captures[i] for i in captures),
+                scalars=tuple(places[i] for i in scalars),
+                constants=tuple(constants),
+                computed=tuple(computed),
+                aliases=tuple(tracer.aliases),
+                distinct=tuple(tracer.distinct.values()),
             )
         except Specialise as needed:
             assert tracer is not None
-            static = {tracer.paths[tracer.scalars[i]] for i in needed.scalars}
+            static = {tracer.paths[source] for source in tracer.numbers.sources(needed.scalars)}
             options = options._replace(static=options.static | static)
         except ComparesObjects:
             options = options._replace(by_identity=True)

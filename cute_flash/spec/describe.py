@@ -272,4 +272,4 @@ def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[int, int, int, int]
         from cute_flash.score_mod.block_mask import BlockMask
 
         mask = BlockMask.of_tensors(list(args.block_mask), list(args.block_mask_sizes))
-        mask.check(*sizes, q.device)
+        mask.check(*sizes, q.device, args.mods.mask)

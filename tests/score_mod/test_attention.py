@@ -341,6 +341,18 @@ def test_a_block_mask_of_the_users_own() -> None:
     torch.testing.assert_close(found, attn(q, k, v, mask_mod=lambda b, h, i, j: (j < 8) | ((j >= 32) & (j % 2 == 0))))
 
 
+@pytest.mark.parametrize(("name", "sizes"), [("batch", (1, H)), ("heads", (2, 1))])
+def test_a_block_mask_of_one_head_or_batch_element_cannot_depend_on_it(name: str, sizes: tuple[int, int]) -> None:
+    q, k, v = (x.detach() for x in inputs(CASES[0]))
+    first = (lambda b, h, i, j: (i >= j) | (b == 1)) if name == "batch" else (lambda b, h, i, j: (i >= j) | (h == 1))
+    block_mask = BlockMask.of(first, (*sizes, 37, 37), tile=(8, 8))
+    with pytest.raises(ValueError, match=f"block_mask was built for {name}=1, and its mask_mod depends on {name[0]}"):
+        attn(q, k, v, block_mask=block_mask)
+    # A status of the user's own may be that of all heads.
+    own = BlockMask.of_status(torch.ones(1, 1, 5, 5, dtype=torch.uint8), 8, 8, 37, 37)
+    torch.testing.assert_close(attn(q, k, v, block_mask=own, mask_mod=first), attn(q, k, v, mask_mod=first))
+
+
 # Refusals
 
 
@@ -368,15 +380,17 @@ def test_refusals() -> None:
         attn(q, k, v, score_mod=lambda s, b, h, i, j: s + far[h])
 
 
+LATER, EARLIER = (torch.tensor(x, dtype=torch.float64) for x in (1.7e9 + 0.25, 1.7e9))
 TIMES = 1.7e9 + torch.arange(37, dtype=torch.float64)  # neighbours are equal in fp32
 ROUNDED: list[tuple[dict[str, Any], str]] = [
     ({"mask_mod": lambda b, h, i, j: TIMES[i] - TIMES[j] < 9.0}, "sub of elements of a captured float64 tensor with"),
     ({"mask_mod": lambda b, h, i, j: TIMES[i] * 2 >= TIMES[j]}, "ge of elements of a captured float64 tensor with"),
     ({"score_mod": lambda s, b, h, i, j: s + (TIMES[i] * 0.1).int()}, r"to_int .*capture x.float\(\), or x as int64"),
+    ({"score_mod": lambda s, b, h, i, j: s + (LATER - EARLIER) * j}, "sub of elements of a captured float64 tensor"),
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), ROUNDED, ids=["difference", "comparison", "to_int"])
+@pytest.mark.parametrize(("given", "message"), ROUNDED, ids=["difference", "comparison", "to_int", "numbers"])
 def test_float64_tensors_that_fp32_would_change(given: dict[str, Any], message: str) -> None:
     """fp32 calls refuse what fp64 calls compute."""
     q, k, v = (x.detach() for x in inputs(CASES[0]))
