@@ -85,7 +85,9 @@ def test_help_and_version_do_not_import_torch(argv: str) -> None:
         assert "cute-flash" in found.stdout
 
 
-@pytest.mark.parametrize("command", ["", "demo", "doctor", "explain", *STUDIES, "inspect", "precompile", "cache"])
+@pytest.mark.parametrize(
+    "command", ["", "demo", "doctor", "selftest", "explain", *STUDIES, "inspect", "precompile", "cache"]
+)
 def test_examples_of_the_help_can_be_typed(command: str, capsys: pytest.CaptureFixture) -> None:
     assert exit_status([*command.split(), "--help"]) == 0
     _, found, examples = capsys.readouterr().out.partition("\nexamples:\n")
