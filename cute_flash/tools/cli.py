@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cute_flash.errors import InstallationError
+from cute_flash.spec.family import FAMILIES
 from cute_flash.tools import studies
 from cute_flash.version import __version__
 
@@ -29,6 +30,7 @@ EPILOG = """\
 examples:
   cute-flash doctor            # is everything installed?
   cute-flash demo              # is the result right on this machine?
+  cute-flash selftest          # are the results of all kinds of calls right on this GPU?
   cute-flash explain --help    # options and examples of a command"""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "same": ""}
@@ -191,6 +193,22 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     sub = add(
+        "selftest",
+        _selftest,
+        "check calls of all kinds on this GPU, time a few beside torch's SDPA, and write a JSON file",
+        "",
+        "--no-bench --json result.json",
+        "--family sm80  # mma.sync kernels only",
+    )
+    sub.add_argument(
+        "--json", type=Path, metavar="FILE", help="the file to write (default: cute-flash-selftest-<gpu>.json, here)"
+    )
+    sub.add_argument("--no-bench", action="store_true", help="leave out the benchmark")
+    sub.add_argument(
+        "--family", choices=FAMILIES, default="", help="kernel family of all calls (default: all that the GPU can run)"
+    )
+
+    sub = add(
         "explain",
         _explain,
         "show the kernel, tile, FLOPs, bytes and roofline position of a shape",
@@ -304,6 +322,22 @@ def _doctor(args: argparse.Namespace) -> int:
     checks = doctor.examine()
     print(json.dumps(doctor.as_dict(checks), indent=2) if args.json else "\n".join(doctor.lines(checks)))
     return 0 if doctor.is_sound(checks) else 1
+
+
+def _selftest(args: argparse.Namespace) -> int:
+    from cute_flash.jit.compile import check_installed
+    from cute_flash.spec import arch
+
+    if not arch.has_gpu():
+        raise UsageError(
+            "selftest: torch sees no CUDA GPU; `cute-flash demo` and `cute-flash doctor` also run on a CPU"
+        )
+    check_installed()
+    from cute_flash.tools.selftest import CELLS, planned_runs, selftest
+
+    with _usage_errors():
+        runs = planned_runs(arch.detect(0), args.family)
+    return selftest(runs, args.json, () if args.no_bench else CELLS)
 
 
 def _explain(args: argparse.Namespace) -> int:
