@@ -403,9 +403,17 @@ def without_autocast() -> AbstractContextManager:
     return torch.autocast("cpu", enabled=False) if _autocasting() else nullcontext()
 
 
+def report(q: Tensor, call: str, *arguments: Any) -> None:
+    """Tell `cute_flash.warmup` about a call of fake tensors, if it made their mode."""
+    recorder = getattr(getattr(q, "fake_mode", None), "cute_flash_recorder", None)
+    if recorder is not None:
+        getattr(recorder, call)(*arguments)
+
+
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     args = from_schema(values)
     _check(q, k, v, args)
+    report(q, "forward", q, k, v, args, _recording.is_active)
     return tuple(_filled(outputs(q, v, args), q))
 
 
@@ -413,6 +421,7 @@ def _bwd_fake(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *values: Any
 ) -> Any:
     args = from_schema(values)
+    report(q, "backward", dlse, q, k, v, args)
     pairs = zip(args.differentiable, _has_gradient(args))
     grads = [torch.empty_like(x) if x is not None and needed else None for x, needed in pairs]
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _filled(grads, q)
