@@ -403,17 +403,19 @@ def without_autocast() -> AbstractContextManager:
     return torch.autocast("cpu", enabled=False) if _autocasting() else nullcontext()
 
 
-def report(q: Tensor, call: str, *arguments: Any) -> None:
-    """Tell `cute_flash.warmup` about a call of fake tensors, if it made their mode."""
+def report(q: Tensor, call: str, *arguments: Any) -> bool:
+    """Tell `cute_flash.warmup` about a call of fake tensors, if it made their mode.
+
+    Return whether it planned, and so checked, the call for a GPU.
+    """
     recorder = getattr(getattr(q, "fake_mode", None), "cute_flash_recorder", None)
-    if recorder is not None:
-        getattr(recorder, call)(*arguments)
+    return recorder is not None and getattr(recorder, call)(*arguments)
 
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     args = from_schema(values)
-    _check(q, k, v, args)
-    report(q, "forward", q, k, v, args, _recording.is_active)
+    if not report(q, "forward", q, k, v, args, _recording.is_active):
+        _check(q, k, v, args)
     return tuple(_filled(outputs(q, v, args), q))
 
 

@@ -30,7 +30,9 @@ from cute_flash.api import attn
 from cute_flash.errors import UnsupportedError
 from cute_flash.jit.compile import cache_info, compiled_kernel, is_compiled
 from cute_flash.jit.disk import DiskCache
+from cute_flash.planning.decode import DecodePlan
 from cute_flash.planning.launch import LaunchKey
+from cute_flash.planning.plan import Plan
 from cute_flash.runtime import decode, launcher
 from cute_flash.spec.arch import ArchSpec, by_name, detect, has_gpu, override
 from cute_flash.spec.args import AttentionArgs
@@ -149,42 +151,45 @@ def recorded_keys(calls: Any, spec: ArchSpec | None, **call: Any) -> list[Launch
     if callable(calls):
         run_fake(calls, recorder)
         return list(recorder.keys)
-    many = [call] if calls is None else [calls] if isinstance(calls, Mapping) else list(calls)
+    many: list[Mapping[str, Any]] = [call] if calls is None else [calls] if isinstance(calls, Mapping) else list(calls)
     for one in many:
+        for name in ("q_shape", "dtype"):
+            if name not in one:
+                raise ValueError(
+                    f"warmup: a call without {name}: give q_shape=(B, H, S, D) and the dtype of q, k and v"
+                )
         run_fake(lambda one=one: _call(**one), recorder)  # type: ignore[misc]
     return list(recorder.keys)
 
 
 class Recorder:
-    """Plans the calls of fake tensors, and collects the kernels of the plans."""
+    """Plans the calls of fake tensors, and collects the kernels of the plans.
+
+    The methods return whether they planned a call. A call on CPU tensors is planned if `spec` names a GPU.
+    """
 
     def __init__(self, spec: ArchSpec | None) -> None:
         self.spec = spec  # None: that of the GPU of each call
         self.keys: dict[LaunchKey, None] = {}  # a set in the order of the calls
 
-    def _gpu(self, q: Tensor) -> ArchSpec | None:
-        """The GPU of a call; None for a call that runs on the CPU."""
-        return self.spec or (detect(q.device.index) if q.device.type == "cuda" else None)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, is_recorded: bool) -> bool:
+        return self._planned(q, lambda gpu: launcher.forward_plan(q, k, v, args, is_recorded, gpu))
 
-    def _add(self, keys: Iterable[LaunchKey]) -> None:
-        self.keys |= dict.fromkeys(keys)
+    def backward(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
+        return self._planned(q, lambda gpu: launcher.backward_plan(dlse, q, k, v, args, gpu))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, is_recorded: bool) -> None:
-        gpu = self._gpu(q)
-        plan = gpu and launcher.forward_plan(q, k, v, args, is_recorded, gpu)
-        self._add(plan.host_calls if plan else ())
-
-    def backward(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> None:
-        gpu = self._gpu(q)
-        plan = gpu and launcher.backward_plan(dlse, q, k, v, args, gpu)
-        self._add(plan.host_calls if plan else ())
-
-    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None:
-        gpu = self._gpu(q)
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> bool:
         if decode.only_appends(q, args):
             q, args = decode.append_call(args)
-        plan = gpu and decode.plan_call(q, k_cache, v_cache, args, gpu)
-        self._add(plan.launches if plan else ())
+        return self._planned(q, lambda gpu: decode.plan_call(q, k_cache, v_cache, args, gpu))
+
+    def _planned(self, q: Tensor, plan: Callable[[ArchSpec], Plan | DecodePlan | None]) -> bool:
+        gpu = self.spec or (detect(q.device.index) if q.device.type == "cuda" else None)
+        found = None if gpu is None else plan(gpu)
+        if found is not None:
+            # The launches of a decode plan are host calls.
+            self.keys |= dict.fromkeys(found.launches if isinstance(found, DecodePlan) else found.host_calls)
+        return gpu is not None
 
 
 def run_fake(step: Callable[[], Any], recorder: Recorder) -> None:
