@@ -19,7 +19,7 @@ implementation with the same arguments.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -57,6 +57,10 @@ LIBRARY.define(
 )
 attention_fwd = torch.ops.cute_flash.attention_fwd.default
 attention_bwd = torch.ops.cute_flash.attention_bwd.default
+
+# Operators of torch whose CUDA kernels an integration overrides, and these kernels. `cute_flash.warmup` calls them with
+# fake tensors, for which torch calls no CUDA kernel.
+OVERRIDDEN: dict[Any, Callable[..., Any]] = {}
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]
 

@@ -79,7 +79,8 @@ def compiled_kernel(key: LaunchKey) -> Callable[..., None]:
             launch, outcome = _load_cached(cache, key), "disk_hits"
             if launch is None:
                 if not jit_is_on():
-                    raise NotCompiledError(f"{describe_key(key)} for {key.target} is not compiled, and the JIT is off")
+                    state = "the JIT is off (CUTE_FLASH_JIT=0 or use_jit(False))"
+                    raise NotCompiledError(f"{describe_key(key)} for {key.target} is not compiled, and {state}")
                 with marked(f"compile {key.kernel}"):
                     launch, outcome = _load(cache.store(digest(key), *_compile_object(key))), "compiles"
             _counts[outcome] += 1

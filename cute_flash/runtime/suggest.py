@@ -19,9 +19,7 @@ def suggesting(warmup: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except NotCompiledError as error:
-        raise NotCompiledError(
-            f"{error} (CUTE_FLASH_JIT=0 or use_jit(False)): compile it before with {warmup()}"
-        ) from None
+        raise NotCompiledError(f"{error}: compile it before with {warmup()}") from None
 
 
 def attn_warmup(

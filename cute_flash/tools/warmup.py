@@ -25,11 +25,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_flash.api import attn
 from cute_flash.errors import UnsupportedError
 from cute_flash.jit.compile import cache_info, compiled_kernel, is_compiled
 from cute_flash.jit.disk import DiskCache
+from cute_flash.ops import OVERRIDDEN
 from cute_flash.planning.decode import DecodePlan
 from cute_flash.planning.launch import LaunchKey
 from cute_flash.planning.plan import Plan
@@ -49,6 +51,7 @@ class WarmUp:
     """What `warmup` did. A kernel, or a chain of kernels that one host call launches, counts once.
 
     Examples:
+        >>> import cute_flash
         >>> print(cute_flash.WarmUp(compiled=1, from_disk=2, in_memory=0, seconds=6.14))
         3 kernel(s) in 6.1 s: 1 compiled, 2 from disk, 0 in memory
     """
@@ -89,8 +92,7 @@ def warmup(
     calls, such as the forward and backward pass of a model, without the optimizer. It runs once under torch's
     `FakeTensorMode`: tensors that it creates have no memory, and parameters and other tensors of the caller are
     replaced by fake ones. It cannot read the values of tensors, and runs no kernels of other libraries besides torch's
-    operators. Functions compiled by `torch.compile` run eagerly. Calls inside `cute_flash.integrations.sdpa` and merges
-    of `cute_flash.distributed` are not seen.
+    operators. Functions compiled by `torch.compile` run eagerly. Merges of `cute_flash.distributed` are not seen.
 
     On a machine without a GPU, the kernels are compiled for `gpu` and not loaded, and a step has CPU tensors.
 
@@ -125,9 +127,9 @@ def warmup(
     keys = recorded_keys(calls, spec, **call)
     missing = [key for key in keys if not is_compiled(key)]
     if missing:
+        jobs = jobs or min(MAX_JOBS, len(os.sched_getaffinity(0)))
         # Processes cannot share a temporary cache.
-        most = min(MAX_JOBS, len(os.sched_getaffinity(0))) if DiskCache.default().is_persistent else 1
-        precompile_keys(missing, min(jobs or most, most))
+        precompile_keys(missing, jobs if DiskCache.default().is_persistent else 1)
     before = cache_info()
     if spec is None:
         for key in keys:
@@ -197,7 +199,7 @@ def run_fake(step: Callable[[], Any], recorder: Recorder) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cute_flash_recorder = recorder  # type: ignore[attr-defined]
     try:
-        with _without_compiler(), mode:
+        with _without_compiler(), mode, OverriddenOperators():
             step()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
@@ -206,6 +208,13 @@ def run_fake(step: Callable[[], Any], recorder: Recorder) -> None:
         ) from error
     finally:
         _drop_gradients(mode)
+
+
+class OverriddenOperators(TorchDispatchMode):
+    """Calls the kernels of `cute_flash.integrations.sdpa`, if it is active, in place of torch's operators."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return OVERRIDDEN.get(func, func)(*args, **kwargs or {})
 
 
 @contextmanager

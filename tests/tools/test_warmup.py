@@ -252,6 +252,21 @@ def test_a_model_of_transformers() -> None:
     assert launched(step, "sm_90") == keys
 
 
+def test_sdpa_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators of torch that `cute_flash.integrations.sdpa` overrides are seen, while it is active."""
+    sdpa = pytest.importorskip("cute_flash.integrations.sdpa")
+    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        pytest.skip("torch 2.10 is needed")
+
+    def step() -> None:
+        torch.ops.aten._scaled_dot_product_flash_attention(*qkv(), 0.0, True)[0].sum().backward()
+
+    with sdpa.sdpa():
+        keys = recorded_keys(step, ARCHS["sm_90"])
+    assert keys == recorded_keys(attn(causal=True), ARCHS["sm_90"])
+    assert recorded_keys(step, ARCHS["sm_90"]) == []
+
+
 # ---- errors
 
 
