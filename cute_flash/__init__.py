@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from cute_flash.errors import LayoutWarning, TraceError, UnsupportedError
+from cute_flash.errors import LayoutWarning, NotCompiledError, TraceError, UnsupportedError
 from cute_flash.version import __version__
 
 
@@ -29,15 +29,19 @@ if TYPE_CHECKING:
     from cute_flash import masks
     from cute_flash.integrations.flex_attention import flex_attention
     from cute_flash.integrations.install import install_as_flash_attn
+    from cute_flash.jit.policy import use_jit
     from cute_flash.reference.merge import attention_probs, merge
     from cute_flash.score_mod.block_mask import BlockMask
+    from cute_flash.tools.warmup import WarmUp, warmup
 
 __all__ = [
     "BlockMask",
     "LayoutWarning",
+    "NotCompiledError",
     "Support",
     "TraceError",
     "UnsupportedError",
+    "WarmUp",
     "__version__",
     "attention_probs",
     "attn",
@@ -51,7 +55,9 @@ __all__ = [
     "merge",
     "supports",
     "use_checks",
+    "use_jit",
     "use_kernels",
+    "warmup",
 ]
 
 # Public names and their modules, which `__getattr__` imports on first use. The command `cute-flash` imports every name
@@ -59,6 +65,7 @@ __all__ = [
 _MODULES = {
     "BlockMask": "score_mod.block_mask",
     "Support": "spec.problem",
+    "WarmUp": "tools.warmup",
     "attention_probs": "reference.merge",
     "attn": "api",
     "attn_decode": "decode",
@@ -70,7 +77,9 @@ _MODULES = {
     "merge": "reference.merge",
     "supports": "api",
     "use_checks": "spec.checked",
+    "use_jit": "jit.policy",
     "use_kernels": "spec.family",
+    "warmup": "tools.warmup",
 }
 
 

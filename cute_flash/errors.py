@@ -1,4 +1,4 @@
-"""The exceptions for valid arguments that no kernel supports and for missing packages, and a warning.
+"""The exceptions for valid arguments that no kernel supports, for missing packages and kernels, and a warning.
 
 Invalid arguments raise a plain `ValueError`.
 """
@@ -36,6 +36,20 @@ class TraceError(UnsupportedError):
 
 class InstallationError(ModuleNotFoundError):
     """A package that compiles or loads kernels is not installed. The message has the command that installs it."""
+
+
+class NotCompiledError(RuntimeError):
+    """A call needs a kernel that was not compiled before, and `CUTE_FLASH_JIT=0` or `use_jit(False)` forbids it.
+
+    The message names the kernel, and the call of `cute_flash.warmup` that compiles it.
+
+    Examples:
+        >>> with cute_flash.use_jit(False):  # doctest: +SKIP
+        ...     cute_flash.attn(q, k, v, causal=True)
+        NotCompiledError: fwd_sm90 D=128 bfloat16 right 128x128 for sm_90a is not compiled, and the JIT is off \
+(CUTE_FLASH_JIT=0 or use_jit(False)): compile it before with cute_flash.warmup(q_shape=(8, 32, 4096, 128), \
+dtype=torch.bfloat16, causal=True)
+    """
 
 
 class LayoutWarning(UserWarning):

@@ -19,7 +19,7 @@ implementation with the same arguments.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -57,6 +57,10 @@ LIBRARY.define(
 )
 attention_fwd = torch.ops.cute_flash.attention_fwd.default
 attention_bwd = torch.ops.cute_flash.attention_bwd.default
+
+# Operators of torch whose CUDA kernels an integration overrides, and these kernels. `cute_flash.warmup` calls them with
+# fake tensors, for which torch calls no CUDA kernel.
+OVERRIDDEN: dict[Any, Callable[..., Any]] = {}
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]
 
@@ -403,9 +407,19 @@ def without_autocast() -> AbstractContextManager:
     return torch.autocast("cpu", enabled=False) if _autocasting() else nullcontext()
 
 
+def report(q: Tensor, call: str, *arguments: Any) -> bool:
+    """Tell `cute_flash.warmup` about a call of fake tensors, if it made their mode.
+
+    Return whether it planned, and so checked, the call for a GPU.
+    """
+    recorder = getattr(getattr(q, "fake_mode", None), "cute_flash_recorder", None)
+    return recorder is not None and getattr(recorder, call)(*arguments)
+
+
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     args = from_schema(values)
-    _check(q, k, v, args)
+    if not report(q, "forward", q, k, v, args, _recording.is_active):
+        _check(q, k, v, args)
     return tuple(_filled(outputs(q, v, args), q))
 
 
@@ -413,6 +427,7 @@ def _bwd_fake(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *values: Any
 ) -> Any:
     args = from_schema(values)
+    report(q, "backward", dlse, q, k, v, args)
     pairs = zip(args.differentiable, _has_gradient(args))
     grads = [torch.empty_like(x) if x is not None and needed else None for x, needed in pairs]
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _filled(grads, q)

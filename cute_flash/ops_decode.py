@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.ops import LIBRARY, PLAIN_TYPES, has_tangents, is_observed, is_plain, without_autocast
+from cute_flash.ops import LIBRARY, PLAIN_TYPES, has_tangents, is_observed, is_plain, report, without_autocast
 from cute_flash.spec.checked import CudaFunctions, on_host
 from cute_flash.spec.decode import SCHEMA, TENSOR_FIELDS, DecodeArgs, decode_outputs, describe_decode, tensors_of
 from cute_flash.spec.overlap import check_append
@@ -122,6 +122,7 @@ def _decode_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> An
 def _decode_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> Any:
     args = DecodeArgs(*values)
     describe_decode(q, k_cache, v_cache, args)
+    report(q, "decode", q, k_cache, v_cache, args)
     return _results(*decode_outputs(q, v_cache, args), args)
 
 

@@ -16,8 +16,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch.library import Library
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cute_flash.integrations.sdpa_kernels import KERNELS
+from cute_flash.ops import OVERRIDDEN
 
 NAME = "CUTE_FLASH"
 
@@ -93,8 +95,9 @@ def sdpa() -> Iterator[None]:
 def _initialize_priority_order() -> None:
     """Make torch choose a backend once: its first choice on CUDA resets the priority order to the default."""
     if torch.cuda.is_available():
-        x = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
-        torch._fused_sdp_choice(x, x, x)
+        with _disable_current_modes():  # fake tensors would not reset the order
+            x = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
+            torch._fused_sdp_choice(x, x, x)
 
 
 def _attention() -> Any:
@@ -134,8 +137,10 @@ class _Overrides:
             for name, kernel in KERNELS.items():
                 if hasattr(torch.ops.aten, name):  # not all are in torch 2.10
                     library.impl(name, kernel)
+                    OVERRIDDEN[getattr(torch.ops.aten, name).default] = kernel
         self.libraries.append(library)
 
     @classmethod
     def remove(cls) -> None:
         cls.libraries.clear()  # a Library that is freed removes its kernels
+        OVERRIDDEN.clear()

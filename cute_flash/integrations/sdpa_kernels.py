@@ -123,7 +123,7 @@ def flash_backward(
 # fmt: on
 
 
-KERNELS = {
+KERNELS: dict[str, Any] = {
     "_scaled_dot_product_flash_attention": sdpa_forward,
     "_scaled_dot_product_flash_attention_backward": sdpa_backward,
     "_flash_attention_forward": flash_forward,

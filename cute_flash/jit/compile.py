@@ -13,7 +13,6 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import platform
 import shutil
@@ -23,16 +22,18 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cute_flash.errors import InstallationError
+from cute_flash.errors import InstallationError, NotCompiledError
+from cute_flash.jit.describe import describe_key
 from cute_flash.jit.disk import SUFFIXES, CacheWarning, DiskCache
 from cute_flash.jit.nvtx import marked
+from cute_flash.jit.policy import jit_is_on
+from cute_flash.jit.workers import precompile_in_processes
 from cute_flash.planning.launch import CompileKey, LaunchChain, LaunchKey
 from cute_flash.planning.registry import KERNELS
 
@@ -77,6 +78,9 @@ def compiled_kernel(key: LaunchKey) -> Callable[..., None]:
         with marked(f"load {key.kernel}"), cache.locked(digest(key)):
             launch, outcome = _load_cached(cache, key), "disk_hits"
             if launch is None:
+                if not jit_is_on():
+                    state = "the JIT is off (CUTE_FLASH_JIT=0 or use_jit(False))"
+                    raise NotCompiledError(f"{describe_key(key)} for {key.target} is not compiled, and {state}")
                 with marked(f"compile {key.kernel}"):
                     launch, outcome = _load(cache.store(digest(key), *_compile_object(key))), "compiles"
             _counts[outcome] += 1
@@ -88,7 +92,7 @@ def precompile(key: LaunchKey) -> bool:
     """Compile a kernel, or a chain, into the disk cache, without a GPU; return False if it was there already."""
     cache = DiskCache.default()
     with lock, cache.locked(digest(key)):
-        if any(cache.find(digest(key), suffix) for suffix in SUFFIXES):
+        if _is_stored(cache, key):
             return False
         cache.store(digest(key), *_compile_object(key))
         _counts["compiles"] += 1
@@ -97,12 +101,17 @@ def precompile(key: LaunchKey) -> bool:
 
 def precompile_all(keys: Sequence[LaunchKey], jobs: int) -> Iterator[bool]:
     """Call `precompile` for each key in `jobs` processes; results are in the order of the keys."""
-    if jobs <= 1:
-        yield from map(precompile, keys)
-        return
-    # Spawned, because a fork would copy the threads and locks of torch and of the DSL in an undefined state.
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(precompile, keys)
+    jobs = min(jobs, len(keys))
+    return precompile_in_processes(keys, jobs) if jobs > 1 else map(precompile, keys)
+
+
+def is_compiled(key: LaunchKey) -> bool:
+    """Whether `compiled_kernel` would find the function, in memory or in the disk cache."""
+    return key in _functions or _is_stored(DiskCache.default(), key)
+
+
+def _is_stored(cache: DiskCache, key: LaunchKey) -> bool:
+    return any(cache.find(digest(key), suffix) for suffix in SUFFIXES)
 
 
 def forget() -> None:

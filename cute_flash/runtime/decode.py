@@ -17,6 +17,8 @@ from cute_flash.planning.decode import DecodePlan, plan_decode
 from cute_flash.runtime import binder
 from cute_flash.runtime.gpu import bound, current_gpu, remember
 from cute_flash.runtime.operands import cache_operand, check_caches, has_aligned_strides
+from cute_flash.runtime.suggest import decode_warmup, suggesting
+from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.decode import DecodeArgs, describe_decode
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.family import current_family
@@ -48,27 +50,33 @@ def _bind(
 ) -> Callable[..., Outputs]:
     plan = plan_call(q, k_cache, v_cache, args)
     if plan is None:
-        appends = args.k_new is not None and args.k_new.numel() > 0
-        return _append if appends and not q.numel() else _empty
+        return _append if only_appends(q, args) else _empty
     problem = plan.problem
-    return binder.bind_decode(
-        plan,
-        q.device,
-        _values(plan, k_cache, v_cache, args),
-        copies_q=not has_aligned_strides(q),
-        is_like_q=problem.out_shape == q.shape and q.is_contiguous(),
-        writes_to_args=args.out is not None,
-        scratch_lse=None if return_lse else current_gpu().scratch(problem.lse_shape, q.device.index),
-    )
+    with suggesting(lambda: decode_warmup(q, args)):
+        return binder.bind_decode(
+            plan,
+            q.device,
+            _values(plan, k_cache, v_cache, args),
+            copies_q=not has_aligned_strides(q),
+            is_like_q=problem.out_shape == q.shape and q.is_contiguous(),
+            writes_to_args=args.out is not None,
+            scratch_lse=None if return_lse else current_gpu().scratch(problem.lse_shape, q.device.index),
+        )
 
 
-def plan_call(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> DecodePlan | None:
-    """Describe and plan a call, or raise `UnsupportedError`; None if there is nothing to compute."""
+def plan_call(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, gpu: ArchSpec | None = None
+) -> DecodePlan | None:
+    """Describe and plan a call, or raise an error; None if there is nothing to compute.
+
+    Fake tensors have no addresses to check: their calls name the `gpu`, which is that of q by default.
+    """
     problem = describe_decode(q, k_cache, v_cache, args, "cuda")
-    check_caches(k_cache, v_cache, args)
+    if gpu is None:
+        check_caches(k_cache, v_cache, args)
     if 0 in (problem.batch, problem.total_tokens, problem.heads, problem.capacity, k_cache.shape[0]):
         return None
-    return plan_decode(problem, current_gpu().arch(q.device.index), current_family())
+    return plan_decode(problem, gpu or current_gpu().arch(q.device.index), current_family())
 
 
 def _values(plan: DecodePlan, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> dict[str, str]:
@@ -99,8 +107,20 @@ def _values(plan: DecodePlan, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs
     return values
 
 
+def only_appends(q: Tensor, args: DecodeArgs) -> bool:
+    """Whether a call has new keys and no queries."""
+    return args.k_new is not None and args.k_new.numel() > 0 and not q.numel()
+
+
 def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:
-    """Append without queries.
+    """Append without queries."""
+    queries, own_row = append_call(args)
+    run(queries, k_cache, v_cache, own_row, return_lse=False)
+    return _empty(q, k_cache, v_cache, args)
+
+
+def append_call(args: DecodeArgs) -> tuple[Tensor, DecodeArgs]:
+    """The queries and arguments of a call that only appends.
 
     The kernel appends while it computes query tiles. So the queries are zeros, one for each new row of a K/V head, and
     see only their own row.
@@ -108,8 +128,7 @@ def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Ou
     own_row = args._replace(
         window_left=0, window_right=0, leftpad=None, softcap=None, alibi=None, sinks=None, num_splits=None, out=None
     )
-    run(torch.zeros_like(args.k_new), k_cache, v_cache, own_row, return_lse=False)  # type: ignore[arg-type]
-    return _empty(q, k_cache, v_cache, args)
+    return torch.zeros_like(args.k_new), own_row  # type: ignore[arg-type]
 
 
 def _empty(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:

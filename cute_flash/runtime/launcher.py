@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from cute_flash.jit import nvtx
-from cute_flash.planning.plan import plan_attention, plan_backward
+from cute_flash.planning.plan import Plan, plan_attention, plan_backward
 from cute_flash.runtime import binder
 from cute_flash.runtime.finalizers import rows_of_sequences, sinks_gradient
 from cute_flash.runtime.gpu import bound, current_gpu, remember
 from cute_flash.runtime.operands import can_pack_gqa, has_aligned_strides
+from cute_flash.runtime.suggest import attn_warmup, suggesting
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.describe import check_rng, describe, refusing_at_forward
@@ -82,25 +83,40 @@ def check_backward(problem: Problem, gpu: ArchSpec, args: AttentionArgs) -> None
 
 
 def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, is_recorded: bool) -> Callable[..., Outputs]:
+    plan = forward_plan(q, k, v, args, is_recorded)
+    if plan is None:
+        return _empty_forward
+    out, _lse, _max_logit = outputs(q, v, args)
+    with suggesting(lambda: attn_warmup(q, k, v, args, has_backward=is_recorded)):
+        return binder.bind_forward(
+            plan,
+            q.device,
+            copies_inputs=not all(map(has_aligned_strides, (q, k, v))),
+            copies_output=not has_aligned_strides(out),
+        )
+
+
+def forward_plan(
+    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, is_recorded: bool, gpu: ArchSpec | None = None
+) -> Plan | None:
+    """Describe and plan a call for a GPU, by default that of q; None if there is nothing to compute.
+
+    No address is read, so the tensors may be fake.
+    """
     check_rng(args)
     problem = describe(q, k, v, args, "cuda")
     if not problem.varlen:
         warn_if_swapped(q, k)
     if problem.is_empty:
-        return _empty_forward
+        return None
     out, _lse, _max_logit = outputs(q, v, args)
     can_pack = all(can_pack_gqa(x) or not has_aligned_strides(x) for x in (q, out))
     with nvtx.marked("plan"):
-        gpu = current_gpu().arch(q.device.index)
+        gpu = gpu or current_gpu().arch(q.device.index)
         plan = plan_attention(problem, gpu, args.kernel_family, can_pack)
         if is_recorded:
             check_backward(problem, gpu, args)
-    return binder.bind_forward(
-        plan,
-        q.device,
-        copies_inputs=not all(map(has_aligned_strides, (q, k, v))),
-        copies_output=not has_aligned_strides(out),
-    )
+    return plan
 
 
 def _empty_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
@@ -122,19 +138,29 @@ def _empty_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outp
 def _bind_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: AttentionArgs
 ) -> Callable[..., Gradients]:
+    plan = backward_plan(dlse, q, k, v, args)
+    if plan is None:
+        return _empty_backward
+    with suggesting(lambda: attn_warmup(q, k, v, args, has_backward=True, has_dlse=dlse is not None)):
+        return binder.bind_backward(
+            plan,
+            q.device,
+            copies_inputs=not all(map(has_aligned_strides, (q, k, v, out, dout))),
+            copies_gradients=not all(has_aligned_strides(torch.empty_like(x)) for x in (q, k, v)),
+        )
+
+
+def backward_plan(
+    dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, gpu: ArchSpec | None = None
+) -> Plan | None:
+    """`forward_plan` for the gradients of a call."""
     check_rng(args)
     problem = describe(q, k, v, args, "cuda")
     if problem.is_empty:
-        return _empty_backward
+        return None
     with nvtx.marked("plan"):
-        gpu = current_gpu().arch(q.device.index)
-        plan = plan_backward(problem, gpu, _is_deterministic(args), dlse is not None, args.kernel_family)
-    return binder.bind_backward(
-        plan,
-        q.device,
-        copies_inputs=not all(map(has_aligned_strides, (q, k, v, out, dout))),
-        copies_gradients=not all(has_aligned_strides(torch.empty_like(x)) for x in (q, k, v)),
-    )
+        gpu = gpu or current_gpu().arch(q.device.index)
+        return plan_backward(problem, gpu, _is_deterministic(args), dlse is not None, args.kernel_family)
 
 
 def _empty_backward(

@@ -9,6 +9,7 @@ from torch import Tensor
 from cute_flash.planning.merge import MAX_PARTIALS, merge_key
 from cute_flash.runtime import binder
 from cute_flash.runtime.gpu import bound, current_gpu, remember
+from cute_flash.runtime.suggest import suggesting
 
 # The first row of a partial output, the output in fp32 (B, H, rows, Dv), and its LSE (B, H, rows).
 Partial = tuple[int, Tensor, Tensor]
@@ -27,6 +28,7 @@ def merge_partials(out: Tensor, lse: Tensor, partials: Sequence[Partial]) -> Non
     if launch is None:
         dtype, arch = str(out.dtype).removeprefix("torch."), current_gpu().arch(out.device.index)
         key = merge_key(dtype, out.shape[3], len(partials), arch)
-        launch = remember(signature, binder.bind_merge(key, out.device))
+        with suggesting(lambda: "the same call inside use_jit(True)"):
+            launch = remember(signature, binder.bind_merge(key, out.device))
     firsts, outs, lses = zip(*partials)
     launch(out, lse, outs, lses, list(firsts))

@@ -6,8 +6,10 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 Value = TypeVar("Value")
 
 
@@ -33,7 +35,12 @@ class TensorCache(Generic[Value]):
         return value
 
     def put(self, tensors: Sequence[Tensor], key: Hashable, value: Value) -> Value:
-        """Cache a value, dropping the oldest values beyond `max_size`."""
+        """Cache a value, dropping the oldest values beyond `max_size`.
+
+        Values that are computed in a dispatch mode, which may have replaced tensors by fake ones, are not cached.
+        """
+        if _dispatch_modes():
+            return value
         full_key = (*map(id, tensors), key)
         # A copy, because freeing a tensor during the iteration drops entries.
         for oldest in list(self._known)[: max(0, len(self._known) + 1 - self._max_size)]:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from cute_flash.jit.compile import precompile_all
-from cute_flash.planning.launch import LaunchChain, LaunchKey
-from cute_flash.planning.merge import MergeStatic
-from cute_flash.planning.plan import SchedulerTile, plan_backward, plan_forward
+from cute_flash.jit.describe import describe_key
+from cute_flash.planning.launch import LaunchKey
+from cute_flash.planning.plan import plan_backward, plan_forward
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD
 from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
@@ -89,18 +89,3 @@ def precompile_keys(keys: Sequence[LaunchKey], jobs: int) -> int:
             num_compiled += is_new
             done(f"{describe_key(key)}: {'compiled' if is_new else 'already there'}")
     return num_compiled
-
-
-def describe_key(key: LaunchKey) -> str:
-    """One line about a kernel: name, head dims, dtype, bounds, features and tile; or about each kernel of a chain."""
-    if isinstance(key, LaunchChain):
-        return ", then ".join(map(describe_key, key.keys))
-    static, tile = key.static, key.tile
-    if isinstance(tile, SchedulerTile):
-        return f"{key.kernel}{' seqused_k' if static.seqused_k else ''}"
-    if isinstance(static, MergeStatic):
-        return f"{key.kernel} {static.num_partials} D={static.head_dim} {static.dtype}"
-    bounds = [name for name in ("left", "right") if getattr(static, f"has_{name}")]
-    flags = [name for name in ("pack_gqa", "has_dlse") if getattr(static, name, False)]
-    parts = [key.kernel, f"D={static.widths}", static.dtype, *bounds, *static.tags, *flags]
-    return f"{' '.join(parts)} {tile.tile_m}x{tile.tile_n}"

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_flash.jit.describe import describe_key
 from cute_flash.jit.resources import Resources
-from cute_flash.tools.precompile import describe_key
 from tests.jit.gates import kernel_resources
 from tests.lock import __main__ as cli
 from tests.lock import decode_cases, sources

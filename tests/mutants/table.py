@@ -235,6 +235,23 @@ MUTANTS: tuple[Mutant, ...] = (
         ("lse.fill_(-math.inf)", "lse.fill_(0.0)"),
     ),
     *_mutants(
+        "cute_flash/ops.py",
+        _of("tools/test_warmup.py"),
+        ('report(q, "backward", dlse, q, k, v, args)', "pass"),
+        ("return recorder is not None and getattr(recorder, call)(*arguments)", "return False"),
+    ),
+    *_mutants(
+        "cute_flash/tools/warmup.py",
+        _of("tools/test_warmup.py"),
+        ("if decode.only_appends(q, args):", "if False:"),
+        ("            x.grad = None", "            pass"),
+    ),
+    *_mutants(
+        "cute_flash/score_mod/tensor_cache.py",
+        _of("tools/test_warmup.py"),
+        ("if _dispatch_modes():", "if False:"),
+    ),
+    *_mutants(
         "cute_flash/runtime/binder.py",
         _of("runtime/test_dense.py", "runtime/test_varlen.py", "runtime/test_decode.py", "runtime/test_mods.py"),
         ('self.add("if not MIN_SCALE <=', 'self.add("if not 0 <='),

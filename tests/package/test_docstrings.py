@@ -40,7 +40,7 @@ def documented(text: str, section: str) -> list[str]:
 def test_every_parameter_is_documented(name: str) -> None:
     text = inspect.getdoc(PUBLIC[name]) or ""
     assert documented(text, "Args") == list(inspect.signature(PUBLIC[name]).parameters)
-    assert "\nReturns:\n" in text or name in ("use_checks", "use_kernels", "install_as_flash_attn")
+    assert "\nReturns:\n" in text or name in ("use_checks", "use_jit", "use_kernels", "install_as_flash_attn")
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -13,8 +13,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from cute_flash.jit.compile import precompile
+from cute_flash.jit.describe import describe_key
 from cute_flash.planning.plan import CompileKey
-from cute_flash.tools.precompile import describe_key
 from tests.upstream import flex_mods, sdpa
 from tests.upstream.jobs import Job, run_processes
 from tests.upstream.summary import summarize
