@@ -373,7 +373,7 @@ def _study(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     from cute_flash.jit import resources
-    from cute_flash.jit.compile import check_installed
+    from cute_flash.jit.toolchain import check_installed
     from cute_flash.planning.plan import plan_forward
     from cute_flash.spec.arch import SM_80
     from cute_flash.spec.band import Band
@@ -406,8 +406,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _precompile(args: argparse.Namespace) -> int:
-    from cute_flash.jit.compile import check_installed
     from cute_flash.jit.disk import DiskCache
+    from cute_flash.jit.toolchain import check_installed
     from cute_flash.tools.precompile import kernel_keys, precompile_keys
 
     check_installed()

@@ -22,7 +22,7 @@ from packaging.version import Version
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.jit import compile as compiling
-from cute_flash.jit import resources
+from cute_flash.jit import resources, toolchain
 from cute_flash.jit.disk import DiskCache
 from cute_flash.spec import arch
 from cute_flash.spec.family import check_family
@@ -152,10 +152,10 @@ def _flavours() -> Check:
         remedy = f"pip install --force-reinstall 'nvidia-cutlass-dsl[cu13]=={dsl}'"
         return Check("DSL flavours", BROKEN, f"{detail}, but the DSL is {dsl}", remedy)
     try:
-        chosen = compiling.runtime_library().parents[1].name
+        chosen = toolchain.runtime_library().parents[1].name
     except ModuleNotFoundError as error:
         return Check("DSL flavours", BROKEN, f"{detail}: {error}", _install_flavours())
-    if compiling.driver_cuda_version() >= FLAVOURS["cu13"][0] and chosen == "cu12":
+    if toolchain.driver_cuda_version() >= FLAVOURS["cu13"][0] and chosen == "cu12":
         return Check("DSL flavours", NOTE, f"{detail}; the driver supports cu13 too", _install_flavours())
     return Check("DSL flavours", OK, f"{detail}; {chosen} is used")
 
@@ -167,7 +167,7 @@ def _install_flavours() -> str:
 
 def _cuda_versions() -> Check:
     """Whether the driver supports torch's CUDA version, and the DSL has the flavour of that version."""
-    name, driver, flavours = "CUDA versions", compiling.driver_cuda_version(), _installed_flavours()
+    name, driver, flavours = "CUDA versions", toolchain.driver_cuda_version(), _installed_flavours()
     driver_text = f"driver {_cuda_text(driver)}" if driver else "no driver"
     detail = f"{driver_text}, torch {torch.version.cuda or 'for the CPU'}, DSL {' and '.join(flavours) or 'none'}"
     if torch.version.cuda is None:
@@ -195,7 +195,7 @@ def _cuda_text(version: int) -> str:
 
 
 def _driver() -> Check:
-    version = compiling.driver_cuda_version()
+    version = toolchain.driver_cuda_version()
     if not version:
         remedy = "on a machine with a GPU: install its driver"
         return Check("driver", NOTE, "no NVIDIA driver: attention runs on the CPU", remedy)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from cute_flash.jit.compile import precompile_all
+from cute_flash.jit.kernels import precompile_all
 from cute_flash.planning.launch import LaunchChain, LaunchKey
 from cute_flash.planning.merge import MergeStatic
 from cute_flash.planning.plan import SchedulerTile, plan_backward, plan_forward

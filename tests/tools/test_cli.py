@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import cute_flash
-from cute_flash.jit import compile as compiling
-from cute_flash.jit import resources
+from cute_flash.jit import kernels, resources
+from cute_flash.jit.digest import digest
 from cute_flash.jit.disk import DiskCache
 from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
 from cute_flash.spec import arch
@@ -420,7 +420,7 @@ def test_precompile_fills_the_cache_once(fresh_cache: Path, capsys: pytest.Captu
     assert "1 kernel(s) compiled, 0 already there" in out and "[1/1]" in error
     plan = plan_forward(Problem(3, 2, 2, 77, 99, 64), arch.SM_80)
     # The kernel of every problem of this head dim, dtype and mask.
-    assert [path.stem for path in DiskCache(fresh_cache).files()] == [compiling.digest(plan.main)]
+    assert [path.stem for path in DiskCache(fresh_cache).files()] == [digest(plan.main)]
     assert main(argv) == 0
     assert "0 kernel(s) compiled, 1 already there" in capsys.readouterr().out
     assert main(["cache"]) == 0 and "1 kernel(s)" in capsys.readouterr().out
@@ -435,18 +435,18 @@ def test_precompile_in_several_processes(fresh_cache: Path, capsys: pytest.Captu
     assert "2 kernel(s) compiled, 0 already there" in capsys.readouterr().out
     problems = [Problem(1, 1, 1, 5, 5, 32, dtype) for dtype in ("bfloat16", "float16")]
     keys = [plan_forward(problem, arch.SM_86).main for problem in problems]
-    assert {path.stem for path in DiskCache(fresh_cache).files()} == set(map(compiling.digest, keys))
+    assert {path.stem for path in DiskCache(fresh_cache).files()} == set(map(digest, keys))
 
 
 def precompiled(argv: str, monkeypatch: pytest.MonkeyPatch) -> list[CompileKey]:
     """The kernels that `cute-flash precompile` would compile."""
     keys = []
 
-    def precompile(key: CompileKey) -> bool:
+    def precompile(key: CompileKey, cache: DiskCache | None) -> bool:
         keys.append(key)
         return True
 
-    monkeypatch.setattr(compiling, "precompile", precompile)
+    monkeypatch.setattr(kernels, "precompile", precompile)
     assert main(["precompile", *argv.split()]) == 0
     return keys
 

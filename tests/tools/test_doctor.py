@@ -11,7 +11,7 @@ import torch
 from packaging.requirements import Requirement
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.jit import compile as compiling
+from cute_flash.jit import toolchain
 from cute_flash.spec import arch
 from cute_flash.tools import doctor
 from cute_flash.tools.cli import main
@@ -91,8 +91,8 @@ def test_doctor_finds_packages_that_do_not_import(fresh_cache: Path, monkeypatch
 def test_doctor_compares_driver_and_flavour(
     driver: int, flavour: str, driver_status: str, flavour_status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "driver_cuda_version", lambda: driver)
-    monkeypatch.setattr(compiling, "runtime_library", lambda: Path(flavour, "lib", "libcute_dsl_runtime.so"))
+    monkeypatch.setattr(toolchain, "driver_cuda_version", lambda: driver)
+    monkeypatch.setattr(toolchain, "runtime_library", lambda: Path(flavour, "lib", "libcute_dsl_runtime.so"))
     monkeypatch.setattr(doctor, "_visible_to_driver", lambda: (0, 1))
     found = {check.name: check for check in [doctor._driver(), doctor._flavours()]}
     assert (found["driver"].status, found["DSL flavours"].status) == (driver_status, flavour_status)
@@ -124,7 +124,7 @@ def test_doctor_compares_driver_torch_and_flavours(
     versions = {f"nvidia-cutlass-dsl-libs-{name}": "4.8.1" if name in flavours else None for name in doctor.FLAVOURS}
     known = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: versions[name] if name in versions else known(name))
-    monkeypatch.setattr(compiling, "driver_cuda_version", lambda: driver)
+    monkeypatch.setattr(toolchain, "driver_cuda_version", lambda: driver)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     check = doctor._cuda_versions()
     assert check.status == status, check

@@ -12,7 +12,7 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from cute_flash.jit.compile import precompile
+from cute_flash.jit.kernels import precompile
 from cute_flash.planning.plan import CompileKey
 from cute_flash.tools.precompile import describe_key
 from tests.upstream import flex_mods, sdpa

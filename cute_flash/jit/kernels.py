@@ -1,0 +1,139 @@
+"""Returns compiled kernels: from memory, from the user's disk cache, from the installed pack, or compiled now.
+
+An object on disk is a shared object (`<digest>.so`, or an object file `.o` on a machine without a linker). One that is
+missing, truncated or altered is a miss, and so is an entry of the cache that is owned by another user. Loading an `.so`
+does not import cutlass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+from cute_flash.jit import pack
+from cute_flash.jit.compile import SYMBOL, compile_object, lock
+from cute_flash.jit.digest import digest
+from cute_flash.jit.disk import SUFFIXES, CacheWarning, DiskCache
+from cute_flash.jit.nvtx import marked
+from cute_flash.jit.toolchain import runtime_library
+from cute_flash.planning.launch import LaunchKey
+
+_functions: dict[LaunchKey, Callable[..., None]] = {}
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """The numbers of kernels that this process compiled, loaded from disk and from the pack, and reused from memory."""
+
+    compiles: int = 0
+    disk_hits: int = 0
+    pack_hits: int = 0
+    memory_hits: int = 0
+
+
+_counts: Counter[str] = Counter()  # by the fields of CacheInfo
+
+
+def cache_info() -> CacheInfo:
+    """The cache statistics of this process."""
+    return CacheInfo(**_counts)
+
+
+def compiled_kernel(key: LaunchKey) -> Callable[..., None]:
+    """The function that launches a kernel, or several. Its arguments are `key.parameters`."""
+    with lock:
+        if key in _functions:
+            _counts["memory_hits"] += 1
+            return _functions[key]
+        cache = DiskCache.default()
+        with marked(f"load {key.kernel}"), cache.locked(digest(key)):
+            launch, outcome = _load_cached(cache, key), "disk_hits"
+            if launch is None:
+                launch, outcome = _load_packed(key), "pack_hits"
+            if launch is None:
+                with marked(f"compile {key.kernel}"):
+                    launch, outcome = _load(cache.store(digest(key), *compile_object(key))), "compiles"
+            _counts[outcome] += 1
+        _functions[key] = launch
+        return launch
+
+
+def precompile(key: LaunchKey, cache: DiskCache | None = None) -> bool:
+    """Compile a kernel, or a chain, into the disk cache, without a GPU; return False if it is there or in the pack.
+
+    `cache`: another folder, into which a kernel of the pack is compiled too.
+    """
+    name, folder = digest(key), cache or DiskCache.default()
+    with lock, folder.locked(name):
+        if any(folder.find(name, suffix) for suffix in SUFFIXES):
+            return False
+        if cache is None and pack.find(key.target, name):
+            return False
+        folder.store(name, *compile_object(key))
+        _counts["compiles"] += 1
+        return True
+
+
+def precompile_all(keys: Sequence[LaunchKey], jobs: int, cache: DiskCache | None = None) -> Iterator[bool]:
+    """Call `precompile` for each key in `jobs` processes; results are in the order of the keys."""
+    build = partial(precompile, cache=cache)
+    if jobs <= 1:
+        yield from map(build, keys)
+        return
+    # Spawned, because a fork would copy the threads and locks of torch and of the DSL in an undefined state.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(build, keys)
+
+
+def forget() -> None:
+    """Drop the kernels in memory, for tests. The disk cache is kept."""
+    with lock:
+        _functions.clear()
+
+
+def _load_cached(cache: DiskCache, key: LaunchKey) -> Callable[..., None] | None:
+    for suffix in SUFFIXES:
+        path = cache.find(digest(key), suffix)
+        if path is None:
+            continue
+        try:
+            return _load(path)
+        except (OSError, RuntimeError, AttributeError) as error:
+            warnings.warn(f"kernel cache: {path} cannot be loaded ({error}); built again", CacheWarning, stacklevel=4)
+    return None
+
+
+def _load_packed(key: LaunchKey) -> Callable[..., None] | None:
+    path = pack.find(key.target, digest(key))
+    if path is None:
+        return None
+    try:
+        return _load(path)
+    except (OSError, RuntimeError, AttributeError) as error:
+        pack.logger.warning("%s cannot be loaded (%s); it is compiled instead", path, error)
+        return None
+
+
+def _load(path: Path) -> Callable[..., None]:
+    if path.suffix == ".o":
+        import cutlass.runtime
+
+        return getattr(cutlass.runtime.load_module(str(path), enable_tvm_ffi=True), SYMBOL)
+    import tvm_ffi
+
+    _preload(str(runtime_library()))
+    return getattr(tvm_ffi.load_module(str(path)), SYMBOL)
+
+
+@cache
+def _preload(library: str) -> ctypes.CDLL:
+    """Load a library into the global namespace, against which the undefined symbols of an entry are resolved."""
+    return ctypes.CDLL(library, os.RTLD_GLOBAL | os.RTLD_NOW)
