@@ -93,9 +93,9 @@ class Pack:
     def targets(self) -> str:
         return ", ".join(sorted(self.manifest.objects))
 
-    @property
-    def num_objects(self) -> int:
-        return sum(map(len, self.manifest.objects.values()))
+    def contents(self) -> str:
+        """Number and targets of the kernels, as text."""
+        return f"{sum(map(len, self.manifest.objects.values()))} kernel(s) for {self.targets}"
 
     @cached_property
     def difference(self) -> str:

@@ -20,10 +20,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from cute_flash.errors import UnsupportedError
+from cute_flash.errors import InstallationError, UnsupportedError
 from cute_flash.jit import compile as compiling
 from cute_flash.jit import resources, toolchain
 from cute_flash.jit.disk import DiskCache
+from cute_flash.jit.pack import installed_pack
 from cute_flash.spec import arch
 from cute_flash.spec.family import check_family
 
@@ -54,7 +55,17 @@ class Check:
 
 def examine() -> list[Check]:
     """Run all checks. Nothing is compiled or launched."""
-    return [*_packages(), _flavours(), _driver(), _cuda_versions(), *_gpus(), *_programs(), _cache(), *_environment()]
+    return [
+        *_packages(),
+        _flavours(),
+        _driver(),
+        _cuda_versions(),
+        *_gpus(),
+        *_programs(),
+        _cache(),
+        _pack(),
+        *_environment(),
+    ]
 
 
 def is_sound(checks: list[Check]) -> bool:
@@ -277,6 +288,21 @@ def _cache() -> Check:
     detail = "; ".join(str(warning.message) for warning in caught) or "the folder cannot be used"
     remedy = "make it private (chmod go-w), or name another in CUTE_FLASH_CACHE_DIR; without it, every process compiles"
     return Check("kernel cache", BROKEN, detail, remedy)
+
+
+def _pack() -> Check:
+    """The installed pack of kernels, and whether it is used."""
+    name, pack = "kernel pack", installed_pack()
+    if pack is None:
+        return Check(name, OK, "none is used; `cute-flash pack` builds one")
+    try:
+        difference = pack.difference
+    except InstallationError as error:
+        return Check(name, NOTE, f"{pack.name}, but {error}", "see above")
+    if difference:
+        remedy = "install a pack of these versions, or build one with `cute-flash pack`"
+        return Check(name, NOTE, f"{pack.name} is not used: it was built with {difference}", remedy)
+    return Check(name, OK, f"{pack.name}, {pack.contents()}")
 
 
 def _environment() -> Iterator[Check]:

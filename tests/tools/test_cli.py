@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 import cute_flash
-from cute_flash.jit import kernels, resources
-from cute_flash.jit.digest import digest
+from cute_flash.jit import kernels, pack, resources
+from cute_flash.jit.digest import build_facts, digest
 from cute_flash.jit.disk import DiskCache
+from cute_flash.jit.pack import Manifest
 from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
 from cute_flash.spec import arch
 from cute_flash.spec.args import AttentionArgs
@@ -470,6 +471,26 @@ def test_precompile_leaves_nothing_to_compile(
     }
     assert needed == set(keys)
     assert len(keys) == 18 if name == "sm_80" else len(keys) > 18
+
+
+def test_precompile_takes_a_head_dim_of_v(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = "--arch sm_80 --head-dims 64,192/128 --dtypes bf16 --masks full --passes forward"
+    problems = Problem(1, 1, 1, 5, 5, 64), Problem(1, 1, 1, 5, 5, 192, head_dim_v=128)
+    assert precompiled(argv, monkeypatch) == [plan_forward(problem, arch.SM_80).main for problem in problems]
+
+
+def test_cache_says_what_a_pack_has(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["cache"]) == 0
+    assert "0 kernel(s)" in (out := capsys.readouterr().out) and "no pack of kernels is installed" in out
+    manifest = Manifest("1.2", build_facts(), {"sm_80": {"a": "", "b": ""}})
+    monkeypatch.setattr(pack, "installed_pack", lambda: pack.Pack(Path(), manifest))
+    assert main(["cache"]) == 0 and "cute-flash-kernels 1.2: 2 kernel(s) for sm_80" in capsys.readouterr().out
+    other = replace(manifest, facts={**build_facts(), "flavour": "cu11"})
+    monkeypatch.setattr(pack, "installed_pack", lambda: pack.Pack(Path(), other))
+    assert main(["cache"]) == 0
+    assert "not used, because it was built with the CUDA flavour of the DSL cu11" in capsys.readouterr().out
 
 
 def test_precompile_covers_backward_tiles_for_few_keys(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
