@@ -8,12 +8,10 @@ does not import cutlass.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -88,6 +86,10 @@ def precompile_all(keys: Sequence[LaunchKey], jobs: int, cache: DiskCache | None
     if jobs <= 1:
         yield from map(build, keys)
         return
+    # Imported here, because the first call of a process does not need them.
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     # Spawned, because a fork would copy the threads and locks of torch and of the DSL in an undefined state.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(build, keys)
