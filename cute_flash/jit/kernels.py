@@ -55,7 +55,7 @@ def compiled_kernel(key: LaunchKey) -> Callable[..., None]:
         with marked(f"load {key.kernel}"), cache.locked(digest(key)):
             launch, outcome = _load_cached(cache, key), "disk_hits"
             if launch is None:
-                launch, outcome = _load_packed(key), "pack_hits"
+                launch, outcome = _load_from_pack(key), "pack_hits"
             if launch is None:
                 with marked(f"compile {key.kernel}"):
                     launch, outcome = _load(cache.store(digest(key), *compile_object(key))), "compiles"
@@ -113,7 +113,7 @@ def _load_cached(cache: DiskCache, key: LaunchKey) -> Callable[..., None] | None
     return None
 
 
-def _load_packed(key: LaunchKey) -> Callable[..., None] | None:
+def _load_from_pack(key: LaunchKey) -> Callable[..., None] | None:
     path = pack.find(key.target, digest(key))
     if path is None:
         return None
