@@ -7,7 +7,7 @@ DEMO_INSTALLED := .venv/.installed-demo
 # Worker processes. Each may compile a kernel, which takes a core and about 1 GB.
 JOBS ?= 2
 
-.PHONY: demo test test-fast test-floor nightly mutants lint lock gpu-test sanitize bench plots docs docs-serve clean
+.PHONY: demo kernels test test-fast test-floor nightly mutants lint lock gpu-test sanitize bench plots docs docs-serve clean
 
 # Installs the package without the development tools.
 demo: $(DEMO_INSTALLED)
@@ -66,6 +66,10 @@ lock: $(INSTALLED)
 gpu-test: $(INSTALLED)
 	$(BIN)/python -m tests.gpu.precompile build/kernels
 	$(BIN)/python -m pytest tests/gpu --kernel-cache=build/kernels
+
+# The wheel of compiled kernels, in dist/; ARCHS=sm_80,sm_90 chooses architectures.
+kernels: $(INSTALLED)
+	$(BIN)/cute-flash pack --jobs $(JOBS) $(if $(ARCHS),--arch $(ARCHS))
 
 # Small launches under compute-sanitizer; the log goes to profiling/results.
 sanitize: $(INSTALLED)

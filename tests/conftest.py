@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -104,12 +104,18 @@ def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty kernel cache for one test, on disk and in memory."""
-    from cute_flash.jit import compile as compiling
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty kernel cache for one test, on disk and in memory, and no installed pack."""
+    from cute_flash.jit import kernels, pack
 
     folder = tmp_path / "kernels"
     monkeypatch.setenv("CUTE_FLASH_CACHE_DIR", str(folder))
-    monkeypatch.setattr(compiling, "_functions", {})
-    monkeypatch.setattr(compiling, "_counts", Counter())
-    return folder
+    monkeypatch.setattr(kernels, "_functions", {})
+    monkeypatch.setattr(kernels, "_counts", Counter())
+    monkeypatch.setattr(pack, "find_spec", lambda name: None)
+    cached = (pack.installed_pack, pack.matching_pack, pack._log_once)
+    for function in cached:
+        function.cache_clear()
+    yield folder
+    for function in cached:
+        function.cache_clear()

@@ -41,7 +41,11 @@ class DiskCache:
     def default() -> DiskCache:
         """The cache in `CUTE_FLASH_CACHE_DIR`, else in the user's cache folder, else in a private temporary folder."""
         user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        name = os.environ.get("CUTE_FLASH_CACHE_DIR") or os.path.join(user_cache, "cute_flash")
+        return DiskCache.at(os.environ.get("CUTE_FLASH_CACHE_DIR") or os.path.join(user_cache, "cute_flash"))
+
+    @staticmethod
+    def at(name: str) -> DiskCache:
+        """The cache in a folder, which is made; in a private temporary folder if that one cannot be used."""
         if not _usable(name).folder.is_dir():
             # The folder was deleted while this process ran.
             _usable.cache_clear()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_flash.jit import compile as compiling
+from cute_flash.jit.digest import digest
 from cute_flash.jit.disk import RESOURCES, SUFFIXES, DiskCache
 from cute_flash.planning.plan import CompileKey
 
@@ -88,7 +89,7 @@ class Resources:
 
 def cached_resources(key: CompileKey) -> Resources:
     """The resources of a kernel, from the disk cache. On a miss the kernel is compiled, and stored for launches too."""
-    cache, kernel = DiskCache.default(), compiling.digest(key)
+    cache, kernel = DiskCache.default(), digest(key)
     name = f"{kernel}.{_reader_digest()}"
     with compiling.lock, cache.locked(kernel):
         path = cache.find(name, RESOURCES)

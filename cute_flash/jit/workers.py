@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
+from cute_flash.jit.disk import DiskCache
 from cute_flash.planning.launch import LaunchKey
 
 # The process imports from the folders of its parent, which may have changed `sys.path`.
@@ -23,8 +24,8 @@ _START = (
 )
 
 
-def precompile_in_processes(keys: Sequence[LaunchKey], jobs: int) -> Iterator[bool]:
-    """Call `compile.precompile` for each key in `jobs` processes; results are in the order of the keys."""
+def precompile_in_processes(keys: Sequence[LaunchKey], jobs: int, cache: DiskCache | None) -> Iterator[bool]:
+    """Call `kernels.precompile` for each key in `jobs` processes; results are in the order of the keys."""
     workers = [_Worker() for _ in range(jobs)]
     idle: SimpleQueue[_Worker] = SimpleQueue()
     for worker in workers:
@@ -33,7 +34,7 @@ def precompile_in_processes(keys: Sequence[LaunchKey], jobs: int) -> Iterator[bo
     def compile_one(key: LaunchKey) -> bool:
         worker = idle.get()
         try:
-            return worker.precompile(key)
+            return worker.precompile(key, cache)
         finally:
             idle.put(worker)
 
@@ -59,10 +60,10 @@ class _Worker:
         pickle.dump(value, self.process.stdin)
         self.process.stdin.flush()
 
-    def precompile(self, key: LaunchKey) -> bool:
+    def precompile(self, key: LaunchKey, cache: DiskCache | None) -> bool:
         assert self.process.stdout is not None
         try:
-            self._send(key)
+            self._send((key, cache))
             result = pickle.load(self.process.stdout)
         except (EOFError, BrokenPipeError) as error:
             status = self.process.wait()
@@ -77,18 +78,18 @@ class _Worker:
 
 
 def serve() -> None:
-    """Compile the keys that come from stdin, and write each result, or the error, to stdout."""
-    from cute_flash.jit.compile import precompile
+    """Compile the keys (with the caches) that come from stdin, and write each result, or the error, to stdout."""
+    from cute_flash.jit.kernels import precompile
 
     results = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the compiler may print
     while True:
         try:
-            key = pickle.load(sys.stdin.buffer)
+            key, cache = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            result: Any = precompile(key)
+            result: Any = precompile(key, cache)
         except BaseException as error:
             result = error
         try:

@@ -243,7 +243,7 @@ class FunctionSource:
 
     def bind(self) -> Callable[..., Any]:
         """Compile the source, or reuse equal source, and return the function."""
-        if nvtx.MARKS_LAUNCHES:
+        if nvtx.IS_MARKED:
             self.values["marked"] = nvtx.marked
             first, *body = self.lines
             self.lines = [first, '    with marked("launch"):', *(f"    {line}" for line in body)]

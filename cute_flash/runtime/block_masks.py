@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cute_flash.score_mod.block_sparse import query_block_indices
 from cute_flash.score_mod.tensor_cache import TensorCache
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.problem import Problem
@@ -30,6 +29,9 @@ def backward_block_indices(
     args: AttentionArgs, problem: Problem, tile_m: int, tile_n: int, deterministic: bool, begins_apart: bool
 ) -> list[Tensor]:
     """For each K/V tile, the query blocks of all query heads that share the K/V head; see `score_mod.block_sparse`."""
+    # Imported here, because it takes 10 ms of the first call, and few calls have a block mask.
+    from cute_flash.score_mod.block_sparse import query_block_indices
+
     return query_block_indices(
         list(args.block_mask),
         list(args.block_mask_sizes),

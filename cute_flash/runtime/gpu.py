@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash.jit.compile import compiled_kernel
+from cute_flash.jit.kernels import compiled_kernel
 from cute_flash.planning.launch import CompileKey, LaunchChain
 from cute_flash.runtime import counters
 from cute_flash.spec.arch import ArchSpec, detect

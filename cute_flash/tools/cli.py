@@ -122,6 +122,10 @@ def _list_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
 def _feature_sets(text: str) -> list[tuple[str, ...]]:
     """Parse "plain,softcap,alibi+dropout": the features of each kernel, in the order of `FEATURES`."""
     sets = []
@@ -142,8 +146,10 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _positives(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
+def _head_dims(text: str) -> list[tuple[int, int | None]]:
+    """Parse "64,192/128": head dims of q and k, with that of v after a slash if it differs."""
+    pairs = (part.partition("/") for part in text.split(","))
+    return [(_positive(q), _positive(v) if slash else None) for q, slash, v in pairs]
 
 
 def _add_mask(parser: argparse.ArgumentParser) -> None:
@@ -272,7 +278,7 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     sub.add_argument("--arch", metavar="sm_xx", help="architecture (default: the GPU here)")
     for name, parse, default, text in (
-        ("--head-dims", _positives, "64,128", ""),
+        ("--head-dims", _head_dims, "64,128", "192/128 is 192 for q and k, and 128 for v"),
         ("--dtypes", _list_of(DTYPES), "bf16,fp16", ""),
         (
             "--masks",
@@ -296,7 +302,23 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         "--jobs", type=_positive, default=1, metavar="N", help="processes, about 1 GB each (default: %(default)s)"
     )
 
-    sub = add("cache", _cache, "show the folder and the size of the kernel cache, or empty it", "", "--clear")
+    sub = add(
+        "pack",
+        _pack,
+        "build a wheel of compiled kernels, so that its users need not compile them; needs no GPU",
+        "--arch sm_80,sm_90 --jobs 2",
+        "--arch sm_90 --out dist --work build/pack  # resumes an interrupted build",
+    )
+    sub.add_argument("--arch", type=_names, metavar="LIST", help="architectures, such as sm_80,sm_90 (default: all)")
+    sub.add_argument("--out", type=Path, default=Path("dist"), help="folder of the wheel (default: %(default)s)")
+    sub.add_argument(
+        "--work", type=Path, default=Path("build/pack"), help="folder of compiled objects (default: %(default)s)"
+    )
+    sub.add_argument(
+        "--jobs", type=_positive, default=1, metavar="N", help="processes, about 1 GB each (default: %(default)s)"
+    )
+
+    sub = add("cache", _cache, "show where kernels come from, or empty the cache", "", "--clear")
     sub.add_argument("--clear", action="store_true", help="delete all kernels in the cache")
     return parser
 
@@ -325,7 +347,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _selftest(args: argparse.Namespace) -> int:
-    from cute_flash.jit.compile import check_installed
+    from cute_flash.jit.toolchain import check_installed
     from cute_flash.spec import arch
 
     if not arch.has_gpu():
@@ -407,7 +429,7 @@ def _study(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     from cute_flash.jit import resources
-    from cute_flash.jit.compile import check_installed
+    from cute_flash.jit.toolchain import check_installed
     from cute_flash.planning.plan import plan_forward
     from cute_flash.spec.arch import SM_80
     from cute_flash.spec.band import Band
@@ -440,9 +462,9 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _precompile(args: argparse.Namespace) -> int:
-    from cute_flash.jit.compile import check_installed
     from cute_flash.jit.disk import DiskCache
-    from cute_flash.tools.precompile import kernel_keys, precompile_keys
+    from cute_flash.jit.toolchain import check_installed
+    from cute_flash.tools.precompile import KernelSet, precompile_keys
 
     check_installed()
     with _usage_errors():
@@ -450,16 +472,15 @@ def _precompile(args: argparse.Namespace) -> int:
         if spec is None:
             raise UsageError("no GPU here: name an architecture, such as --arch sm_80")
         # All plans come first, so that an unsupported head dim is an error before anything is compiled.
-        keys = kernel_keys(
-            spec,
-            args.head_dims,
-            [DTYPES[name] for name in args.dtypes],
-            args.masks,
-            args.passes,
-            args.features,
-            args.batches,
-            args.deterministic,
-        )
+        keys = KernelSet(
+            head_dims=tuple(args.head_dims),
+            dtypes=tuple(DTYPES[name] for name in args.dtypes),
+            masks=tuple(args.masks),
+            passes=tuple(args.passes),
+            features=tuple(args.features),
+            batches=tuple(args.batches),
+            deterministic=(False, True) if args.deterministic else (False,),
+        ).keys(spec)
     cache = DiskCache.default()
     if not cache.is_persistent:
         print("cute-flash: the cache folder cannot be used; see `cute-flash doctor`", file=sys.stderr)
@@ -471,13 +492,42 @@ def _precompile(args: argparse.Namespace) -> int:
     return 0
 
 
+def _pack(args: argparse.Namespace) -> int:
+    from cute_flash.jit.disk import DiskCache
+    from cute_flash.jit.toolchain import check_installed
+    from cute_flash.spec import arch
+    from cute_flash.tools.pack import build_pack
+    from cute_flash.tools.pack_table import pack_keys
+
+    check_installed()
+    with _usage_errors():
+        keys = [key for name in args.arch or arch.ARCHS for key in pack_keys(arch.by_name(name))]
+    work = DiskCache.at(str(args.work))
+    if not work.is_persistent:
+        print(f"cute-flash: {args.work} must be a folder that only you can write to (chmod go-w)", file=sys.stderr)
+        return 1
+    wheel = build_pack(keys, work, args.out, args.jobs)
+    print(f"wrote {wheel}: {len(keys)} kernel(s), {wheel.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
 def _cache(args: argparse.Namespace) -> int:
+    from cute_flash.jit import pack
     from cute_flash.jit.disk import DiskCache
 
     cache = DiskCache.default()
     print(f"{cache.folder}: {cache.contents()}{' deleted' if args.clear else ''}")
     if args.clear:
         cache.clear()
+        return 0
+    found = pack.installed_pack()
+    if found is None:
+        print("no pack of kernels is installed")
+    elif found.difference:
+        print(f"{found.name}: not used, because it was built with {found.difference}")
+    else:
+        print(f"{found.name}: {found.contents()}")
+    print("other kernels are compiled by the first call that needs them")
     return 0
 
 

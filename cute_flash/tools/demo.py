@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from cute_flash import reference
 from cute_flash.api import attn
 from cute_flash.errors import InstallationError, UnsupportedError
-from cute_flash.jit.compile import check_installed
+from cute_flash.jit.toolchain import check_installed
 from cute_flash.planning.plan import Plan
 from cute_flash.spec import arch
 from cute_flash.spec.band import Band
@@ -69,7 +69,7 @@ def _gpu() -> tuple[arch.ArchSpec | None, str]:
 
 
 def _on_gpu(gpu: arch.ArchSpec) -> Comparison:
-    from cute_flash.jit.compile import cache_info, compiled_kernel
+    from cute_flash.jit.kernels import cache_info, compiled_kernel
 
     check_installed()
     print(f"GPU path: the kernel runs on {gpu.gpu} ({gpu.name}).\n")

@@ -20,10 +20,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from cute_flash.errors import UnsupportedError
+from cute_flash.errors import InstallationError, UnsupportedError
 from cute_flash.jit import compile as compiling
-from cute_flash.jit import resources
+from cute_flash.jit import resources, toolchain
 from cute_flash.jit.disk import DiskCache
+from cute_flash.jit.pack import installed_pack
 from cute_flash.spec import arch
 from cute_flash.spec.family import check_family
 
@@ -54,7 +55,17 @@ class Check:
 
 def examine() -> list[Check]:
     """Run all checks. Nothing is compiled or launched."""
-    return [*_packages(), _flavours(), _driver(), _cuda_versions(), *_gpus(), *_programs(), _cache(), *_environment()]
+    return [
+        *_packages(),
+        _flavours(),
+        _driver(),
+        _cuda_versions(),
+        *_gpus(),
+        *_programs(),
+        _cache(),
+        _pack(),
+        *_environment(),
+    ]
 
 
 def is_sound(checks: list[Check]) -> bool:
@@ -152,10 +163,10 @@ def _flavours() -> Check:
         remedy = f"pip install --force-reinstall 'nvidia-cutlass-dsl[cu13]=={dsl}'"
         return Check("DSL flavours", BROKEN, f"{detail}, but the DSL is {dsl}", remedy)
     try:
-        chosen = compiling.runtime_library().parents[1].name
+        chosen = toolchain.runtime_library().parents[1].name
     except ModuleNotFoundError as error:
         return Check("DSL flavours", BROKEN, f"{detail}: {error}", _install_flavours())
-    if compiling.driver_cuda_version() >= FLAVOURS["cu13"][0] and chosen == "cu12":
+    if toolchain.driver_cuda_version() >= FLAVOURS["cu13"][0] and chosen == "cu12":
         return Check("DSL flavours", NOTE, f"{detail}; the driver supports cu13 too", _install_flavours())
     return Check("DSL flavours", OK, f"{detail}; {chosen} is used")
 
@@ -167,7 +178,7 @@ def _install_flavours() -> str:
 
 def _cuda_versions() -> Check:
     """Whether the driver supports torch's CUDA version, and the DSL has the flavour of that version."""
-    name, driver, flavours = "CUDA versions", compiling.driver_cuda_version(), _installed_flavours()
+    name, driver, flavours = "CUDA versions", toolchain.driver_cuda_version(), _installed_flavours()
     driver_text = f"driver {_cuda_text(driver)}" if driver else "no driver"
     detail = f"{driver_text}, torch {torch.version.cuda or 'for the CPU'}, DSL {' and '.join(flavours) or 'none'}"
     if torch.version.cuda is None:
@@ -195,7 +206,7 @@ def _cuda_text(version: int) -> str:
 
 
 def _driver() -> Check:
-    version = compiling.driver_cuda_version()
+    version = toolchain.driver_cuda_version()
     if not version:
         remedy = "on a machine with a GPU: install its driver"
         return Check("driver", NOTE, "no NVIDIA driver: attention runs on the CPU", remedy)
@@ -277,6 +288,21 @@ def _cache() -> Check:
     detail = "; ".join(str(warning.message) for warning in caught) or "the folder cannot be used"
     remedy = "make it private (chmod go-w), or name another in CUTE_FLASH_CACHE_DIR; without it, every process compiles"
     return Check("kernel cache", BROKEN, detail, remedy)
+
+
+def _pack() -> Check:
+    """The installed pack of kernels, and whether it is used."""
+    name, pack = "kernel pack", installed_pack()
+    if pack is None:
+        return Check(name, OK, "none is used; `cute-flash pack` builds one")
+    try:
+        difference = pack.difference
+    except InstallationError as error:
+        return Check(name, NOTE, f"{pack.name}, but {error}", "see above")
+    if difference:
+        remedy = "install a pack of these versions, or build one with `cute-flash pack`"
+        return Check(name, NOTE, f"{pack.name} is not used: it was built with {difference}", remedy)
+    return Check(name, OK, f"{pack.name}, {pack.contents()}")
 
 
 def _environment() -> Iterator[Check]:

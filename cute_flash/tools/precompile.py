@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from cute_flash.jit.compile import precompile_all
 from cute_flash.jit.describe import describe_key
+from cute_flash.jit.disk import DiskCache
+from cute_flash.jit.kernels import precompile_all
 from cute_flash.planning.launch import LaunchKey
 from cute_flash.planning.plan import plan_backward, plan_forward
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD
@@ -32,60 +33,68 @@ LENGTH = 1 << 16
 # Short sequences may use another tile.
 ROWS = (*SM90_FWD, *(row for table in (SM80_FWD, SM80_BWD) for rows in table.values() for row in rows))
 LENGTHS = (LENGTH, *sorted({row.max_keys for row in ROWS if row.max_keys}))
+# The head dim of q and k, and that of v if it differs.
+HeadDims = tuple[int, int | None]
 # (heads, queries). With many heads and one query, the plan uses pack_gqa.
 SHAPES = ((1, LENGTH), (64, 1))
 
 
-def kernel_keys(
-    arch: ArchSpec,
-    head_dims: Iterable[int],
-    dtypes: Iterable[str],
-    masks: Iterable[str],
-    passes: Iterable[str],
-    feature_sets: Iterable[tuple[str, ...]],
-    batches: Iterable[str],
-    deterministic: bool,
-) -> list[LaunchKey]:
-    """The kernels of all combinations, each once; raise `UnsupportedError` if there is none for one of them."""
-    problems = [
-        Problem(1, 1, 1, LENGTH, LENGTH, head_dim, dtype, band, features=features, varlen=batch == "varlen")
-        for head_dim, dtype, mask, features, batch in itertools.product(head_dims, dtypes, masks, feature_sets, batches)
-        for band in BANDS[mask]
-    ]
-    keys: dict[LaunchKey, None] = {}
-    for name in passes:
-        for problem in problems:
-            keys |= dict.fromkeys(
-                _forward_keys(problem, arch) if name == "forward" else _backward_keys(problem, arch, deterministic)
-            )
-    return list(keys)
+@dataclass(frozen=True, kw_only=True)
+class KernelSet:
+    """The kernels of `attn` and `attn_varlen` for all combinations of these values."""
+
+    head_dims: tuple[HeadDims, ...]
+    dtypes: tuple[str, ...]
+    masks: tuple[str, ...]  # of `BANDS`
+    passes: tuple[str, ...]  # of "forward" and "backward"
+    features: tuple[tuple[str, ...], ...] = ((),)
+    batches: tuple[str, ...] = ("dense",)  # of "dense" and "varlen"
+    # Of the backward: whether gradients are deterministic, and whether the LSE has a gradient.
+    deterministic: tuple[bool, ...] = (False,)
+    has_dlse: tuple[bool, ...] = (False, True)
+    # Of varlen batches: whether the call has `seqused_k`.
+    seqused_k: tuple[bool, ...] = (False, True)
+
+    def keys(self, arch: ArchSpec) -> list[LaunchKey]:
+        """The kernels, each once; raise `UnsupportedError` if there is none for a combination."""
+        keys: dict[LaunchKey, None] = {}
+        for name in self.passes:
+            for problem in self._problems():
+                keys |= dict.fromkeys(
+                    self._forward_keys(problem, arch) if name == "forward" else self._backward_keys(problem, arch)
+                )
+        return list(keys)
+
+    def _problems(self) -> Iterator[Problem]:
+        for (head_dim, head_dim_v), dtype, mask, features, batch in itertools.product(
+            self.head_dims, self.dtypes, self.masks, self.features, self.batches
+        ):
+            varlen = batch == "varlen"
+            for band, seqused_k in itertools.product(BANDS[mask], self.seqused_k if varlen else (False,)):
+                yield Problem(
+                    1, 1, 1, LENGTH, LENGTH, head_dim, dtype, band, head_dim_v,
+                    features=features, varlen=varlen, seqused_k=seqused_k,
+                )  # fmt: skip
+
+    def _forward_keys(self, problem: Problem, arch: ArchSpec) -> Iterator[LaunchKey]:
+        for seqlen_k, (heads, seqlen_q) in itertools.product(LENGTHS, SHAPES):
+            sized = replace(problem, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+            yield from plan_forward(sized, arch, requested_family(), can_pack_gqa=True).host_calls
+
+    def _backward_keys(self, problem: Problem, arch: ArchSpec) -> Iterator[LaunchKey]:
+        for seqlen_k, deterministic, has_dlse in itertools.product(LENGTHS, self.deterministic, self.has_dlse):
+            sized = replace(problem, seqlen_k=seqlen_k)
+            yield from plan_backward(sized, arch, deterministic, has_dlse, requested_family()).host_calls
 
 
-def _forward_keys(problem: Problem, arch: ArchSpec) -> Iterator[LaunchKey]:
-    for seqlen_k, (heads, seqlen_q), seqused_k in itertools.product(LENGTHS, SHAPES, _seqused_k(problem)):
-        sized = replace(problem, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, seqused_k=seqused_k)
-        yield from plan_forward(sized, arch, requested_family(), can_pack_gqa=True).host_calls
+def precompile_keys(keys: Sequence[LaunchKey], jobs: int, cache: DiskCache | None = None) -> int:
+    """Compile kernels in `jobs` processes, with progress on stderr; return how many were missing.
 
-
-def _backward_keys(problem: Problem, arch: ArchSpec, deterministic: bool) -> Iterator[LaunchKey]:
-    """The backward kernels without and with a gradient of the LSE; if `deterministic`, also the deterministic ones."""
-    policies = (False, True) if deterministic else (False,)
-    for seqlen_k, is_deterministic, has_dlse, seqused_k in itertools.product(
-        LENGTHS, policies, (False, True), _seqused_k(problem)
-    ):
-        sized = replace(problem, seqlen_k=seqlen_k, seqused_k=seqused_k)
-        yield from plan_backward(sized, arch, is_deterministic, has_dlse, requested_family()).host_calls
-
-
-def _seqused_k(problem: Problem) -> tuple[bool, ...]:
-    return (False, True) if problem.varlen else (False,)
-
-
-def precompile_keys(keys: Sequence[LaunchKey], jobs: int) -> int:
-    """Compile kernels in `jobs` processes, with progress on stderr; return how many the cache did not have."""
+    `cache`: where they are stored, instead of the user's cache.
+    """
     num_compiled = 0
     with steps("compiling", len(keys)) as done:
-        for key, is_new in zip(keys, precompile_all(keys, jobs)):
+        for key, is_new in zip(keys, precompile_all(keys, jobs, cache)):
             num_compiled += is_new
             done(f"{describe_key(key)}: {'compiled' if is_new else 'already there'}")
     return num_compiled

@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.jit.compile import precompile_all, source_digest
+from cute_flash.jit.digest import source_digest
+from cute_flash.jit.kernels import precompile_all
 from cute_flash.planning.launch import LaunchKey
 from cute_flash.runtime.gpu import Gpu, use_gpu
 from cute_flash.spec.arch import ArchSpec

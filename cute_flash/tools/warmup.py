@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_flash.api import attn
 from cute_flash.errors import UnsupportedError
-from cute_flash.jit.compile import cache_info, compiled_kernel, is_compiled
 from cute_flash.jit.disk import DiskCache
+from cute_flash.jit.kernels import compiled_kernel, place_of
 from cute_flash.ops import OVERRIDDEN
 from cute_flash.planning.decode import DecodePlan
 from cute_flash.planning.launch import LaunchKey
@@ -52,20 +53,21 @@ class WarmUp:
 
     Examples:
         >>> import cute_flash
-        >>> print(cute_flash.WarmUp(compiled=1, from_disk=2, in_memory=0, seconds=6.14))
-        3 kernel(s) in 6.1 s: 1 compiled, 2 from disk, 0 in memory
+        >>> print(cute_flash.WarmUp(compiled=1, from_pack=0, from_disk=2, in_memory=0, seconds=6.14))
+        3 kernel(s) in 6.1 s: 1 compiled, 0 from the pack, 2 from disk, 0 in memory
     """
 
     compiled: int
+    from_pack: int
     from_disk: int  # compiled by an earlier process, or by `cute-flash precompile`
     in_memory: int  # loaded by this process before
     seconds: float
 
     def __str__(self) -> str:
-        total = self.compiled + self.from_disk + self.in_memory
+        total = self.compiled + self.from_pack + self.from_disk + self.in_memory
         return (
-            f"{total} kernel(s) in {self.seconds:.1f} s: {self.compiled} compiled, {self.from_disk} from disk, "
-            f"{self.in_memory} in memory"
+            f"{total} kernel(s) in {self.seconds:.1f} s: {self.compiled} compiled, {self.from_pack} from the pack, "
+            f"{self.from_disk} from disk, {self.in_memory} in memory"
         )
 
 
@@ -78,8 +80,8 @@ def warmup(
 ) -> WarmUp:
     """Compile and load the kernels of calls before the first call needs them.
 
-    Nothing is launched, and no memory of the GPU is allocated for the calls. Kernels that are missing in the kernel
-    cache are compiled in parallel, with progress on stderr, and stay in the cache.
+    Nothing is launched, and no memory of the GPU is allocated for the calls. Kernels that are neither in the kernel
+    cache nor in an installed pack are compiled in parallel, with progress on stderr, and stay in the cache.
 
     A call of `attn` is described by keywords: those of `attn`, and
 
@@ -104,7 +106,7 @@ def warmup(
         **call: The keywords of one call, instead of `calls`.
 
     Returns:
-        A `WarmUp`: how many kernels were compiled, loaded from disk, and in memory already.
+        A `WarmUp`: how many kernels were compiled, found in the pack or on disk, and in memory already.
 
     Raises:
         ValueError: The arguments are invalid.
@@ -125,20 +127,21 @@ def warmup(
     start = time.perf_counter()
     spec = by_name(gpu) if gpu else override()
     keys = recorded_keys(calls, spec, **call)
-    missing = [key for key in keys if not is_compiled(key)]
+    places = {key: place_of(key) for key in keys}
+    missing = [key for key, place in places.items() if not place]
     if missing:
         jobs = jobs or min(MAX_JOBS, len(os.sched_getaffinity(0)))
         # Processes cannot share a temporary cache.
         precompile_keys(missing, jobs if DiskCache.default().is_persistent else 1)
-    before = cache_info()
     if spec is None:
         for key in keys:
             compiled_kernel(key)
-    in_memory = cache_info().memory_hits - before.memory_hits
+    counts = Counter(places.values())
     return WarmUp(
         compiled=len(missing),
-        from_disk=len(keys) - len(missing) - in_memory,
-        in_memory=in_memory,
+        from_pack=counts["pack"],
+        from_disk=counts["disk"],
+        in_memory=counts["memory"],
         seconds=time.perf_counter() - start,
     )
 

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
 from cute_flash import masks
-from cute_flash.jit.compile import precompile_all
+from cute_flash.jit.kernels import precompile_all
 from profiling.measure.gpu_lock import GpuLock
 from profiling.measure.options import MS, ROUNDS, SEED, option, settings_of
 from profiling.measure.study import Record, Step, Study, Tools

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cute_flash import reference
-from cute_flash.jit.compile import precompile
+from cute_flash.jit.kernels import precompile
 from cute_flash.jit.resources import kernel_resources
 from cute_flash.planning.plan import Plan, plan_forward
 from cute_flash.runtime import binder

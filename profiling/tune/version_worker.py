@@ -7,7 +7,7 @@ that of the command.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 import cute_flash
-from cute_flash.jit.compile import precompile_all
+from cute_flash.jit import compile as compiling
+from cute_flash.planning.launch import LaunchKey
 from profiling.measure.launches import needed_kernels
 from profiling.measure.timing import (
     Batch,
@@ -53,6 +54,15 @@ class Cell:
         return f"{self.direction} {self.feature} d{self.head_dim} {self.mask} s{self.seqlen}"
 
 
+def _precompile_all() -> Callable[[Sequence[LaunchKey], int], Iterable[bool]]:
+    """The function of the version. Earlier versions have it in `jit.compile`."""
+    if hasattr(compiling, "precompile_all"):
+        return compiling.precompile_all
+    from cute_flash.jit.kernels import precompile_all
+
+    return precompile_all
+
+
 class VersionWorker:
     """The requests that the process answers. `folder`: of the version; None: whatever was imported is measured."""
 
@@ -80,7 +90,7 @@ class VersionWorker:
         keys = needed_kernels(lambda cell=cell: self._make(cell, 0).call() for cell in cells)  # type: ignore[misc]
         self.release()
         self.check_imports()
-        return len(keys), sum(precompile_all(keys, jobs))
+        return len(keys), sum(_precompile_all()(keys, jobs))
 
     def prepare(self, cell: Cell, seed: int, budget_ms: float) -> list[Tensor]:
         """Make the call and the batch that `time` runs; return some elements of each result."""

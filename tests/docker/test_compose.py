@@ -18,6 +18,8 @@ import pytest
 import yaml
 
 from cute_flash.jit import disk
+from cute_flash.spec.arch import ARCHS
+from cute_flash.tools import cli
 from cute_flash.version import __version__
 from profiling import __main__ as profiling_cli
 from profiling.documents.doc_speed import RUNS
@@ -29,7 +31,7 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 NEED_GPU = {"bench", "profile", "gpu-test"}
 
-BUILD_KEYS = {"context", "dockerfile", "args"}
+BUILD_KEYS = {"context", "dockerfile", "target", "args"}
 DEVICE_KEYS = {"driver", "count", "device_ids", "capabilities", "options"}
 
 
@@ -117,26 +119,45 @@ def test_gpus_are_reserved_where_they_are_needed(name: str) -> None:
 # The image
 
 
-def test_one_image_tagged_with_the_version() -> None:
-    for service in SERVICES.values():
-        assert service["image"] == f"cute-flash:${{CUTE_FLASH_VERSION:-{__version__}}}"
-        assert service["build"] == SERVICES["demo"]["build"]
+def test_two_images_tagged_with_the_version() -> None:
+    """Those that need a GPU have a pack of kernels, which takes minutes to build."""
+    for name, service in SERVICES.items():
+        tag = f"cute-flash:${{CUTE_FLASH_VERSION:-{__version__}}}"
+        assert service["image"] == (f"{tag}-kernels" if name in NEED_GPU else tag)
+        assert service["build"] == SERVICES["bench" if name in NEED_GPU else "demo"]["build"]
 
 
 def test_the_build_and_its_arguments_exist() -> None:
-    build = SERVICES["demo"]["build"]
-    assert set(build) == BUILD_KEYS
-    context = ROOT / build["context"]
-    assert context == ROOT and (context / build["dockerfile"]).is_file()
-    assert set(build["args"]) == set(ARGS)
-    # Null: the value is taken from the environment, else the Dockerfile's default applies.
-    assert set(build["args"].values()) == {None}
+    stages = [rest.split() for name, rest in DOCKERFILE if name == "FROM"]
+    assert stages == [["${BASE_IMAGE}", "AS", "source"], ["source", "AS", "kernels"]]
+    of_kernels = {name for name in ARGS if name.startswith("KERNEL_")}
+    for service, target, names in (("demo", "source", set(ARGS) - of_kernels), ("bench", "kernels", set(ARGS))):
+        build = SERVICES[service]["build"]
+        assert set(build) == BUILD_KEYS and build["target"] == target
+        context = ROOT / build["context"]
+        assert context == ROOT and (context / build["dockerfile"]).is_file()
+        assert set(build["args"]) == names
+        # Null: the value is taken from the environment, else the Dockerfile's default applies.
+        assert set(build["args"].values()) == {None}
+
+
+def test_the_pack_of_the_image_is_one_that_the_command_builds() -> None:
+    (made,) = (rest for name, rest in DOCKERFILE if name == "RUN" and "cute-flash pack" in rest)
+    line = re.search(r"cute-flash pack .*?(?=&&)", made)[0]
+    words = [re.sub(r"\$\{(\w+)\}", lambda match: ARGS[match[1]], word) for word in shlex.split(line)]
+    check(words)
+    args = cli._parser().parse_args(words[1:])
+    assert all(name in ARCHS for name in args.arch)
+    assert f"target={args.work}," in made and f"pip install --no-cache-dir --no-deps {args.out}/*.whl" in made
 
 
 def test_user_is_not_root_and_owns_the_cache() -> None:
     users = [rest for name, rest in DOCKERFILE if name == "USER"]
-    assert users == ["flash"]
-    assert DOCKERFILE[-2:] == [("USER", "flash"), ("CMD", only("CMD"))]
+    # The stage `kernels` installs the pack as root.
+    assert users == ["flash", "root", "flash"]
+    assert DOCKERFILE[-1] == ("USER", "flash")
+    stage = DOCKERFILE.index(("FROM", "source AS kernels"))
+    assert DOCKERFILE[stage - 2 : stage] == [("USER", "flash"), ("CMD", only("CMD"))]
     assert int(ARGS["USER_ID"]) > 0
     made = " ".join(rest for name, rest in DOCKERFILE if name == "RUN")
     assert f"install -d -o flash -g flash -m 700 /home/flash/.cache {ENV['CUTE_FLASH_CACHE_DIR']}" in made

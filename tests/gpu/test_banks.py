@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cute_flash import reference
-from cute_flash.jit.compile import precompile
+from cute_flash.jit.kernels import precompile
 from cute_flash.planning.plan import plan_forward
 from cute_flash.runtime import binder
 from cute_flash.spec.arch import detect

@@ -15,7 +15,7 @@ from torch import Tensor
 import cute_flash
 from cute_flash import reference
 from cute_flash.decode import bind
-from cute_flash.jit.compile import cache_info
+from cute_flash.jit.kernels import cache_info
 from tests.decode.cases import DecodeCall, DecodeCase
 from tests.gpu import decode_cases
 from tests.gpu.captured import Captured

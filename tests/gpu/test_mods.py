@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
 from cute_flash import BlockMask, UnsupportedError, api, masks, reference
-from cute_flash.jit.compile import cache_info
+from cute_flash.jit.kernels import cache_info
 from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec, detect
 from cute_flash.spec.family import FAMILIES

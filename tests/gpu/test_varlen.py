@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash.jit.compile import cache_info
+from cute_flash.jit.kernels import cache_info
 from cute_flash.spec.band import Band
 from tests.cases import CAUSAL, FULL
 from tests.combinations import VarlenCombination, gradients

@@ -16,7 +16,7 @@ from unittest import mock
 
 from cute_flash.jit import compile as compiling
 from cute_flash.jit import resources as reading
-from cute_flash.jit.compile import digest
+from cute_flash.jit.digest import digest
 from cute_flash.jit.disk import DiskCache
 from cute_flash.jit.resources import Resources
 from cute_flash.planning.plan import CompileKey
@@ -48,7 +48,7 @@ def _compile(key: CompileKey) -> tuple[Resources, tuple[bytes, str]]:
         return functions[0]
 
     with mock.patch.object(compiling, "cute_compile", compile_once), without_locations():
-        return reading.kernel_resources(key), compiling._compile_object(key)
+        return reading.kernel_resources(key), compiling.compile_object(key)
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from cute_flash.jit import compile as compiling
-from cute_flash.jit.compile import digest
+from cute_flash.jit import digest as naming
+from cute_flash.jit import toolchain
+from cute_flash.jit.digest import digest
 from cute_flash.planning.launch import CompileKey, LaunchChain
 from cute_flash.planning.plan import plan_forward
 from cute_flash.score_mod.bound import BoundMods
@@ -21,7 +22,7 @@ from cute_flash.score_mod.mod_spec import ModSpec
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.problem import Problem
 
-PACKAGE = Path(compiling.__file__).parents[1]
+PACKAGE = Path(naming.__file__).parents[1]
 
 
 ARCH = {"sm80": "sm_80", "sm90": "sm_90"}
@@ -36,7 +37,7 @@ def clear_facts() -> Iterator[Callable[[], None]]:
     """A function that clears the cached digests of sources and versions; also called after the test."""
 
     def clear() -> None:
-        for cached in (compiling.source_digest, compiling.toolchain, compiling.runtime_library):
+        for cached in (naming.source_digest, toolchain.toolchain, toolchain.runtime_library):
             cached.cache_clear()
 
     yield clear
@@ -94,7 +95,7 @@ def test_digest_changes_with_the_text_of_the_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clear_facts: Callable[[], None]
 ) -> None:
     shutil.copytree(PACKAGE, tmp_path / "cute_flash", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(compiling, "__file__", str(tmp_path / "cute_flash" / "jit" / "compile.py"))
+    monkeypatch.setattr(naming, "__file__", str(tmp_path / "cute_flash" / "jit" / "digest.py"))
 
     def digest_now() -> str:
         clear_facts()
@@ -120,7 +121,7 @@ def test_digest_changes_with_the_text_of_the_sources(
             file.write("# one more line\n")
         seen.append(digest_now())
         assert len(set(seen)) == len(seen), name
-    for name in ("api.py", "ops.py", "runtime/binder.py", "tools/cli.py", "reference/tiled.py"):
+    for name in ("api.py", "ops.py", "jit/kernels.py", "runtime/binder.py", "tools/cli.py", "reference/tiled.py"):
         with open(tmp_path / "cute_flash" / name, "a") as file:
             file.write("# one more line\n")
         assert digest_now() == seen[-1], name
@@ -145,7 +146,7 @@ def test_digest_changes_with_the_flavour_of_the_runtime(
         clear_facts()
         library = Path("site", flavour, "lib", "libcute_dsl_runtime.so")
         with monkeypatch.context() as patch:
-            patch.setattr(compiling, "runtime_library", lambda library=library: library)
+            patch.setattr(toolchain, "runtime_library", lambda library=library: library)
             digests.add(digest(key_of()))
     assert len(digests) == 2
 
@@ -160,13 +161,13 @@ def test_the_runtime_is_the_newest_that_the_driver_serves(
         library = tmp_path / "dsl" / name / "lib" / "libcute_dsl_runtime.so"
         library.parent.mkdir(parents=True)
         library.touch()
-    monkeypatch.setattr(compiling, "find_spec", lambda _: SimpleNamespace(origin=str(package / "__init__.py")))
-    monkeypatch.setattr(compiling, "driver_cuda_version", lambda: driver)
-    assert compiling.runtime_library() == tmp_path / "dsl" / flavour / "lib" / "libcute_dsl_runtime.so"
-    compiling.runtime_library.cache_clear()
-    monkeypatch.setattr(compiling, "driver_cuda_version", lambda: 11080)
+    monkeypatch.setattr(toolchain, "find_spec", lambda _: SimpleNamespace(origin=str(package / "__init__.py")))
+    monkeypatch.setattr(toolchain, "driver_cuda_version", lambda: driver)
+    assert toolchain.runtime_library() == tmp_path / "dsl" / flavour / "lib" / "libcute_dsl_runtime.so"
+    toolchain.runtime_library.cache_clear()
+    monkeypatch.setattr(toolchain, "driver_cuda_version", lambda: 11080)
     with pytest.raises(ModuleNotFoundError, match="no flavour of nvidia-cutlass-dsl for a CUDA 11 driver"):
-        compiling.runtime_library()
-    monkeypatch.setattr(compiling, "find_spec", lambda _: None)
+        toolchain.runtime_library()
+    monkeypatch.setattr(toolchain, "find_spec", lambda _: None)
     with pytest.raises(ModuleNotFoundError, match="nvidia-cutlass-dsl is not installed"):
-        compiling.runtime_library()
+        toolchain.runtime_library()

@@ -8,6 +8,7 @@ import pytest
 
 from cute_flash.jit import compile as compiling
 from cute_flash.jit import resources as reading
+from cute_flash.jit.kernels import compiled_kernel, precompile
 from cute_flash.planning.plan import plan_backward
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.problem import Problem
@@ -22,5 +23,5 @@ def test_a_kernel_is_compiled_once(fresh_cache: Path, monkeypatch: pytest.Monkey
     assert gates.kernel_resources(key) == expected
     monkeypatch.setattr(compiling, "cute_compile", None)
     assert gates.kernel_resources(key) == expected
-    assert compiling.precompile(key) is False, "the entry is there"
-    assert callable(compiling.compiled_kernel(key))
+    assert precompile(key) is False, "the entry is there"
+    assert callable(compiled_kernel(key))

@@ -12,7 +12,9 @@ import pytest
 
 from cute_flash.jit import compile as compiling
 from cute_flash.jit import resources as reading
+from cute_flash.jit.digest import digest
 from cute_flash.jit.disk import DiskCache
+from cute_flash.jit.kernels import precompile
 from cute_flash.jit.resources import Resources, disassemble, kernel_resources
 from cute_flash.planning.plan import CompileKey, Plan, plan_forward
 from cute_flash.spec.arch import ARCHS
@@ -113,7 +115,7 @@ def test_cached_resources_compile_once(fresh_cache: Path, monkeypatch: pytest.Mo
     first = reading.cached_resources(key)
     assert (first.registers, first.cubin, first.sass) == (168, FakeKernel.__cubin__, Counter())
     assert reading.cached_resources(key) == first and compiled.call_count == 1
-    assert [path.stem for path in cache.files()] == [compiling.digest(key)] and not compiling.precompile(key)
+    assert [path.stem for path in cache.files()] == [digest(key)] and not precompile(key)
     # Instructions are counted as soon as there is a disassembler.
     monkeypatch.setattr(reading, "disassemble", lambda cubin: SASS)
     assert reading.cached_resources(key).sass["HMMA"] == 2 and compiled.call_count == 1

@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cute_flash.jit import compile as compiling
+from cute_flash.jit import kernels as loading
 from cute_flash.planning.launch import CompileKey, LaunchChain, LaunchKey
 from cute_flash.planning.plan import plan_forward
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
@@ -223,7 +223,7 @@ class CapturingGpu(RecordingGpu):
     def _capturing(self, key: LaunchKey) -> Callable[..., None]:
         import tvm_ffi
 
-        function = compiling.compiled_kernel(key)
+        function = loading.compiled_kernel(key)
 
         def launch(*arguments: Any) -> None:
             held: list[OnGpu] = []
@@ -270,9 +270,9 @@ def main() -> None:
     source.write_text(STUB)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", stub, source], check=True)
     captured = ctypes.CDLL(str(stub), ctypes.RTLD_GLOBAL).captured
-    preload = compiling._preload
+    preload = loading._preload
     # The symbols of every entry are found in the stub; the digest still names the real runtime.
-    compiling._preload = lambda library: preload(str(stub))  # type: ignore[assignment]
+    loading._preload = lambda library: preload(str(stub))  # type: ignore[assignment]
     answers = []
     for request in pickle.load(sys.stdin.buffer):
         gpu = CapturingGpu(request, captured)

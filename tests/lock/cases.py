@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.jit import compile as compiling
 from cute_flash.jit import resources as reading
+from cute_flash.jit import toolchain as versions
 from cute_flash.jit.resources import Resources
 from cute_flash.planning.merge import merge_key
 from cute_flash.planning.plan import CompileKey, Plan, plan_backward, plan_forward
@@ -654,7 +654,7 @@ def resources_of(key: CompileKey) -> Resources:
 
 def toolchain() -> str:
     """DSL version and CUDA flavour. Only machine code of the same toolchain is compared."""
-    found = compiling.toolchain("")
+    found = versions.toolchain()
     return f"{found['dsl']}-{found['flavour']}"
 
 

@@ -66,7 +66,7 @@ def traced_modules(kernel: str) -> frozenset[str]:
 
 def _described(key: CompileKey) -> str:
     described = asdict(key)
-    # As in `jit.compile.digest`: fields that only decide which row of a tile table is chosen.
+    # As in `jit.digest`: fields that only decide which row of a tile table is chosen.
     described["tile"] = {field.name: described["tile"][field.name] for field in fields(key.tile) if field.compare}
     return json.dumps(described, sort_keys=True)
 

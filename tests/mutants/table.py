@@ -288,7 +288,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The disk cache of kernels.
     *_mutants(
         "cute_flash/jit/disk.py",
-        _of("jit/test_disk.py", "jit/test_compile.py"),
+        _of("jit/test_disk.py", "jit/test_kernels.py"),
         ("hashlib.sha256(path.read_bytes()).hexdigest() == expected else", "expected else"),
         ("stat.S_IWGRP | stat.S_IWOTH", "stat.S_IWOTH"),
         ("status.st_uid != os.getuid()", "status.st_uid == -1"),
@@ -296,11 +296,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ("DiskCache(Path(private), is_persistent=False)", "DiskCache(Path(private))"),
     ),
     *_mutants(
-        "cute_flash/jit/compile.py",
+        "cute_flash/jit/digest.py",
         _of("jit/test_digest.py"),
-        ('        "sources": source_digest(),\n', ""),
+        ('{"sources": source_digest(), **toolchain()}', "toolchain()"),
         ("for x in fields(key.tile) if x.compare}", "for x in fields(key.tile)}"),
-        ('removeprefix("cu")) <= major', 'removeprefix("cu")) < major'),
+    ),
+    Mutant(
+        "cute_flash/jit/toolchain.py",
+        'removeprefix("cu")) <= major',
+        'removeprefix("cu")) < major',
+        _of("jit/test_digest.py"),
+    ),
+    *_mutants(
+        "cute_flash/jit/pack.py",
+        _of("jit/test_pack.py"),
+        ("hashlib.sha256(path.read_bytes()).hexdigest() == expected", "path.exists()"),
+        ("if ours[name] != theirs.get(name)", "if ours[name] > theirs.get(name, '')"),
     ),
     # Layouts.
     *_mutants(

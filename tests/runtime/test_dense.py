@@ -406,7 +406,7 @@ def test_nvtx_ranges(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     run_forward(inputs())
     # A range costs about a microsecond, so launches have none unless a profiler listens.
     assert marked == ["plan"]
-    monkeypatch.setattr(nvtx, "MARKS_LAUNCHES", True)
+    monkeypatch.setattr(nvtx, "IS_MARKED", True)
     with use_gpu(FakeGpu(gpu.name)):
         run_forward(inputs())
         run_forward(inputs())

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 import cute_flash
-from cute_flash.jit import compile as compiling
-from cute_flash.jit import resources
+from cute_flash.jit import kernels, pack, resources
+from cute_flash.jit.digest import build_facts, digest
 from cute_flash.jit.disk import DiskCache
+from cute_flash.jit.pack import Manifest
 from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
 from cute_flash.spec import arch
 from cute_flash.spec.args import AttentionArgs
@@ -422,7 +423,7 @@ def test_precompile_fills_the_cache_once(fresh_cache: Path, capsys: pytest.Captu
     assert "1 kernel(s) compiled, 0 already there" in out and "[1/1]" in error
     plan = plan_forward(Problem(3, 2, 2, 77, 99, 64), arch.SM_80)
     # The kernel of every problem of this head dim, dtype and mask.
-    assert [path.stem for path in DiskCache(fresh_cache).files()] == [compiling.digest(plan.main)]
+    assert [path.stem for path in DiskCache(fresh_cache).files()] == [digest(plan.main)]
     assert main(argv) == 0
     assert "0 kernel(s) compiled, 1 already there" in capsys.readouterr().out
     assert main(["cache"]) == 0 and "1 kernel(s)" in capsys.readouterr().out
@@ -437,18 +438,18 @@ def test_precompile_in_several_processes(fresh_cache: Path, capsys: pytest.Captu
     assert "2 kernel(s) compiled, 0 already there" in capsys.readouterr().out
     problems = [Problem(1, 1, 1, 5, 5, 32, dtype) for dtype in ("bfloat16", "float16")]
     keys = [plan_forward(problem, arch.SM_86).main for problem in problems]
-    assert {path.stem for path in DiskCache(fresh_cache).files()} == set(map(compiling.digest, keys))
+    assert {path.stem for path in DiskCache(fresh_cache).files()} == set(map(digest, keys))
 
 
 def precompiled(argv: str, monkeypatch: pytest.MonkeyPatch) -> list[CompileKey]:
     """The kernels that `cute-flash precompile` would compile."""
     keys = []
 
-    def precompile(key: CompileKey) -> bool:
+    def precompile(key: CompileKey, cache: DiskCache | None) -> bool:
         keys.append(key)
         return True
 
-    monkeypatch.setattr(compiling, "precompile", precompile)
+    monkeypatch.setattr(kernels, "precompile", precompile)
     assert main(["precompile", *argv.split()]) == 0
     return keys
 
@@ -472,6 +473,26 @@ def test_precompile_leaves_nothing_to_compile(
     }
     assert needed == set(keys)
     assert len(keys) == 18 if name == "sm_80" else len(keys) > 18
+
+
+def test_precompile_takes_a_head_dim_of_v(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = "--arch sm_80 --head-dims 64,192/128 --dtypes bf16 --masks full --passes forward"
+    problems = Problem(1, 1, 1, 5, 5, 64), Problem(1, 1, 1, 5, 5, 192, head_dim_v=128)
+    assert precompiled(argv, monkeypatch) == [plan_forward(problem, arch.SM_80).main for problem in problems]
+
+
+def test_cache_says_what_a_pack_has(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["cache"]) == 0
+    assert "0 kernel(s)" in (out := capsys.readouterr().out) and "no pack of kernels is installed" in out
+    manifest = Manifest("1.2", build_facts(), {"sm_80": {"a": "", "b": ""}})
+    monkeypatch.setattr(pack, "installed_pack", lambda: pack.Pack(Path(), manifest))
+    assert main(["cache"]) == 0 and "cute-flash-kernels 1.2: 2 kernel(s) for sm_80" in capsys.readouterr().out
+    other = replace(manifest, facts={**build_facts(), "flavour": "cu11"})
+    monkeypatch.setattr(pack, "installed_pack", lambda: pack.Pack(Path(), other))
+    assert main(["cache"]) == 0
+    assert "not used, because it was built with the CUDA flavour of the DSL cu11" in capsys.readouterr().out
 
 
 def test_precompile_covers_backward_tiles_for_few_keys(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

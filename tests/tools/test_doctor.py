@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from packaging.requirements import Requirement
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.jit import compile as compiling
+from cute_flash.jit import toolchain
+from cute_flash.jit.digest import build_facts
+from cute_flash.jit.pack import Manifest, Pack
 from cute_flash.spec import arch
 from cute_flash.tools import doctor
 from cute_flash.tools.cli import main
@@ -29,7 +32,7 @@ def test_doctor_lists_all_parts(fresh_cache: Path, capsys: pytest.CaptureFixture
     names = [check["name"] for check in found["checks"]]
     packages = {"torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings", "nvtx"}
     assert {"Python", "DSL flavours", "driver", "CUDA versions", "linker", "nvdisasm"} | packages < set(names)
-    assert {"kernel cache", "CUTE_FLASH_CACHE_DIR"} < set(names)
+    assert {"kernel cache", "kernel pack", "CUTE_FLASH_CACHE_DIR"} < set(names)
     assert found["ok"] and found["path"] == ("gpu" if torch.cuda.is_available() else "cpu")
     assert all(check["remedy"] for check in found["checks"] if check["status"] != "ok")
 
@@ -49,6 +52,21 @@ def test_doctor_finds_a_cache_that_others_can_write(fresh_cache: Path, capsys: p
     out = capsys.readouterr().out
     assert "writable by others (mode 777; chmod go-w it)" in out
     assert out.endswith("broken: kernel cache\n")
+
+
+def test_doctor_describes_the_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed_pack", lambda: None)
+    assert doctor._pack().status == doctor.OK and "none is used" in doctor._pack().detail
+    objects = {"sm_80": {"a": "", "b": ""}, "sm_90a": {"c": ""}}
+    manifest = Manifest("1.2", build_facts(), objects)
+    monkeypatch.setattr(doctor, "installed_pack", lambda: Pack(Path(), manifest))
+    assert doctor._pack().status == doctor.OK
+    assert doctor._pack().detail == "cute-flash-kernels 1.2, 3 kernel(s) for sm_80, sm_90a"
+    other = replace(manifest, facts={**build_facts(), "dsl": "4.7.0"})
+    monkeypatch.setattr(doctor, "installed_pack", lambda: Pack(Path(), other))
+    assert doctor._pack().status == doctor.NOTE
+    assert "is not used: it was built with nvidia-cutlass-dsl 4.7.0 instead of" in doctor._pack().detail
+    assert "cute-flash pack" in doctor._pack().remedy
 
 
 def test_doctor_misses_the_linker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +109,8 @@ def test_doctor_finds_packages_that_do_not_import(fresh_cache: Path, monkeypatch
 def test_doctor_compares_driver_and_flavour(
     driver: int, flavour: str, driver_status: str, flavour_status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "driver_cuda_version", lambda: driver)
-    monkeypatch.setattr(compiling, "runtime_library", lambda: Path(flavour, "lib", "libcute_dsl_runtime.so"))
+    monkeypatch.setattr(toolchain, "driver_cuda_version", lambda: driver)
+    monkeypatch.setattr(toolchain, "runtime_library", lambda: Path(flavour, "lib", "libcute_dsl_runtime.so"))
     monkeypatch.setattr(doctor, "_visible_to_driver", lambda: (0, 1))
     found = {check.name: check for check in [doctor._driver(), doctor._flavours()]}
     assert (found["driver"].status, found["DSL flavours"].status) == (driver_status, flavour_status)
@@ -124,7 +142,7 @@ def test_doctor_compares_driver_torch_and_flavours(
     versions = {f"nvidia-cutlass-dsl-libs-{name}": "4.8.1" if name in flavours else None for name in doctor.FLAVOURS}
     known = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: versions[name] if name in versions else known(name))
-    monkeypatch.setattr(compiling, "driver_cuda_version", lambda: driver)
+    monkeypatch.setattr(toolchain, "driver_cuda_version", lambda: driver)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     check = doctor._cuda_versions()
     assert check.status == status, check

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import cute_flash
 from cute_flash import NotCompiledError, UnsupportedError
-from cute_flash.jit import compile as compiling
-from cute_flash.jit.compile import compiled_kernel
+from cute_flash.jit import kernels
+from cute_flash.jit.kernels import compiled_kernel
 from cute_flash.planning.launch import CompileKey, LaunchChain, LaunchKey
 from cute_flash.planning.plan import plan_forward
 from cute_flash.runtime.gpu import use_gpu
@@ -299,7 +299,7 @@ def test_a_step_that_reads_values() -> None:
         cute_flash.warmup(lambda: attn(*qkv(seqlen_q=int(lengths[1])))(), gpu="sm_90")
 
 
-# ---- compiling
+# ---- kernels, compiled and found
 
 
 @pytest.fixture
@@ -311,8 +311,8 @@ def builds(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[LaunchKey
         keys.append(key)
         return b"a kernel", ".so"
 
-    monkeypatch.setattr(compiling, "_compile_object", build)
-    monkeypatch.setattr(compiling, "_load", lambda path: lambda *arguments: None)
+    monkeypatch.setattr(kernels, "compile_object", build)
+    monkeypatch.setattr(kernels, "_load", lambda path: lambda *arguments: None)
     return keys
 
 
@@ -329,7 +329,7 @@ def test_what_was_done(builds: list[LaunchKey], monkeypatch: pytest.MonkeyPatch)
     assert done.seconds > 0
     again = cute_flash.warmup(CALL, jobs=1)
     assert (again.compiled, again.from_disk, again.in_memory) == (0, 0, 2)
-    compiling.forget()
+    kernels.forget()
     loaded = cute_flash.warmup([CALL], jobs=1)
     assert (loaded.compiled, loaded.from_disk, loaded.in_memory) == (0, 2, 0)
     assert len(builds) == 2
@@ -337,12 +337,14 @@ def test_what_was_done(builds: list[LaunchKey], monkeypatch: pytest.MonkeyPatch)
 
 def test_kernels_for_a_named_gpu_are_not_loaded(builds: list[LaunchKey]) -> None:
     assert cute_flash.warmup(gpu="sm_80", jobs=1, **CALL).compiled == len(builds) > 1
-    assert not compiling._functions
+    assert not kernels._functions
     assert cute_flash.warmup(gpu="sm_80", jobs=1, **CALL).from_disk == len(builds)
 
 
 def test_the_result_as_text() -> None:
-    assert str(WarmUp(3, 2, 1, 4.26)) == "6 kernel(s) in 4.3 s: 3 compiled, 2 from disk, 1 in memory"
+    assert (
+        str(WarmUp(3, 1, 2, 1, 4.26)) == "7 kernel(s) in 4.3 s: 3 compiled, 1 from the pack, 2 from disk, 1 in memory"
+    )
 
 
 @pytest.mark.compiles
@@ -392,7 +394,7 @@ def test_the_error_of_a_process(fresh_cache: Path) -> None:
     key = plan_forward(Problem(1, 2, 2, 100, 100, 64), ARCHS["sm_80"], "sm80").main
     keys = [CompileKey(name, key.static, key.tile, key.target, key.operands) for name in ("none", "no kernel")]
     with pytest.raises(KeyError, match="none"):
-        list(compiling.precompile_all(keys, 2))
+        list(kernels.precompile_all(keys, 2))
 
 
 # ---- CUTE_FLASH_JIT=0

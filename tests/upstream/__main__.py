@@ -12,8 +12,8 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from cute_flash.jit.compile import precompile
 from cute_flash.jit.describe import describe_key
+from cute_flash.jit.kernels import precompile
 from cute_flash.planning.plan import CompileKey
 from tests.upstream import flex_mods, sdpa
 from tests.upstream.jobs import Job, run_processes

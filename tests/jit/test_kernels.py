@@ -1,4 +1,5 @@
-"""The compile cache: memory, then disk, then the compiler, once. `test_digest` tests the names of entries.
+"""Compiled kernels: from memory, then from disk, then from the compiler, once. `test_pack` tests the installed pack,
+`test_digest` the names of entries.
 
 Most tests replace the compiler by a function that returns a few bytes.
 """
@@ -19,9 +20,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_flash.jit import compile as compiling
-from cute_flash.jit.compile import CacheInfo, cache_info, compiled_kernel, digest, forget, precompile
+from cute_flash.jit import kernels
+from cute_flash.jit.digest import digest
 from cute_flash.jit.disk import CacheWarning, DiskCache
+from cute_flash.jit.kernels import CacheInfo, cache_info, compiled_kernel, forget, precompile
 from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
@@ -44,8 +46,8 @@ def builds(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[CompileKe
         keys.append(key)
         return OBJECT, ".so"
 
-    monkeypatch.setattr(compiling, "_compile_object", build)
-    monkeypatch.setattr(compiling, "_load", lambda path: path.read_bytes)
+    monkeypatch.setattr(kernels, "compile_object", build)
+    monkeypatch.setattr(kernels, "_load", lambda path: path.read_bytes)
     return keys
 
 
@@ -119,7 +121,7 @@ def test_a_failure_stores_nothing_and_blocks_nobody(
         raise RuntimeError("ptxas said no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(compiling, "_compile_object", broken)
+        patch.setattr(kernels, "compile_object", broken)
         with pytest.raises(RuntimeError, match="ptxas said no"):
             compiled_kernel(key_of())
         with pytest.raises(RuntimeError, match="ptxas said no"):
@@ -135,7 +137,7 @@ def test_threads_compile_once(builds: list[CompileKey], monkeypatch: pytest.Monk
         time.sleep(0.1)
         return OBJECT, ".so"
 
-    monkeypatch.setattr(compiling, "_compile_object", slow)
+    monkeypatch.setattr(kernels, "compile_object", slow)
     results: list[bytes] = []
     threads = [threading.Thread(target=lambda: results.append(compiled_kernel(key_of())())) for _ in range(4)]
     for thread in threads:
@@ -162,7 +164,7 @@ def test_processes_compile_once(builds: list[CompileKey], tmp_path: Path, monkey
         function, info = compiled_kernel(key_of()), cache_info()
         answers.put((function() == OBJECT, info.compiles, info.disk_hits))
 
-    monkeypatch.setattr(compiling, "_compile_object", slow)
+    monkeypatch.setattr(kernels, "compile_object", slow)
     racers = [context.Process(target=race) for _ in range(2)]
     for racer in racers:
         racer.start()
@@ -176,14 +178,14 @@ def test_processes_compile_once(builds: list[CompileKey], tmp_path: Path, monkey
 
 SECOND_PROCESS = """
 import json, sys
-from cute_flash.jit import compile as compiling
+from cute_flash.jit import kernels
 from cute_flash.planning.plan import plan_forward
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.problem import Problem
-function = compiling.compiled_kernel(plan_forward(Problem(3, 4, 2, 777, 888, 64), ARCHS["sm_80"]).main)
+function = kernels.compiled_kernel(plan_forward(Problem(3, 4, 2, 777, 888, 64), ARCHS["sm_80"]).main)
 print(json.dumps({
     "imported": sorted({"cutlass", "tvm_ffi"} & set(sys.modules)),
-    "info": vars(compiling.cache_info()),
+    "info": vars(kernels.cache_info()),
     "callable": callable(function),
 }))
 """
@@ -205,7 +207,7 @@ def test_a_second_process_loads_without_the_dsl(fresh_cache: Path) -> None:
     command = [sys.executable, "-c", SECOND_PROCESS]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     answer = json.loads(done.stdout)
-    assert answer["info"] == {"compiles": 0, "disk_hits": 1, "memory_hits": 0}
+    assert answer["info"] == {"compiles": 0, "disk_hits": 1, "pack_hits": 0, "memory_hits": 0}
     assert answer["imported"] == ["tvm_ffi"]
     assert answer["callable"]
 
