@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from cute_flash.errors import LayoutWarning, TraceError, UnsupportedError
+from cute_flash.errors import LayoutWarning, NotRunWarning, TraceError, UnsupportedError
 from cute_flash.version import __version__
 
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockMask",
     "LayoutWarning",
+    "NotRunWarning",
     "Support",
     "TraceError",
     "UnsupportedError",

@@ -1,4 +1,4 @@
-"""The exceptions for valid arguments that no kernel supports and for missing packages, and a warning.
+"""The exceptions for valid arguments that no kernel supports and for missing packages, and warnings.
 
 Invalid arguments raise a plain `ValueError`.
 """
@@ -36,6 +36,18 @@ class TraceError(UnsupportedError):
 
 class InstallationError(ModuleNotFoundError):
     """A package that compiles or loads kernels is not installed. The message has the command that installs it."""
+
+
+class NotRunWarning(UserWarning):
+    """Kernels are compiled for the architecture of a GPU, but have not been run on it (docs/hardware.md).
+
+    The first call on such a GPU raises it, once per process.
+
+    Examples:
+        >>> import warnings, cute_flash
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore", cute_flash.NotRunWarning)  # turns it off
+    """
 
 
 class LayoutWarning(UserWarning):
