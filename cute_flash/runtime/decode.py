@@ -17,6 +17,7 @@ from cute_flash.planning.decode import DecodePlan, plan_decode
 from cute_flash.runtime import binder
 from cute_flash.runtime.gpu import bound, current_gpu, remember
 from cute_flash.runtime.operands import cache_operand, check_caches, has_aligned_strides
+from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.decode import DecodeArgs, describe_decode
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.family import current_family
@@ -62,13 +63,18 @@ def _bind(
     )
 
 
-def plan_call(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> DecodePlan | None:
-    """Describe and plan a call, or raise `UnsupportedError`; None if there is nothing to compute."""
+def plan_call(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, arch: ArchSpec | None = None
+) -> DecodePlan | None:
+    """Describe and plan a call, or raise `UnsupportedError`; None if there is nothing to compute.
+
+    `arch`: the GPU, by default that of q.
+    """
     problem = describe_decode(q, k_cache, v_cache, args, "cuda")
     check_caches(k_cache, v_cache, args)
     if 0 in (problem.batch, problem.total_tokens, problem.heads, problem.capacity, k_cache.shape[0]):
         return None
-    return plan_decode(problem, current_gpu().arch(q.device.index), current_family())
+    return plan_decode(problem, arch or current_gpu().arch(q.device.index), current_family())
 
 
 def _values(plan: DecodePlan, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> dict[str, str]:
