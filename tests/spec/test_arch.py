@@ -150,8 +150,8 @@ def test_detect_knows_the_rates_of_a_part_by_its_name(gpu: Install) -> None:
     for name, capability, tflops in (
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 503.8),
         ("NVIDIA GeForce RTX 5080", (12, 0), arch.SM_120.tensor_tflops),
-        # "A10" is a part of the name, but a GPU of another architecture.
-        ("NVIDIA A100-SXM4-80GB", (8, 0), arch.SM_80.tensor_tflops),
+        # "A100" is a part of the name, but a GPU of another architecture.
+        ("NVIDIA RTX A1000", (8, 6), arch.SM_86.tensor_tflops),
     ):
         gpu(name, capability, 84)
         found = arch.detect(0)
