@@ -21,7 +21,7 @@ from tests.lock.decode_cases import DecodeCase
 from tests.lock.sources import compiles_all
 
 CASES = {case.name: case for case in cases()}
-# The tile of each head dim with the mask or the features that need the most registers, user mods, fp32 and decode.
+# The tile of each head dim with the mask or the features that need the most registers, user mods, fp32, decode and FP8.
 SAMPLE = (
     "fwd/sm80/sm_80/d64/bf16/window/softcap+alibi+sinks+dropout+max_logit/main",
     "fwd/sm80/sm_80/d128/bf16/window/varlen+softcap+alibi+sinks+dropout+max_logit/main",
@@ -37,6 +37,7 @@ SAMPLE = (
     "bwd/sm80/sm_80/d128/bf16/window/score_mod-alibi+mask_mod-window+bias-bf16-bhqk-pairs/main",
     "bwd/sm80/sm_86/d128/fp32/window/softcap+alibi+dropout/main",
     "decode/sm80/sm_80/d128/bf16/causal/page16+append+rotary_halves",
+    "decode/sm80/sm_80/d128/bf16/window/rows32+fp8+softcap+alibi+sinks",
 )
 
 
