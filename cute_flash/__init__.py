@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from cute_flash.errors import LayoutWarning, NotCompiledError, TraceError, UnsupportedError
+from cute_flash.errors import LayoutWarning, NotCompiledError, NotRunWarning, TraceError, UnsupportedError
 from cute_flash.version import __version__
 
 
@@ -38,6 +38,7 @@ __all__ = [
     "BlockMask",
     "LayoutWarning",
     "NotCompiledError",
+    "NotRunWarning",
     "Support",
     "TraceError",
     "UnsupportedError",

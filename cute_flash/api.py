@@ -13,6 +13,7 @@ from torch import Tensor
 from cute_flash import ops
 from cute_flash.errors import UnsupportedError
 from cute_flash.runtime.rng import draw_seed, next_seed
+from cute_flash.spec.arch import by_name
 from cute_flash.spec.args import AttentionArgs, needs_grad
 from cute_flash.spec.describe import describe, refusing_at_forward
 from cute_flash.spec.family import current_family, requested_family
@@ -200,7 +201,7 @@ def attn(
     return (out, lse) if return_lse else out
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
+def supports(q: Tensor, k: Tensor, v: Tensor, *, gpu: str | None = None, **keywords: Any) -> Support:
     """Check whether `attn` supports these tensors and keywords. No attention kernel is launched.
 
     The answer covers the forward pass and, if a tensor requires a gradient or with `deterministic`, the backward pass.
@@ -209,6 +210,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
         q: Queries, as for `attn`.
         k: Keys, as for `attn`.
         v: Values, as for `attn`.
+        gpu: Answer for tensors on this GPU, which need not be there: "H100", "RTX 5090", "sm_90". None: answer for the
+            device of q.
         **keywords: Keywords of `attn`.
 
     Returns:
@@ -221,8 +224,12 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
         True
         >>> cute_flash.supports(x, x, x, dropout=1.5).reason
         'dropout=1.5: use a probability from 0 up to, not including, 1'
+        >>> x = torch.empty(1, 4, 16, 512)
+        >>> bool(cute_flash.supports(x, x, x)), bool(cute_flash.supports(x, x, x, gpu="H100"))
+        (True, False)
     """
     try:
+        named = None if gpu is None else by_name(str(gpu))
         values = SimpleNamespace(**bind_keywords(attn, q, k, v, **keywords).arguments)
         check_are_tensors(q=q, k=k, v=v)
         as_bool("return_lse", values.return_lse)
@@ -236,17 +243,19 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
         bias = None if values.bias is None else _checked_bias(values.bias, q, k, values.layout)
         mods = (values.score_mod, values.mask_mod, values.score_mod_bwd)
         args = _with_mods(args, q, bias, *mods, values.block_mask)
-        problem = describe(*ops.autocast(*_to_bhsd(q, k, v, values.layout)), args)
-        if q.device.type == "cuda":
-            from cute_flash.planning.plan import plan_forward
+        device = "cuda" if named is not None or q.is_cuda else q.device.type
+        Q, K, V = ops.autocast(*_to_bhsd(q, k, v, values.layout), device)
+        problem = describe(Q, K, V, args, "cuda" if device == "cuda" else "")
+        if device == "cuda" and not problem.is_empty:
+            from cute_flash.planning.plan import plan_attention
+            from cute_flash.runtime.gpu import current_gpu
             from cute_flash.runtime.launcher import check_backward
-            from cute_flash.spec.arch import detect
 
-            gpu = detect(q.device.index)
-            plan_forward(problem, gpu, args.kernel_family)
+            arch = named or current_gpu().arch(q.device.index)
+            plan_attention(problem, arch, args.kernel_family)
             if args.deterministic or ops.is_recorded(q, k, v, args):
-                check_backward(problem, gpu, args)
-        elif ops.is_recorded(q, k, v, args):
+                check_backward(problem, arch, args)
+        elif device != "cuda" and ops.is_recorded(q, k, v, args):
             with refusing_at_forward():
                 problem.check_gradients("cpu")
     except (ValueError, TypeError) as error:

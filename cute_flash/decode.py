@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_flash import ops_decode
+from cute_flash.spec.arch import by_name
 from cute_flash.spec.decode import DecodeArgs
 from cute_flash.spec.foreign import bind_keywords, refuse_foreign, without_foreign
 from cute_flash.spec.problem import Support
@@ -161,7 +162,7 @@ def attn_decode(
     return (result, lse) if return_lse else result
 
 
-def decode_supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, **keywords: Any) -> Support:
+def decode_supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, gpu: str | None = None, **keywords: Any) -> Support:
     """Check whether `attn_decode` supports these tensors and keywords.
 
     No attention kernel is launched, and lengths and tables are not read.
@@ -170,6 +171,7 @@ def decode_supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, **keywords: Any
         q: Queries, as for `attn_decode`.
         k_cache: Keys, as for `attn_decode`.
         v_cache: Values, as for `attn_decode`.
+        gpu: Answer for tensors on this GPU, as for `supports`.
         **keywords: Keywords of `attn_decode`.
 
     Returns:
@@ -184,8 +186,9 @@ def decode_supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, **keywords: Any
         'softcap=-1.0: use a positive number, or None for no cap'
     """
     try:
+        arch = None if gpu is None else by_name(str(gpu))
         q, k_cache, v_cache, args = bind(q, k_cache, v_cache, **keywords)
-        ops_decode.check(q, k_cache, v_cache, args)
+        ops_decode.check(q, k_cache, v_cache, args, arch)
     except (TypeError, ValueError) as error:
         return Support(False, str(error))
     return Support(True)

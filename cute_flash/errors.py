@@ -1,4 +1,4 @@
-"""The exceptions for valid arguments that no kernel supports, for missing packages and kernels, and a warning.
+"""The exceptions for valid arguments that no kernel supports, for missing packages and kernels, and warnings.
 
 Invalid arguments raise a plain `ValueError`.
 """
@@ -49,6 +49,18 @@ class NotCompiledError(RuntimeError):
         NotCompiledError: fwd_sm90 D=128 bfloat16 right 128x128 for sm_90a is not compiled, and the JIT is off \
 (CUTE_FLASH_JIT=0 or use_jit(False)): compile it before with cute_flash.warmup(q_shape=(8, 32, 4096, 128), \
 dtype=torch.bfloat16, causal=True)
+    """
+
+
+class NotRunWarning(UserWarning):
+    """Kernels are compiled for the architecture of a GPU, but have not been run on it (docs/hardware.md).
+
+    The first call on such a GPU raises it, once per process.
+
+    Examples:
+        >>> import warnings, cute_flash
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore", cute_flash.NotRunWarning)  # turns it off
     """
 
 

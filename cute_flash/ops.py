@@ -170,9 +170,9 @@ def _observed_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) ->
     return attention_fwd(q, k, v, *to_schema(args))
 
 
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """If autocast is enabled on the device of q, cast tensors to `autocast_dtype`."""
-    device = q.device.type
+def autocast(q: Tensor, k: Tensor, v: Tensor, device: str = "") -> tuple[Tensor, Tensor, Tensor]:
+    """If autocast is enabled on a device, by default that of q, cast tensors to `autocast_dtype`."""
+    device = device or q.device.type
     return q.to(autocast_dtype(q, device)), k.to(autocast_dtype(k, device)), v.to(autocast_dtype(v, device))
 
 

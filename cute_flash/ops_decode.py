@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.ops import LIBRARY, PLAIN_TYPES, has_tangents, is_observed, is_plain, report, without_autocast
+from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.checked import CudaFunctions, on_host
 from cute_flash.spec.decode import SCHEMA, TENSOR_FIELDS, DecodeArgs, decode_outputs, describe_decode, tensors_of
 from cute_flash.spec.overlap import check_append
@@ -59,12 +60,12 @@ def decode(
     return (out if args.out is None else args.out), lse
 
 
-def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None:
-    """Raise an error if `decode` would not support the call. Nothing is launched."""
+def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, arch: ArchSpec | None = None) -> None:
+    """Raise an error if `decode` would not support the call, on the device of q or on a GPU. Nothing is launched."""
     if torch.is_grad_enabled():
         refuse_grad(q, k_cache, v_cache, args)
-    if q.is_cuda:
-        _cuda.plan_call(q, k_cache, v_cache, args)
+    if arch is not None or q.is_cuda:
+        _cuda.plan_call(q, k_cache, v_cache, args, arch)
     else:
         describe_decode(q, k_cache, v_cache, args)
         if type(k_cache) in PLAIN_TYPES and type(v_cache) in PLAIN_TYPES:

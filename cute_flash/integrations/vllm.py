@@ -23,6 +23,7 @@ from cute_flash.api import attn_varlen
 from cute_flash.decode import attn_decode
 from cute_flash.errors import UnsupportedError
 from cute_flash.integrations.vllm_plugin import NAME
+from cute_flash.spec.arch import ARCHS
 
 FP8 = ("fp8", "fp8_e4m3")
 # First chunks of prompts use `attn_varlen` if they have at least this many tokens on average.
@@ -60,7 +61,7 @@ class Backend(base.AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major in (8, 9)
+        return f"sm_{capability.major}{capability.minor}" in ARCHS
 
     @classmethod
     def supports_combination(

@@ -17,7 +17,7 @@ from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
 from cute_flash.spec.decode import DecodeProblem
 from cute_flash.spec.dtypes import DTYPE_BYTES
-from cute_flash.spec.family import FAMILIES
+from cute_flash.spec.family import AMPERE
 from cute_flash.spec.features import Buffer
 from cute_flash.spec.problem import Problem
 
@@ -269,7 +269,7 @@ class SplitSizes(NamedTuple):
 def plan_decode(problem: DecodeProblem, arch: ArchSpec, family: str = "") -> DecodePlan:
     """Plan a call of `attn_decode`; raise `UnsupportedError` if it is too large."""
     # The family sm80 uses only instructions of Ampere.
-    capability = min(arch.capability, FAMILIES["sm80"]) if family == "sm80" else arch.capability
+    capability = min(arch.capability, AMPERE) if family == "sm80" else arch.capability
     page = problem.page_size
     static = DecodeStatic(
         dtype=problem.dtype,
@@ -343,7 +343,7 @@ def plan_splits(
     if num_query_tiles >= MAX_OVERLAP_TILES_PER_SM * arch.num_sms:
         static = replace(static, overlaps_previous=False)
     plan = DecodePlan(
-        key=CompileKey.of(kernel, static, tile, arch.name),
+        key=CompileKey.of(kernel, static, tile, arch.target),
         tile=tile,
         num_ctas=num_ctas,
         heads_at_once=heads_at_once,

@@ -43,4 +43,4 @@ class MergeTile:
 
 
 def merge_key(dtype: str, head_dim: int, num_partials: int, arch: ArchSpec) -> CompileKey:
-    return CompileKey.of("merge_partials", MergeStatic(dtype, head_dim, num_partials), MergeTile(), arch.name)
+    return CompileKey.of("merge_partials", MergeStatic(dtype, head_dim, num_partials), MergeTile(), arch.target)

@@ -156,7 +156,7 @@ def plan_forward(
     family = _family(problem, arch, family)
     if problem.static.is_fp32:
         _check_grid(problem, "attn in float32 with")
-    if arch.capability < FAMILIES[family]:
+    if not FAMILIES[family](arch):
         raise UnsupportedError(f"kernel family {family!r} does not run on {arch.name}")
     for name in ("seqlen_q", "seqlen_k"):
         if getattr(problem, name) > MAX_SEQLEN:
@@ -193,7 +193,7 @@ def plan_forward(
         arch=arch,
         family=family,
         tile=tile,
-        launches=_fwd_launches(static, problem.seqused_k, tile, family, arch.name, pack_gqa),
+        launches=_fwd_launches(static, problem.seqused_k, tile, family, _target(arch, family), pack_gqa),
         workspace=tuple(workspace),
         sizes=sizes,
         pack_gqa=pack_gqa,
@@ -210,7 +210,7 @@ def _family(problem: Problem, arch: ArchSpec, family: str) -> str:
                 "float32 by kernel family 'sm90': there is no such kernel; call use_kernels with 'sm80', or with ''"
             )
         return "sm80"
-    return family or next(name for name, least in FAMILIES.items() if arch.capability >= least)
+    return family or next(name for name, runs_on in FAMILIES.items() if runs_on(arch))
 
 
 def _pieces(problem: Problem, tile: Any, *heads_and_rows: tuple[str, int, int]) -> list[Buffer]:
@@ -224,9 +224,9 @@ def _pieces(problem: Problem, tile: Any, *heads_and_rows: tuple[str, int, int]) 
 
 @lru_cache
 def _fwd_launches(
-    static: Static, seqused_k: bool, tile: Any, family: str, arch: str, pack_gqa: bool
+    static: Static, seqused_k: bool, tile: Any, family: str, target: str, pack_gqa: bool
 ) -> tuple[CompileKey, ...]:
-    target, is_sm90 = _target(arch, family), family == "sm90"
+    is_sm90 = family == "sm90"
     # Without a mask the kernel does not use the positions of rows, so pack_gqa does not change it. `seqused_k` stays
     # False, because the kernel reads lengths from the tile list.
     compiled = replace(
@@ -246,9 +246,9 @@ def _rows_only(static: Static, seqused_k: bool) -> Static:
     )
 
 
-def _target(arch: str, family: str) -> str:
+def _target(arch: ArchSpec, family: str) -> str:
     """The architecture to compile for. wgmma needs "sm_90a"."""
-    return arch + "a" * (family == "sm90")
+    return "sm_90a" if family == "sm90" else arch.target
 
 
 def _tiles_differ(static: Static) -> bool:
@@ -376,8 +376,8 @@ def plan_backward(
     problem.check_gradients("cuda")
     _check_captures(problem)
     described = problem
-    for name, least in FAMILIES.items():
-        if arch.capability < least or family not in ("", name):
+    for name, runs_on in FAMILIES.items():
+        if not runs_on(arch) or family not in ("", name):
             continue
         problem, chosen = _with_tile(described, arch, name, deterministic, tile)
         if chosen is not None:
@@ -453,7 +453,7 @@ def _plan_backward(
         arch=arch,
         family=family,
         tile=tile,
-        launches=_bwd_launches(static, problem.seqused_k, tile, family, arch.name, deterministic, has_dlse),
+        launches=_bwd_launches(static, problem.seqused_k, tile, family, _target(arch, family), deterministic, has_dlse),
         workspace=tuple(workspace),
         sizes=sizes,
         is_dynamic=is_persistent and _tiles_differ(static),
@@ -464,9 +464,8 @@ def _plan_backward(
 
 @lru_cache
 def _bwd_launches(
-    static: Static, seqused_k: bool, tile: Any, family: str, arch: str, deterministic: bool, has_dlse: bool
+    static: Static, seqused_k: bool, tile: Any, family: str, target: str, deterministic: bool, has_dlse: bool
 ) -> tuple[CompileKey, ...]:
-    target = _target(arch, family)
     features = backward_features(static.features)
     if pads_with_dropout(tile, static):
         features = (*features, "dropout")

@@ -65,14 +65,19 @@ def _bind(
 
 
 def plan_call(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, gpu: ArchSpec | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    args: DecodeArgs,
+    gpu: ArchSpec | None = None,
+    has_addresses: bool = True,
 ) -> DecodePlan | None:
     """Describe and plan a call, or raise an error; None if there is nothing to compute.
 
-    Fake tensors have no addresses to check: their calls name the `gpu`, which is that of q by default.
+    `gpu`: the GPU of q by default. `has_addresses`: whether the caches have addresses to check; fake tensors have none.
     """
     problem = describe_decode(q, k_cache, v_cache, args, "cuda")
-    if gpu is None:
+    if has_addresses:
         check_caches(k_cache, v_cache, args)
     if 0 in (problem.batch, problem.total_tokens, problem.heads, problem.capacity, k_cache.shape[0]):
         return None

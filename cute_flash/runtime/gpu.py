@@ -5,17 +5,20 @@ Tests without a GPU, and tools that record launches, replace it through `use_gpu
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cute_flash.errors import NotRunWarning
 from cute_flash.jit.kernels import compiled_kernel
 from cute_flash.planning.launch import CompileKey, LaunchChain
 from cute_flash.runtime import counters
-from cute_flash.spec.arch import ArchSpec, detect
+from cute_flash.spec.arch import ARCHS, ArchSpec, detect
 from cute_flash.spec.features import Buffer
 
 
@@ -26,8 +29,11 @@ class Gpu:
     current_device = staticmethod(getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device))
 
     def arch(self, index: int | None) -> ArchSpec:
-        """The architecture of one device."""
-        return detect(index)
+        """The architecture of one device, for a call on it."""
+        arch = detect(index)
+        if not arch.was_run:
+            _warn_not_run()
+        return arch
 
     def kernel(self, key: CompileKey) -> Callable[..., None]:
         """The function that launches a kernel on the current stream; its arguments are the key's operands, in order."""
@@ -56,6 +62,18 @@ class Gpu:
         """Call a bound function with another current device."""
         with torch.cuda.device(index):
             return launch(*arguments)
+
+
+@cache
+def _warn_not_run() -> None:
+    """Warn once per process."""
+    names = " and ".join(arch.name for arch in ARCHS.values() if not arch.was_run)
+    warnings.warn(
+        f"kernels are compiled for {names}, but have not been run there: `cute-flash selftest` compares their results "
+        "with the reference on your GPU",
+        NotRunWarning,
+        stacklevel=2,
+    )
 
 
 _gpu = Gpu()

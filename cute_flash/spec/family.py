@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from cute_flash.errors import UnsupportedError
+from cute_flash.spec.arch import ArchSpec
 
-# Kernel families in order of preference, with the lowest compute capability of each.
-FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
+# The compute capability whose instructions the family sm80 uses. Later GPUs have them too.
+AMPERE = (8, 0)
+# Kernel families in order of preference, and whether each runs on an architecture.
+FAMILIES: dict[str, Callable[[ArchSpec], bool]] = {
+    "sm90": lambda arch: arch.has_wgmma,
+    "sm80": lambda arch: arch.capability >= AMPERE,
+}
 
 _DEFAULT = os.environ.get("CUTE_FLASH_KERNELS") or ""
 _family: ContextVar[str] = ContextVar("cute_flash_kernels", default=_DEFAULT)

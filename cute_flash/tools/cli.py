@@ -238,7 +238,9 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     sub.add_argument("--link", choices=LINKS, help="link between the GPUs of --cp (default: nvlink)")
     _add_mask(sub)
     sub.add_argument(
-        "--gpu", metavar="NAME", help="A100, A10, L40S, H100, H200, sm_xx (default: the GPU here, else A100)"
+        "--gpu",
+        metavar="NAME",
+        help="A100, A10, L40S, H100, H200, RTX 5090, RTX PRO 6000, GB10, sm_xx (default: the GPU here, else A100)",
     )
     form = sub.add_mutually_exclusive_group()
     form.add_argument("--short", action="store_true", help="print the main lines only")

@@ -263,7 +263,11 @@ def _gpu(index: int) -> Check:
         spec = arch.detect(index)
     except UnsupportedError as error:
         return Check(f"GPU {index}", NOTE, str(error), f"kernels run on {', '.join(arch.ARCHS)}")
-    return Check(f"GPU {index}", OK, f"{spec.gpu}, {spec.name}, {spec.num_sms} SMs")
+    detail = f"{spec.gpu}, {spec.name}, {spec.num_sms} SMs"
+    if spec.was_run:
+        return Check(f"GPU {index}", OK, detail)
+    remedy = "run `cute-flash selftest`: kernels are compiled for this architecture, but have not been run on it"
+    return Check(f"GPU {index}", OK, detail, remedy)
 
 
 def _programs() -> Iterator[Check]:

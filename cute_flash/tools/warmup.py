@@ -186,7 +186,7 @@ class Recorder:
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> bool:
         if decode.only_appends(q, args):
             q, args = decode.append_call(args)
-        return self._planned(q, lambda gpu: decode.plan_call(q, k_cache, v_cache, args, gpu))
+        return self._planned(q, lambda gpu: decode.plan_call(q, k_cache, v_cache, args, gpu, has_addresses=False))
 
     def _planned(self, q: Tensor, plan: Callable[[ArchSpec], Plan | DecodePlan | None]) -> bool:
         gpu = self.spec or (detect(q.device.index) if q.device.type == "cuda" else None)

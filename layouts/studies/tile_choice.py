@@ -412,7 +412,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         default="A100",
         metavar="NAME",
-        help="A100, A10, L40S, H100, H200, sm_xx, or with --smem-kb any name (default: %(default)s)",
+        help=f"{', '.join(archs.GPUS)}, sm_xx, or with --smem-kb any name (default: %(default)s)",
     )
     add("--head-dim", type=int, default=128, metavar="D", help="head dim (default: %(default)s)")
     add("--dtype", choices=DTYPES, default="bf16", help="dtype of q, k and v (default: %(default)s)")

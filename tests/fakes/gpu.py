@@ -18,6 +18,7 @@ from torch import Tensor
 from cute_flash.planning.plan import CompileKey
 from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.family import FAMILIES
 from tests.fakes.checks import check
 from tests.fakes.kernels import kernel_of
 from tests.fakes.recording import RecordingGpu
@@ -53,7 +54,7 @@ class FakeGpu(RecordingGpu):
     @property
     def family(self) -> str:
         """The default kernel family."""
-        return self.name.replace("_", "")
+        return next(name for name, runs_on in FAMILIES.items() if runs_on(self.spec))
 
     @property
     def wide_kernel(self) -> str:

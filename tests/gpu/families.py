@@ -5,18 +5,14 @@ from contextlib import contextmanager
 
 import torch
 
+from cute_flash.spec.arch import detect
 from cute_flash.spec.family import FAMILIES, use_kernels
-
-# Only this architecture has wgmma; later ones do not.
-ONLY_ON = {"sm90": (9, 0)}
 
 
 def obstacle(family: str) -> str | None:
     """Why the first GPU cannot run a family, or None."""
-    capability, least = torch.cuda.get_device_capability(0), FAMILIES[family]
-    if capability < least or capability != ONLY_ON.get(family, capability):
-        return f"{family} kernels do not run on capability {capability[0]}.{capability[1]}"
-    return None
+    arch = detect(0)
+    return None if FAMILIES[family](arch) else f"{family} kernels do not run on {arch.name}"
 
 
 def runnable() -> list[str]:

@@ -168,9 +168,9 @@ def test_declared_support(backend: Any) -> None:
         assert not getattr(backend, f"supports_{name}")()
     assert not (backend.is_mla() or backend.is_sparse() or backend.get_impl_cls().supports_dcp)
     assert [x for x in (8, 20, 64, 128, 256, 264) if backend.supports_head_size(x)] == [8, 64, 128, 256]
-    capabilities = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
+    capabilities = [(7, 5), (8, 0), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]
     supported = [x for x in capabilities if backend.supports_compute_capability(DeviceCapability(*x))]
-    assert supported == [(8, 0), (8, 9), (9, 0)]
+    assert supported == [(8, 0), (8, 9), (9, 0), (12, 0), (12, 1)]
     others = dict(
         block_size=None, use_mla=False, has_sink=False, use_sparse=False, use_mm_prefix=False,
         device_capability=DeviceCapability(9, 0),

@@ -55,6 +55,23 @@ _FLASH = _of("integrations/test_flash_attn.py", "integrations/test_flash_attn_3.
 _LAYOUTS = _of("layouts/test_swizzle.py", "layouts/test_banks.py", "layouts/test_smem.py")
 
 MUTANTS: tuple[Mutant, ...] = (
+    # GPUs.
+    *_mutants(
+        "cute_flash/spec/arch.py",
+        _of("spec/test_arch.py"),
+        ("self.capability == (9, 0)", "self.capability >= (9, 0)"),
+        ('"a" * (self.capability >= (12, 0))', '"a" * (self.capability > (12, 0))'),
+        ("spec.name == name and spec.gpu in properties.name", "spec.gpu in properties.name"),
+    ),
+    Mutant("cute_flash/runtime/gpu.py", "if not arch.was_run:", "if arch.was_run:", _of("runtime/test_gpu.py")),
+    *_mutants(
+        "cute_flash/api.py",
+        _of("runtime/test_supports.py"),
+        ('"cuda" if named is not None or q.is_cuda', '"cuda" if q.is_cuda'),
+        ('device == "cuda" and not problem.is_empty', 'device == "cuda"'),
+        ("named or current_gpu()", "current_gpu()"),
+    ),
+    Mutant("cute_flash/runtime/decode.py", "arch or current_gpu()", "current_gpu()", _of("runtime/test_supports.py")),
     # The band.
     *_mutants(
         "cute_flash/spec/band.py",

@@ -125,7 +125,7 @@ def test_dv_other_than_d_has_its_own_kernel() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
 def test_ctas_per_sm_is_what_shared_memory_and_threads_allow(arch: ArchSpec) -> None:
-    families = [name for name, least in FAMILIES.items() if least <= arch.capability]
+    families = [name for name, runs_on in FAMILIES.items() if runs_on(arch)]
     for head_dim, family in itertools.product((64, 128), families):
         found = plan_forward(Problem(1, 1, 1, 100, 100, head_dim), arch, family)
         ctas = found.ctas_per_sm
@@ -140,7 +140,13 @@ def test_the_key_is_what_is_compiled_in() -> None:
     longer = dataclasses.replace(problem, batch=9, seqlen_q=5000, band=Band(None, 77))
     other = dataclasses.replace(problem, dtype="float16")
     # Only the target "sm_90a" has wgmma.
-    for arch, family, target in ((A100, "sm80", "sm_80"), (H100, "sm80", "sm_90"), (H100, "sm90", "sm_90a")):
+    for arch, family, target in (
+        (A100, "sm80", "sm_80"),
+        (H100, "sm80", "sm_90"),
+        (H100, "sm90", "sm_90a"),
+        (ARCHS["sm_120"], "sm80", "sm_120a"),
+        (ARCHS["sm_121"], "sm80", "sm_121a"),
+    ):
         found, kernel = plan_forward(problem, arch, family), f"fwd_{family}"
         assert found.main == CompileKey(kernel, problem.static, found.tile, target, KERNELS[kernel].names)
         # The number of SMs and the size of L2 are not compiled in, so all GPUs of an architecture share the kernel.

@@ -36,7 +36,7 @@ AMPERE: list[tuple[str, ArchSpec, FwdTileSm80]] = [
 HOPPER: list[tuple[str, ArchSpec, FwdTileSm90]] = [("SM90_FWD", SM_90, row) for row in (*SM90_FWD, *SM90_FWD_DROPOUT)]
 ROWS: list[Entry] = [*AMPERE, *HOPPER]
 MASKS = (Band(), Band(None, 0), Band(5, None), Band(100, 100))
-RUNNABLE = [(f, a.name) for f, least in FAMILIES.items() for a in ARCHS.values() if least <= a.capability]
+RUNNABLE = [(f, a.name) for f, runs_on in FAMILIES.items() for a in ARCHS.values() if runs_on(a)]
 
 
 def row_id(entry: Entry) -> str:

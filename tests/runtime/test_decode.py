@@ -157,7 +157,8 @@ def test_a_signature_is_bound_once(sm_90: FakeGpu) -> None:
 def test_the_family_sm80_leaves_out_what_ampere_does_not_have() -> None:
     call = build(fp8="plain")
     found = {}
-    for arch, family in (("sm_90", ""), ("sm_90", "sm90"), ("sm_90", "sm80"), ("sm_89", ""), ("sm_80", "")):
+    families = {"sm_90": ("", "sm90", "sm80"), "sm_89": ("",), "sm_80": ("",), "sm_120": ("",)}
+    for arch, family in [(arch, family) for arch, names in families.items() for family in names]:
         with use_gpu(FakeGpu(arch)) as gpu, use_kernels(family):
             run(call)
         static = gpu.keys[0].static  # type: ignore[attr-defined]
@@ -168,6 +169,7 @@ def test_the_family_sm80_leaves_out_what_ampere_does_not_have() -> None:
         ("sm_90", "sm80"): (False, False),
         ("sm_89", ""): (False, True),
         ("sm_80", ""): (False, False),
+        ("sm_120", ""): (True, True),
     }
     with use_gpu(FakeGpu("sm_90")) as gpu:
         run(build())

@@ -12,13 +12,35 @@ from cute_flash.spec import arch
 from cute_flash.spec.arch import ARCHS, KIB
 from cute_flash.spec.problem import UnsupportedError
 
-KNOWN = "sm_80, sm_86, sm_89, sm_90"
+KNOWN = "sm_80, sm_86, sm_89, sm_90, sm_120, sm_121"
+ELSEWHERE = "on data-centre Blackwell, use torch's SDPA with cuDNN, or FlashAttention-4"
 
 
-@pytest.mark.parametrize("name", ["sm_80", "sm80", "80", "SM_80", "86", "sm_89", "sm_90", "sm_90a", "sm90a", "90a"])
+@pytest.mark.parametrize("name", ["sm_80", "sm80", "80", "SM_80", "86", "sm_89", "sm_90", "sm_90a", "sm90a", "sm_120a"])
 def test_by_name(name: str) -> None:
     digits = name.lower().removeprefix("sm").removeprefix("_").removesuffix("a")
     assert arch.by_name(name) is ARCHS[f"sm_{digits}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "arch_name"),
+    [
+        ("h200", "H200", "sm_90"),
+        ("RTX 5090", "RTX 5090", "sm_120"),
+        ("rtx5090", "RTX 5090", "sm_120"),
+        ("rtx pro 6000", "RTX PRO 6000", "sm_120"),
+        ("GB10", "GB10", "sm_121"),
+    ],
+)
+def test_by_name_of_a_gpu(name: str, gpu: str, arch_name: str) -> None:
+    found = arch.by_name(name)
+    assert (found.gpu, found.name) == (gpu, arch_name)
+
+
+@pytest.mark.parametrize("name", ["sm_100a", "sm_103", "110", "B200", "gb300"])
+def test_by_name_of_data_centre_blackwell_says_what_to_use(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"^architecture '{name}': use one of {KNOWN}.*{ELSEWHERE}$"):
+        arch.by_name(name)
 
 
 @pytest.mark.parametrize("name", ["sm_75", "sm_100a", "hopper", "", "a", "sm_"])
@@ -29,12 +51,17 @@ def test_by_name_of_another_gpu_lists_the_known_ones(name: str) -> None:
 
 def test_numbers_are_those_of_the_programming_guide() -> None:
     # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory in KiB.
-    found = {name: (spec.capability, spec.smem_per_cta // KIB, spec.has_wgmma) for name, spec in ARCHS.items()}
+    found = {
+        name: (spec.capability, spec.smem_per_cta // KIB, spec.max_threads_per_sm, spec.has_wgmma, spec.target)
+        for name, spec in ARCHS.items()
+    }
     assert found == {
-        "sm_80": ((8, 0), 163, False),
-        "sm_86": ((8, 6), 99, False),
-        "sm_89": ((8, 9), 99, False),
-        "sm_90": ((9, 0), 227, True),
+        "sm_80": ((8, 0), 163, 2048, False, "sm_80"),
+        "sm_86": ((8, 6), 99, 1536, False, "sm_86"),
+        "sm_89": ((8, 9), 99, 1536, False, "sm_89"),
+        "sm_90": ((9, 0), 227, 2048, True, "sm_90"),
+        "sm_120": ((12, 0), 99, 1536, False, "sm_120a"),
+        "sm_121": ((12, 1), 99, 1536, False, "sm_121a"),
     }
     for name, spec in ARCHS.items():
         assert spec.name == name and spec.registers_per_sm == 65536
@@ -89,6 +116,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
         ("NVIDIA A100-PCIE-40GB", (8, 0), 1.555),
         ("NVIDIA A10", (8, 6), 0.6),
         ("NVIDIA L40S", (8, 9), 0.864),
+        ("NVIDIA GeForce RTX 5090", (12, 0), 1.792),
+        ("NVIDIA GeForce RTX 5070 Ti", (12, 0), 0.896),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 1.792),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 1.597),
+        ("NVIDIA GB10", (12, 1), 0.273),
     ],
 )
 def test_detect_knows_the_bandwidth_of_parts_that_differ_only_in_it(
@@ -114,16 +146,35 @@ def test_detect_takes_sms_and_l2_from_the_driver_once_and_the_rest_from_the_tabl
     assert arch.detect(0) is found
 
 
+def test_detect_knows_the_rates_of_a_part_by_its_name(gpu: Install) -> None:
+    for name, capability, tflops in (
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 503.8),
+        ("NVIDIA GeForce RTX 5080", (12, 0), arch.SM_120.tensor_tflops),
+        # "A100" is a part of the name, but a GPU of another architecture.
+        ("NVIDIA RTX A1000", (8, 6), arch.SM_86.tensor_tflops),
+    ):
+        gpu(name, capability, 84)
+        found = arch.detect(0)
+        assert (found.gpu, found.num_sms, found.tensor_tflops) == (name, 84, tflops)
+
+
 @pytest.mark.parametrize(
-    ("name", "capability"), [("NVIDIA B200", (10, 0)), ("Tesla V100", (7, 0)), ("NVIDIA Thor", (11, 0))]
+    ("name", "capability", "remedy"),
+    [
+        ("NVIDIA B200", (10, 0), ELSEWHERE),
+        ("NVIDIA B300", (10, 3), ELSEWHERE),
+        ("NVIDIA Thor", (11, 0), ELSEWHERE),
+        ("Tesla V100", (7, 0), ""),
+    ],
 )
 def test_detect_refuses_an_unknown_gpu_and_says_what_to_do(
-    gpu: Install, name: str, capability: tuple[int, int]
+    gpu: Install, name: str, capability: tuple[int, int], remedy: str
 ) -> None:
     gpu(name, capability, 100)
     with pytest.raises(UnsupportedError, match=rf"GPU 3 \({name}\) is sm_\d+: .* for {KNOWN}") as error:
         arch.detect(3)
     assert "move the tensors to the CPU" in str(error.value)
+    assert ("Blackwell" in str(error.value)) == bool(remedy) and remedy in str(error.value)
 
 
 def test_has_gpu_is_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,14 @@ def test_doctor_tells_supported_gpus_from_others(fresh_cache: Path, monkeypatch:
     assert doctor.verdict([old, new]) == "sound: attention runs on the GPU"
 
 
+def test_doctor_names_the_self_test_where_kernels_have_not_been_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arch, "detect", lambda index: (arch.SM_90, arch.SM_120)[index])
+    run, not_run = map(doctor._gpu, (0, 1))
+    assert run.status == not_run.status == doctor.OK and not run.remedy
+    assert "sm_120" in not_run.detail and "cute-flash selftest" in not_run.remedy
+    assert "-> run `cute-flash selftest`" in "\n".join(doctor.lines([not_run]))
+
+
 def test_doctor_reads_the_environment(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ARCH": "sm_12", "KERNELS": "sm80", "CACHE": "/tmp"}.items():
         monkeypatch.setenv(f"CUTE_FLASH_{name}", value)
@@ -201,7 +209,7 @@ def test_doctor_reads_the_environment(fresh_cache: Path, monkeypatch: pytest.Mon
         ("4.8.1+cpu", "<4.9,>=4.8", True),
         ("4.9.0", ">=4.8,<4.9", False),
         ("4.10", ">=4.9", True),
-        ("0.1.15.post1", ">=0.1.12,<0.2", True),
+        ("0.1.15.post1", ">=0.1.11,<0.2", True),
         ("13", ">=13.0.0", True),
         ("2.8.0", "", True),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from cute_flash.planning.tiles.common import ELEMENT_BYTES, WARP_KEYS, WARP_ROWS, Tile, copy_rows
+from cute_flash.planning.tiles.common import ELEMENT_BYTES, WARP_KEYS, WARP_ROWS, WITH_99_KB, Tile, copy_rows
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ _BWD_99 = (
     BwdTileSm80(head_dim=192, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=256, tile_m=32, tile_n=32, num_warps=4, stages=1, warps_s=2, warps_kv=1, warps_q=1),
 )
-SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_227}
+SM80_BWD = {"sm_80": _BWD_163, "sm_90": _BWD_227, **dict.fromkeys(WITH_99_KB, _BWD_99)}
 # With score features or a block mask, and deterministic with varlen: smaller tiles, which do not spill.
 _SCORE_163 = (
     _BWD_99[0],
@@ -162,7 +162,7 @@ _SCORE_99 = (
     BwdTileSm80(head_dim=192, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=256, tile_m=64, tile_n=16, num_warps=4, stages=1, warps_s=1, warps_kv=1, warps_q=2),
 )
-SM80_BWD_SCORE = {"sm_80": _SCORE_163, "sm_86": _SCORE_99, "sm_89": _SCORE_99, "sm_90": _SCORE_163}
+SM80_BWD_SCORE = {"sm_80": _SCORE_163, "sm_90": _SCORE_163, **dict.fromkeys(WITH_99_KB, _SCORE_99)}
 # fp32, as two fp16 pieces.
 _FP32 = "H200, 16384 tokens, hidden 2048, TFLOP/s of S=1024/4096 full; causal: "
 # Rows with max_cost=0 would spill with features.
@@ -178,7 +178,7 @@ _FP32_99 = (
     _FP32_163[1],
     BwdTileSm80(head_dim=128, tile_m=32, tile_n=32, num_warps=4, stages=1, warps_s=2, warps_kv=2, warps_q=2, pieces=2),
 )
-SM80_BWD_FP32 = {"sm_80": _FP32_163, "sm_86": _FP32_99, "sm_89": _FP32_99, "sm_90": _FP32_163}
+SM80_BWD_FP32 = {"sm_80": _FP32_163, "sm_90": _FP32_163, **dict.fromkeys(WITH_99_KB, _FP32_99)}
 # For user mods with more than `MAX_MOD_OPS` operations per score, at head dims up to 64.
 SM80_BWD_LONG_MOD = BwdTileSm80(head_dim=64, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=4, warps_q=4)
 # fmt: on

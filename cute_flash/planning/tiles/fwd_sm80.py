@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cute_flash.planning.tiles.common import (
@@ -12,6 +12,7 @@ from cute_flash.planning.tiles.common import (
     ELEMENT_BYTES,
     WARP_KEYS,
     WARP_ROWS,
+    WITH_99_KB,
     Tile,
     align_smem,
     check_layout,
@@ -192,6 +193,8 @@ _SM_86 = (
     FwdTileSm80(192,  64,  32, 4, 1, measured=_FOR_MODS),
     FwdTileSm80(256, 128,  32, 8, 1),
 )
+# With two steps of Q in registers, all features together would spill on sm_120.
+_SM_120 = (_SM_86[0], replace(_SM_86[1], q_steps=1), *_SM_86[2:])
 _SM_90 = (
     FwdTileSm80( 64, 128,  64, 4, 2, q_steps=4, is_bounded=False, max_keys=512, max_cost=COST_ALIBI,
                 measured=_NOV_18 + "295/330/350/359"),
@@ -223,7 +226,12 @@ _SM_90 = (
     FwdTileSm80(256,  64,  32, 4, 1, measured=_FOR_MODS),
 )
 # fmt: on
-SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}
+SM80_FWD = {
+    "sm_80": _SM_80,
+    "sm_90": _SM_90,
+    **dict.fromkeys(WITH_99_KB, _SM_86),
+    **dict.fromkeys(("sm_120", "sm_121"), _SM_120),
+}
 
 
 # fp32, as two fp16 pieces. On an H200, 128x64 at D = 64 and 128x32 at D = 128 are faster (3 % and 14 %), but spill.
