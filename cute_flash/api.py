@@ -118,7 +118,8 @@ def attn(
             its own position (Llama 4). `causal` and `window` apply too. None or 0: no chunks.
         scale: Factor of q kᵀ; 1 / sqrt(D) by default. Not differentiable.
         return_lse: Also return the log-sum-exp of each row.
-        layout: Order of the dimensions of 4-D tensors: "bhsd" as in torch's SDPA, or "bshd" as in flash-attn.
+        layout: Order of the dimensions of 4-D tensors: "bhsd" as in torch's SDPA, or "bshd" as in flash-attn. 3-D
+            tensors are (B, S, D) with either; give (1, S, H, D) for (S, H, D).
         deterministic: Compute bitwise reproducible gradients; `torch.use_deterministic_algorithms(True)` implies it.
         softcap: Replace a score by softcap · tanh(score / softcap); None or 0: no cap.
         alibi: Slopes, (H) or (B, H), of any floating-point dtype; slope · |distance| is subtracted from a score.

@@ -177,6 +177,9 @@ SWAPPED = [
     ((2, 16, 8, 8), (2, 16, 1, 8)),  # MQA
     ((1, 512, 8, 8), (1, 512, 8, 8)),
     ((1, 192, 4, 8), (1, 64, 4, 8)),  # cross-attention
+    ((1, 128, 8, 32), (1, 32, 2, 32)),  # cross-attention, GQA
+    ((1, 128, 8, 32), (1, 64, 8, 32)),  # cross-attention, MHA: 64 K/V heads would be unusual for 128 heads
+    ((1, 16, 8, 32), (1, 16, 4, 32)),  # GQA; a decoding step has at least as many keys as queries
 ]
 USUAL = [
     ((1, 128, 1, 8), (1, 128, 300, 8)),  # decoding
@@ -188,6 +191,8 @@ USUAL = [
     ((1, 32, 7, 8), (1, 32, 2, 8)),  # the lengths do not divide as heads must
     ((1, 32, 8, 8), (1, 8, 2, 8)),  # GQA in both layouts
     ((1, 200, 8, 8), (1, 200, 0, 8)),
+    ((1, 128, 16, 8), (1, 8, 16, 8)),  # a short prompt, GQA
+    *[((1, 128, s, 8), (1, h, 64, 8)) for s in (1, 4, 16) for h in (1, 8, 32, 128)],  # decoding
 ]
 
 
