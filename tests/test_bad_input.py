@@ -65,6 +65,8 @@ WRONG = [
     (dict(softcap=-1.0), "softcap=-1.0: use a positive number"),
     (dict(softcap=math.nan), "softcap=nan"),
     (dict(softcap=math.inf), "softcap=inf"),
+    (dict(softcap=1e39), r"softcap=1e\+39 exceeds 3.4e\+38, the largest float32, the dtype of the scores"),
+    (dict(scale=-1e39), r"scale=-1e\+39 exceeds 3.4e\+38"),
     (dict(window=("a", 0)), "window left='a' is a str: use a whole number of keys"),
     (dict(window=(1.5, 0)), "window left=1.5 is a float: use a whole number of keys"),
     (dict(window=(None, math.inf)), "window right=inf is a float: use a whole number of keys, or None"),
@@ -239,6 +241,14 @@ def test_errors_of_swapped_dimensions(shapes: list[Shape], layout: str, message:
 def test_dtypes(no_work: None, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     assert_refused(f"dtype {name} on cpu: use one of float16", UnsupportedError, *(x.to(dtype) for x in qkv()))
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_sparse_tensors(no_work: None, place: int) -> None:
+    tensors = list(qkv())
+    tensors[place] = tensors[place].to_sparse()
+    with pytest.raises(UnsupportedError, match=r"a tensor of the call is sparse: call to_dense\(\)"):
+        attn(*tensors)
 
 
 @pytest.mark.parametrize("place", [1, 2])

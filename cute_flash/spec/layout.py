@@ -1,8 +1,8 @@
 """Calls that pass tensors of shape (B, S, H, D) without `layout="bshd"`: a warning, and a remedy for errors.
 
 A call with the dimensions S and H exchanged is valid if the lengths divide as heads must. It is reported if it is not
-a usual call: few queries over fewer keys, or numbers of heads that models do not have. Transposed views of (B, S, H, D) memory,
-which models pass and `layout="bshd"` makes, are never reported.
+a usual call: few queries over fewer keys, or numbers of heads that models do not have. Transposed views of
+(B, S, H, D) memory, which models pass and `layout="bshd"` makes, are never reported.
 """
 
 from __future__ import annotations
