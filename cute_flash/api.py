@@ -16,7 +16,7 @@ from cute_flash.runtime.rng import draw_seed, next_seed
 from cute_flash.spec.args import AttentionArgs, needs_grad
 from cute_flash.spec.describe import describe, refusing_at_forward
 from cute_flash.spec.family import current_family, requested_family
-from cute_flash.spec.foreign import bind_keywords, refuse_foreign, without_foreign
+from cute_flash.spec.foreign import bind_keywords, refuse_foreign, refuse_unknown, without_foreign
 from cute_flash.spec.problem import Support
 from cute_flash.spec.values import as_bool, as_chunk, as_float, as_int, as_window, check_are_tensors
 
@@ -458,6 +458,7 @@ def attn_nested(q: Any, k: Any, v: Any, **keywords: Any) -> Tensor | tuple[Tenso
         >>> [len(sequence) for sequence in cute_flash.attn_nested(x, x, x, causal=True).unbind()]
         [3, 7]
     """
+    refuse_unknown("attn_nested", keywords)
     check_are_tensors(q=q, k=k, v=v)
     ragged = _ragged_dim(q, "q")
     for name, x in (("k", k), ("v", v)):

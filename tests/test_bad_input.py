@@ -285,6 +285,18 @@ FOREIGN_CALLS: list[tuple[str, tuple[str, ...] | None, str]] = [
     ("layout", ("attn_varlen",), r"leave it out, because q, k and v are \(T, H, D\)"),
     ("block_table", ("attn_decode",), "write page_table="),
     ("k", ("attn_decode",), "write k_new="),
+    ("dropout", ("attn_decode",), "leave it out, because decoding has no dropout$"),
+    ("mask_mod", ("attn_decode",), "call attn or attn_varlen"),
+    ("q_descale", None, "(use|give q in) fp16 or bf16; "),
+    ("k_descale", ("attn", "attn_varlen"), "use fp16 or bf16; attn_decode reads FP8 caches$"),
+    ("key_padding_mask", ("attn", "attn_varlen"), r"write mask_mod=lambda b, h, i, j: ~mask\[b, j\]"),
+    ("num_splits", ("attn", "attn_varlen"), "leave it out, because tiles and schedules"),
+    ("page_table", ("attn", "attn_varlen"), "call attn_decode with page_table=$"),
+    ("qv", None, "concatenate q with qv, and k with v$"),
+    ("max_seqlen", ("attn",), "call attn_varlen"),
+    ("max_seqlen", ("attn_varlen",), "write max_seqlen_q= and max_seqlen_k=, or leave it out$"),
+    ("training", ("attn", "attn_varlen"), "write dropout= only while training$"),
+    ("need_weights", None, "call attention_probs, which"),
     ("casual", None, "did you mean 'causal'"),
     ("nonsense", None, "$"),
 ]
@@ -321,6 +333,20 @@ def test_positional_arguments_of_other_libraries(no_work: None, values: tuple) -
         given = f"takes {count} positional arguments but {count + len(values)} were given: all others are keywords"
         with pytest.raises(TypeError, match=f"{given}.*{message}"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("is_causal", "write causal="),
+        ("layout", "leave it out, because it follows"),
+        ("casual", "did you mean 'causal'"),
+    ],
+)
+def test_keywords_of_attn_nested(no_work: None, name: str, remedy: str) -> None:
+    message = rf"^attn_nested\(\) got an unexpected keyword argument '{name}'[:;] {remedy}"
+    with pytest.raises(TypeError, match=message):
+        attn_nested(*nested(), **{name: None})
 
 
 def test_remedies_name_keywords() -> None:
