@@ -1,7 +1,8 @@
 """Keywords of other libraries in calls of `attn` and the like: errors that name the keyword to use.
 
-`attn`, `attn_varlen` and `attn_decode` have the parameters `*extra` and `**foreign`, so that wrong calls reach `refuse_foreign` instead of
-ending in Python's `TypeError`. `without_foreign` leaves both parameters out of the signature.
+`attn`, `attn_varlen` and `attn_decode` have the parameters `*extra` and `**foreign`, so that wrong calls reach
+`refuse_foreign` instead of ending in Python's `TypeError`. `without_foreign` leaves both parameters out of the
+signature.
 """
 
 from __future__ import annotations

@@ -331,10 +331,12 @@ MUTANTS: tuple[Mutant, ...] = (
     *_mutants(
         "cute_flash/spec/overlap.py",
         _of("decode/test_bad_input.py"),
-        ("return -width_v < distance < width_k", "return distance == 0"),
+        ("return -width_b < distance < width_a", "return distance == 0"),
         ("if stride < extent:", "if stride == 0:"),
         ("args.cache_batch_idx is None else 1", "args.cache_batch_idx is None else 0"),
-        ("max(nearest, 1 - size), min(farthest, size - 1) + 1", "max(nearest, 0), min(farthest, size - 1) + 1"),
+        ("max(nearest, 1 - size_b), min(farthest, size_a - 1) + 1", "max(nearest, 0), min(farthest, size_a - 1) + 1"),
+        ("max(nearest, 1 - size_b), min(farthest, size_a - 1) + 1", "max(nearest, 1 - size_b), min(farthest, 0) + 1"),
+        ("    if first == 0:\n", "    if True:\n"),
     ),
     # Tools.
     *_mutants(
