@@ -17,7 +17,7 @@ from cute_flash.spec.arch import by_name
 from cute_flash.spec.args import AttentionArgs, needs_grad
 from cute_flash.spec.describe import describe, refusing_at_forward
 from cute_flash.spec.family import current_family, requested_family
-from cute_flash.spec.foreign import bind_keywords, refuse_foreign, without_foreign
+from cute_flash.spec.foreign import bind_keywords, refuse_foreign, refuse_unknown, without_foreign
 from cute_flash.spec.problem import Support
 from cute_flash.spec.values import as_bool, as_chunk, as_float, as_int, as_window, check_are_tensors
 
@@ -119,7 +119,8 @@ def attn(
             its own position (Llama 4). `causal` and `window` apply too. None or 0: no chunks.
         scale: Factor of q kᵀ; 1 / sqrt(D) by default. Not differentiable.
         return_lse: Also return the log-sum-exp of each row.
-        layout: Order of the dimensions of 4-D tensors: "bhsd" as in torch's SDPA, or "bshd" as in flash-attn.
+        layout: Order of the dimensions of 4-D tensors: "bhsd" as in torch's SDPA, or "bshd" as in flash-attn. 3-D
+            tensors are (B, S, D) with either; give (1, S, H, D) for (S, H, D).
         deterministic: Compute bitwise reproducible gradients; `torch.use_deterministic_algorithms(True)` implies it.
         softcap: Replace a score by softcap · tanh(score / softcap); None or 0: no cap.
         alibi: Slopes, (H) or (B, H), of any floating-point dtype; slope · |distance| is subtracted from a score.
@@ -466,6 +467,7 @@ def attn_nested(q: Any, k: Any, v: Any, **keywords: Any) -> Tensor | tuple[Tenso
         >>> [len(sequence) for sequence in cute_flash.attn_nested(x, x, x, causal=True).unbind()]
         [3, 7]
     """
+    refuse_unknown("attn_nested", keywords)
     check_are_tensors(q=q, k=k, v=v)
     ragged = _ragged_dim(q, "q")
     for name, x in (("k", k), ("v", v)):

@@ -229,8 +229,7 @@ def _canonical(
         k_cache, v_cache = _to_nhd(k_cache, v_cache, kv_layout)
     if not isinstance(cache_seqlens, Tensor):
         cache_seqlens = _seqlens_tensor(cache_seqlens, q, cu_seqlens_q)
-    if q.dim() and q.stride(-1) != 1:
-        q = q.contiguous()
+    q = _with_contiguous_rows(q)
     if k_new is not None:
         k_new = _with_contiguous_rows(k_new)
     if v_new is not None:
@@ -287,6 +286,8 @@ def _seqlens_tensor(value: Any, q: Tensor, cu_seqlens_q: Tensor | None) -> Tenso
 
 def _with_contiguous_rows(x: Tensor) -> Tensor:
     """x, or a copy if its last dimension is not contiguous."""
+    if x.layout != torch.strided:
+        return x  # the operator raises the error
     return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
 
 

@@ -200,15 +200,22 @@ def has_tangents(*inputs: Tensor | None) -> bool:
 
 def _refuse_mapped(*tensors: Tensor) -> None:
     """Raise `UnsupportedError` if `vmap` maps a tensor of a mod or block mask: vmap does not unwrap lists."""
-    functorch = torch._C._functorch
     for x in tensors:
-        while functorch.is_functorch_wrapped_tensor(x):
-            if functorch.is_batchedtensor(x):
-                raise UnsupportedError(
-                    "vmap over a tensor that score_mod, mask_mod or a block_mask captures: call attn in a loop, or "
-                    "give the tensor a batch dimension and index it with b"
-                )
-            x = functorch.get_unwrapped(x)
+        if is_mapped(x):
+            raise UnsupportedError(
+                "vmap over a tensor that score_mod, mask_mod or a block_mask captures, or over the bias of "
+                "attn_varlen: call the function in a loop, or give the tensor a batch dimension and index it with b"
+            )
+
+
+def is_mapped(x: Tensor) -> bool:
+    """Whether `vmap` maps a dimension of the tensor."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
 
 
 # ---- autograd
@@ -550,6 +557,15 @@ def _bwd_vmap(info: Any, in_dims: Any, *values: Any) -> Any:
     return _vmap(attention_bwd, info, in_dims, values)
 
 
+def refuse_sparse(*_: Any) -> Any:
+    """The kernel of sparse tensors."""
+    raise UnsupportedError("a tensor of the call is sparse: call to_dense() on it")
+
+
+# Dispatch keys of sparse tensors.
+SPARSE_KEYS = ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA")
+for _key in SPARSE_KEYS:
+    LIBRARY.impl("attention_fwd", refuse_sparse, _key)
 LIBRARY.impl("attention_fwd", _fwd_cpu, "CPU")
 LIBRARY.impl("attention_fwd", _fwd_cuda, "CUDA")
 LIBRARY.impl("attention_fwd", _fwd_autograd, "Autograd")

@@ -20,7 +20,18 @@ import torch
 from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.ops import LIBRARY, PLAIN_TYPES, has_tangents, is_observed, is_plain, report, without_autocast
+from cute_flash.ops import (
+    LIBRARY,
+    PLAIN_TYPES,
+    SPARSE_KEYS,
+    has_tangents,
+    is_mapped,
+    is_observed,
+    is_plain,
+    refuse_sparse,
+    report,
+    without_autocast,
+)
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.checked import CudaFunctions, on_host
 from cute_flash.spec.decode import SCHEMA, TENSOR_FIELDS, DecodeArgs, decode_outputs, describe_decode, tensors_of
@@ -56,6 +67,8 @@ def decode(
         refuse_grad(q, k_cache, v_cache, args)
     if not _is_dynamo_compiling() and is_direct(q, k_cache, v_cache, args):
         return _cuda.run(q, k_cache, v_cache, args, return_lse)
+    if not _is_dynamo_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        _refuse_mapped(q, k_cache, v_cache, args)
     out, lse = decode_op(q, k_cache, v_cache, *args)
     return (out if args.out is None else args.out), lse
 
@@ -93,6 +106,16 @@ def refuse_grad(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -
             raise UnsupportedError(
                 f"{name} requires grad, but attn_decode computes no gradients: use attn, or call attn_decode under "
                 "torch.no_grad()"
+            )
+
+
+def _refuse_mapped(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None:
+    """Raise `UnsupportedError` if `vmap` maps a tensor."""
+    for name, x in zip(_TENSOR_NAMES, (q, k_cache, v_cache, *tensors_of(args))):
+        if x is not None and is_mapped(x):
+            raise UnsupportedError(
+                f"vmap over {name} of attn_decode, which writes to its caches: call it in a loop, or make the mapped "
+                "dimension a part of the batch"
             )
 
 
@@ -139,6 +162,8 @@ def _decode_autograd(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) 
         return decode_op(q, k_cache, v_cache, *values)
 
 
+for _key in SPARSE_KEYS:
+    LIBRARY.impl("decode", refuse_sparse, _key)
 LIBRARY.impl("decode", _decode_cpu, "CPU")
 LIBRARY.impl("decode", _decode_cuda, "CUDA")
 LIBRARY.impl("decode", _decode_autograd, "Autograd")

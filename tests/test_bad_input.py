@@ -65,6 +65,8 @@ WRONG = [
     (dict(softcap=-1.0), "softcap=-1.0: use a positive number"),
     (dict(softcap=math.nan), "softcap=nan"),
     (dict(softcap=math.inf), "softcap=inf"),
+    (dict(softcap=1e39), r"softcap=1e\+39 exceeds 3.4e\+38, the largest float32, the dtype of the scores"),
+    (dict(scale=-1e39), r"scale=-1e\+39 exceeds 3.4e\+38"),
     (dict(window=("a", 0)), "window left='a' is a str: use a whole number of keys"),
     (dict(window=(1.5, 0)), "window left=1.5 is a float: use a whole number of keys"),
     (dict(window=(None, math.inf)), "window right=inf is a float: use a whole number of keys, or None"),
@@ -177,6 +179,9 @@ SWAPPED = [
     ((2, 16, 8, 8), (2, 16, 1, 8)),  # MQA
     ((1, 512, 8, 8), (1, 512, 8, 8)),
     ((1, 192, 4, 8), (1, 64, 4, 8)),  # cross-attention
+    ((1, 128, 8, 32), (1, 32, 2, 32)),  # cross-attention, GQA
+    ((1, 128, 8, 32), (1, 64, 8, 32)),  # cross-attention, MHA: 64 K/V heads would be unusual for 128 heads
+    ((1, 16, 8, 32), (1, 16, 4, 32)),  # GQA; a decoding step has at least as many keys as queries
 ]
 USUAL = [
     ((1, 128, 1, 8), (1, 128, 300, 8)),  # decoding
@@ -188,6 +193,8 @@ USUAL = [
     ((1, 32, 7, 8), (1, 32, 2, 8)),  # the lengths do not divide as heads must
     ((1, 32, 8, 8), (1, 8, 2, 8)),  # GQA in both layouts
     ((1, 200, 8, 8), (1, 200, 0, 8)),
+    ((1, 128, 16, 8), (1, 8, 16, 8)),  # a short prompt, GQA
+    *[((1, 128, s, 8), (1, h, 64, 8)) for s in (1, 4, 16) for h in (1, 8, 32, 128)],  # decoding
 ]
 
 
@@ -236,6 +243,14 @@ def test_dtypes(no_work: None, dtype: torch.dtype) -> None:
     assert_refused(f"dtype {name} on cpu: use one of float16", UnsupportedError, *(x.to(dtype) for x in qkv()))
 
 
+@pytest.mark.parametrize("place", range(3))
+def test_sparse_tensors(no_work: None, place: int) -> None:
+    tensors = list(qkv())
+    tensors[place] = tensors[place].to_sparse()
+    with pytest.raises(UnsupportedError, match=r"a tensor of the call is sparse: call to_dense\(\)"):
+        attn(*tensors)
+
+
 @pytest.mark.parametrize("place", [1, 2])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -270,6 +285,18 @@ FOREIGN_CALLS: list[tuple[str, tuple[str, ...] | None, str]] = [
     ("layout", ("attn_varlen",), r"leave it out, because q, k and v are \(T, H, D\)"),
     ("block_table", ("attn_decode",), "write page_table="),
     ("k", ("attn_decode",), "write k_new="),
+    ("dropout", ("attn_decode",), "leave it out, because decoding has no dropout$"),
+    ("mask_mod", ("attn_decode",), "call attn or attn_varlen"),
+    ("q_descale", None, "(use|give q in) fp16 or bf16; "),
+    ("k_descale", ("attn", "attn_varlen"), "use fp16 or bf16; attn_decode reads FP8 caches$"),
+    ("key_padding_mask", ("attn", "attn_varlen"), r"write mask_mod=lambda b, h, i, j: ~mask\[b, j\]"),
+    ("num_splits", ("attn", "attn_varlen"), "leave it out, because tiles and schedules"),
+    ("page_table", ("attn", "attn_varlen"), "call attn_decode with page_table=$"),
+    ("qv", None, "concatenate q with qv, and k with v$"),
+    ("max_seqlen", ("attn",), "call attn_varlen"),
+    ("max_seqlen", ("attn_varlen",), "write max_seqlen_q= and max_seqlen_k=, or leave it out$"),
+    ("training", ("attn", "attn_varlen"), "write dropout= only while training$"),
+    ("need_weights", None, "call attention_probs, which"),
     ("casual", None, "did you mean 'causal'"),
     ("nonsense", None, "$"),
 ]
@@ -306,6 +333,20 @@ def test_positional_arguments_of_other_libraries(no_work: None, values: tuple) -
         given = f"takes {count} positional arguments but {count + len(values)} were given: all others are keywords"
         with pytest.raises(TypeError, match=f"{given}.*{message}"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("is_causal", "write causal="),
+        ("layout", "leave it out, because it follows"),
+        ("casual", "did you mean 'causal'"),
+    ],
+)
+def test_keywords_of_attn_nested(no_work: None, name: str, remedy: str) -> None:
+    message = rf"^attn_nested\(\) got an unexpected keyword argument '{name}'[:;] {remedy}"
+    with pytest.raises(TypeError, match=message):
+        attn_nested(*nested(), **{name: None})
 
 
 def test_remedies_name_keywords() -> None:

@@ -555,6 +555,10 @@ def test_functorch_of_mods() -> None:
     with pytest.raises(UnsupportedError, match="vmap over a tensor that score_mod"):
         torch.func.vmap(torch.func.grad(loss))(table)
     bias = normal(3, 5, 6, seed=9)
+    rows, offsets = q[0].transpose(0, 1), torch.tensor([0, q.shape[2]], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="or over the bias of attn_varlen: call the function in a loop"):
+        lengths = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), q.shape[2])
+        torch.func.vmap(lambda x: attn_varlen(rows, rows, rows, offsets, offsets, bias=x, **lengths))(bias)
     found = torch.func.vmap(lambda x: attn(q, k, v, bias=x))(bias)
     torch.testing.assert_close(found, torch.stack([attn(q, k, v, bias=x) for x in bias]))
 

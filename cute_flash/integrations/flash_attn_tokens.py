@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn.functional import pad
 
 from cute_flash import reference
 from cute_flash.decode import attn_decode
+from cute_flash.spec.checked import is_checked
 from cute_flash.spec.describe import check_int32
 from cute_flash.spec.shapes import lse_dtype
 
@@ -18,6 +20,14 @@ def check_lengths(name: str, lengths: Tensor, q: Tensor, batch: int) -> None:
     check_int32(name, lengths, q, "B")
     if lengths.shape[0] != batch:
         raise ValueError(f"{name} has {lengths.shape[0]} lengths: expected {batch}, one for each sequence")
+
+
+def _check_used(used: list[int], offsets: list[int]) -> None:
+    for b, (begin, end) in enumerate(pairwise(offsets)):
+        if end >= begin and not 0 <= used[b] <= end - begin:  # `attn_varlen` raises the error for decreasing offsets
+            raise ValueError(
+                f"seqused_q[{b}]={used[b]}: sequence {b} has {end - begin} queries, use 0 to {end - begin}"
+            )
 
 
 def sequence_of_tokens(offsets: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -39,6 +49,8 @@ class UsedQueries(NamedTuple):
         """Gather the first seqused_q[b] queries of each sequence. No length is read by the host."""
         check_int32("cu_seqlens_q", cu_seqlens_q, q, "B + 1")
         check_lengths("seqused_q", seqused_q, q, cu_seqlens_q.shape[0] - 1)
+        if is_checked(seqused_q):
+            _check_used(seqused_q.tolist(), cu_seqlens_q.tolist())
         sequence, index = sequence_of_tokens(cu_seqlens_q, q.shape[0])
         lengths = seqused_q.minimum(cu_seqlens_q.diff()).clamp(min=0)
         is_unused = index >= pad(lengths, (0, 1))[sequence]

@@ -169,7 +169,15 @@ class TorchArithmetic:
             return args[0].clamp(bounds.min, bounds.max).to(torch.int32)
         if node.op in CASTS:
             return args[0].to(self._dtype(node.kind))
-        return TORCH_OPS[node.op](*args)
+        try:
+            return TORCH_OPS[node.op](*args)
+        except RuntimeError as error:
+            if str(error) != "ZeroDivisionError":
+                raise
+            sign = "//" if node.op == "floordiv" else "%"
+            raise ValueError(
+                f"{sign} of ints by 0 in a mod: make the divisor nonzero, such as torch.where(n == 0, 1, n)"
+            ) from None
 
 
 def indices_in_bounds(capture: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:

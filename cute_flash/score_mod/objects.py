@@ -290,6 +290,8 @@ def _vars(*args: Any) -> Any:
 def _hash(x: Any) -> int:
     if isinstance(x, (ObjectProxy, TensorProxy)):
         raise trace_error(f"hash() of a captured value: {INSTEAD}")
+    if isinstance(x, ScalarProxy) and x._python_type is None:
+        raise trace_error("hash() of a value, which is not known while the mod is traced")
     return hash(x)
 
 

@@ -9,6 +9,7 @@ the mod can index. A captured tensor with one dimension left to index, and a val
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from traceback import walk_stack
@@ -41,6 +42,20 @@ class Specialise(BaseException):
 
     def __init__(self, scalars: set[int]) -> None:
         self.scalars = scalars
+        refusals.add(self)
+
+
+class Refusals(threading.local):
+    """The first refusal of the trace that runs in a thread. It counts even if the mod catches it."""
+
+    def __init__(self) -> None:
+        self.first: BaseException | None = None
+
+    def add(self, error: BaseException) -> None:
+        self.first = self.first or error
+
+
+refusals = Refusals()
 
 
 def user_line(frames: Iterable[tuple[FrameType, int]]) -> str:
@@ -54,7 +69,9 @@ def user_line(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 def trace_error(message: str) -> TraceError:
     """A `TraceError` whose message ends with the line of user code that is running, in parentheses."""
-    return TraceError(f"{message} ({user_line(walk_stack(sys._getframe()))})")
+    error = TraceError(f"{message} ({user_line(walk_stack(sys._getframe()))})")
+    refusals.add(error)
+    return error
 
 
 def without_line(error: BaseException) -> str:

@@ -22,7 +22,16 @@ from cute_flash.score_mod.captures import CaptureTracer, ComparesObjects, Option
 from cute_flash.score_mod.graph import INT_BITS, Builder, Graph, drop_unused_arguments
 from cute_flash.score_mod.numbers import Computed, extend
 from cute_flash.score_mod.overrides import inputs
-from cute_flash.score_mod.proxy import ScalarProxy, Specialise, TensorProxy, is_row, node_of, user_line, without_line
+from cute_flash.score_mod.proxy import (
+    ScalarProxy,
+    Specialise,
+    TensorProxy,
+    is_row,
+    node_of,
+    refusals,
+    user_line,
+    without_line,
+)
 from cute_flash.score_mod.writes import NO_WRITES, line_of_first_write
 
 # The inputs of each kind of mod.
@@ -30,6 +39,17 @@ ROLES = {
     "score_mod": ("score", "b", "h", "q", "kv"),
     "mask_mod": ("b", "h", "q", "kv"),
     "score_mod_bwd": ("grad", "score", "b", "h", "q", "kv"),
+}
+# What an error of Python, torch or numpy inside a mod may mention, and the remedy.
+_REMEDIES = {
+    "ScalarProxy": "a value has no number while a mod is traced: use operators, torch functions and tensor methods",
+    "ObjectProxy": "a captured object is a proxy while a mod is traced: compute the value outside, and capture it",
+    "'function' object has no attribute": "attributes of functions are not captured: capture the value in a variable",
+    **dict.fromkeys(
+        ("KeyError", "'list' object has no attribute", "'dict' object has no attribute"),
+        "a captured container is a plain dict or list while a mod is traced, without the defaults and methods of its "
+        "class: compute the value outside the mod, and capture it",
+    ),
 }
 # Bounds of the cache, for programs that create new functions endlessly.
 MAX_TRACES_OF_CODE, MAX_CODES = 16, 1024
@@ -122,6 +142,8 @@ def check_callable(mod: Any, role: str) -> None:
         names = {"q": "q_idx", "kv": "kv_idx"}
         signature = ", ".join([names.get(name, name) for name in ROLES[role]])
         raise ValueError(f"{role} is of type {type(mod).__name__}: give a function of ({signature})")
+    if hasattr(mod, "_torchdynamo_orig_callable"):
+        raise TraceError(f"{role} is a result of torch.compile: give the function itself, which attn compiles")
 
 
 @contextmanager
@@ -144,11 +166,13 @@ def _traced(mod: Callable, role: str) -> Trace:
     options = Options()
     while True:
         builder = Builder()
-        tracer = None
+        tracer, refusals.first = None, None
         try:
             with _errors_at_definition(mod):
                 tracer = CaptureTracer(builder, mod, options)
             result = tracer.function(*inputs(builder, ROLES[role]))
+            if refusals.first is not None:
+                raise refusals.first  # the mod caught it
             if what := tracer.writes.first():
                 raise TraceError(f"{what}: {NO_WRITES} ({_line_of_first_write(mod, role, options)})")
             with _errors_at_definition(mod):
@@ -175,7 +199,11 @@ def _traced(mod: Callable, role: str) -> Trace:
             raise TraceError(f"{role}: {error}") from None
         except Exception as error:
             line = user_line(reversed(list(walk_tb(error.__traceback__)))) or definition_of(mod)
-            raise TraceError(f"{role}: {type(error).__name__}: {error} ({line})") from error
+            message = f"{type(error).__name__}: {error}"
+            remedies = [f": {remedy}" for text, remedy in _REMEDIES.items() if text in message]
+            raise TraceError(f"{role}: {message}{''.join(remedies[:1])} ({line})") from error
+        finally:
+            refusals.first = None
 
 
 def _line_of_first_write(mod: Callable, role: str, options: Options) -> str:

@@ -53,12 +53,23 @@ class CudaFunctions:
 def _checked(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
     @wraps(function)
     def checked(*arguments: Any) -> Any:
-        # The host cannot wait for the GPU while a CUDA graph is captured.
-        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if not _is_capturing():
             check(*arguments)
         return function(*arguments)
 
     return checked
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is captured, during which the host cannot wait for the GPU."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def is_checked(lengths: Tensor) -> bool:
+    """Whether the host reads lengths: on the CPU, and in the checked mode on CUDA. Compilers cannot read them."""
+    if type(lengths) is not Tensor or torch.compiler.is_dynamo_compiling() or lengths.is_meta:
+        return False
+    return not lengths.is_cuda or (_is_on and not _is_capturing())
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from cute_flash.spec.band import Band
 from cute_flash.spec.describe import check_device, check_float, check_int32, check_per_head
 from cute_flash.spec.problem import CPU_DTYPES, check_chunk, check_head_dim, check_heads, check_softcap, check_window
 from cute_flash.spec.shapes import lse_dtype
+from cute_flash.spec.values import check_range
 
 # Dtypes of q on CUDA. Caches have the dtype of q or are FP8.
 GPU_DTYPES = ("float16", "bfloat16")
@@ -161,7 +162,7 @@ def describe_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArg
     check_per_head("sinks", args.sinks, q, [(heads,)])
     _check_scale("k_scale", args.k_scale, k_cache, q)
     _check_scale("v_scale", args.v_scale, v_cache, q)
-    _check_numbers(args, device)
+    _check_numbers(q, args, device)
     if args.out is not None:
         _check_out(args.out, q, head_dim_v)
     return DecodeProblem(
@@ -358,13 +359,15 @@ def _check_scale(name: str, x: Tensor | None, cache: Tensor, q: Tensor) -> None:
     check_device(name, x, q)
 
 
-def _check_numbers(args: DecodeArgs, device: str) -> None:
+def _check_numbers(q: Tensor, args: DecodeArgs, device: str) -> None:
     check_window(args.band.bounds)
     check_chunk(args.attention_chunk)
     if not math.isfinite(args.scale):
         raise ValueError(f"scale={args.scale} is not finite: use a finite number")
     if args.softcap is not None and not 0 < args.softcap < math.inf:
         raise ValueError(f"softcap={args.softcap}: use a positive number, or None for no cap")
+    for name in ("scale", "softcap"):
+        check_range(name, getattr(args, name) or 0.0, lse_dtype(q.dtype))
     if args.softcap is not None and device == "cuda":
         check_softcap(args.softcap)
     if args.num_splits is not None and args.num_splits < 1:

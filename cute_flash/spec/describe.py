@@ -17,6 +17,8 @@ from cute_flash.spec.dropout import RECT_KEYS, RECT_ROWS
 from cute_flash.spec.features import features_of
 from cute_flash.spec.layout import layout_remedy, mixed_layouts
 from cute_flash.spec.problem import CPU_DTYPES, Problem, check_dropout, check_heads, check_softcap
+from cute_flash.spec.shapes import lse_dtype
+from cute_flash.spec.values import check_range
 
 
 def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str = "") -> Problem:
@@ -132,6 +134,8 @@ def _check_numbers(q: Tensor, args: AttentionArgs) -> None:
         raise ValueError(f"scale={args.scale} is not finite: use a finite number")
     if not 0 <= args.softcap < math.inf:
         raise ValueError(f"softcap={args.softcap}: use a positive number, or None for no cap")
+    for name in ("scale", "softcap"):
+        check_range(name, getattr(args, name), lse_dtype(q.dtype))
     if not 0 <= args.dropout < 1:
         raise ValueError(f"dropout={args.dropout}: use a probability from 0 up to, not including, 1")
     rng = args.rng

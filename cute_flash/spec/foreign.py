@@ -1,7 +1,8 @@
-"""Keywords of other libraries in calls of `attn`, `attn_varlen` and `attn_decode`: errors that name the one to use.
+"""Keywords of other libraries in calls of `attn` and the like: errors that name the keyword to use.
 
-These functions have the parameters `*extra` and `**foreign`, so that wrong calls reach `refuse_foreign` instead of
-ending in Python's `TypeError`. `without_foreign` leaves both parameters out of the signature.
+`attn`, `attn_varlen` and `attn_decode` have the parameters `*extra` and `**foreign`, so that wrong calls reach
+`refuse_foreign` instead of ending in Python's `TypeError`. `without_foreign` leaves both parameters out of the
+signature.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ _SHARED = {
     "enable_gqa": _GQA,
     "pack_gqa": _SCHEDULE,
     "sm_margin": _SCHEDULE,
+    "qv": "concatenate q with qv, and k with v",
+    "need_weights": "call attention_probs, which returns the weights",
 }
+_PAGES = "call attn_decode with page_table="
 _MASK = "write mask_mod=lambda b, h, i, j: mask[i, j] for a bool mask of shape (Sq, Sk), or bias= for a float mask"
 _ATTN = {
     **_SHARED,
@@ -43,19 +47,35 @@ _ATTN = {
     "dropout_p": "write dropout=",
     "return_aux": "write return_lse=True or return_max_logit=True",
     "kernel_options": _SCHEDULE,
+    "num_splits": _SCHEDULE,
+    "key_padding_mask": "write mask_mod=lambda b, h, i, j: ~mask[b, j] for a bool mask (B, Sk) that is True at padding",
+    "training": "write dropout= only while training",
+    "page_table": _PAGES,
+    "block_table": _PAGES,
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "use fp16 or bf16; attn_decode reads FP8 caches"),
 }
+_NESTED = "leave it out, because it follows from the NestedTensors"
 _OFFSETS = "call attn_varlen, which takes q, k and v of shape (T, H, D)"
 # Entry -> keyword of another library -> what to do instead.
 FOREIGN: dict[str, dict[str, str]] = {
     "attn": {
         **_ATTN,
-        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k"), _OFFSETS),
+        **dict.fromkeys(
+            ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k", "seqused_k"),
+            _OFFSETS,
+        ),
     },
     "attn_varlen": {
         **_ATTN,
         "layout": "leave it out, because q, k and v are (T, H, D)",
         "block_mask": "use score_mod and mask_mod, or call attn",
-        "block_table": "call attn_decode with page_table=",
+        "cu_seqlens": "write cu_seqlens_q= and cu_seqlens_k=",
+        "max_seqlen": "write max_seqlen_q= and max_seqlen_k=, or leave it out",
+    },
+    "attn_nested": {
+        **_ATTN,
+        **dict.fromkeys(("layout", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), _NESTED),
+        "block_mask": "use score_mod and mask_mod",
     },
     "attn_decode": {
         **_SHARED,
@@ -67,6 +87,13 @@ FOREIGN: dict[str, dict[str, str]] = {
         "k_descale": "write k_scale=",
         "v_descale": "write v_scale=",
         "layout": "write kv_layout=",
+        "q_descale": "give q in fp16 or bf16; only caches are FP8",
+        **dict.fromkeys(("dropout", "dropout_p", "training"), "leave it out, because decoding has no dropout"),
+        **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "leave it out, because kernels read lengths"),
+        **dict.fromkeys(
+            ("bias", "attn_mask", "key_padding_mask", "score_mod", "mask_mod", "block_mask"),
+            "call attn or attn_varlen, because attn_decode has only causal, window and attention_chunk",
+        ),
     },
 }
 _RESULTS = ("return_lse", "return_max_logit")
@@ -74,8 +101,11 @@ _RESULTS = ("return_lse", "return_max_logit")
 _KEYWORDS = {
     "attn": (*AttnKeywords.__annotations__, *_RESULTS),
     "attn_varlen": (*VarlenKeywords.__annotations__, *_RESULTS),
+    "attn_nested": (*VarlenKeywords.__annotations__, *_RESULTS),
     "attn_decode": (*DecodeKeywords.__annotations__, "cache_seqlens", "return_lse"),
 }
+# How similar a keyword must be to the suggested one: "dropout" is not "out", and "q_descale" is not "scale".
+_CLOSE = 0.75
 # Entry -> the number of its positional parameters, and the remedy for a call with more.
 _POSITIONAL = {
     "attn": (3, f"all others are keywords, such as causal=True; for a mask, {_MASK}"),
@@ -111,10 +141,15 @@ def refuse_foreign(entry: str, extra: Sequence[Any], foreign: Mapping[str, Any])
         raise TypeError(f"{entry}() takes {count} positional arguments but {count + len(extra)} were given: {remedy}")
 
 
+def refuse_unknown(entry: str, keywords: Mapping[str, Any]) -> None:
+    """Raise a `TypeError` for the first keyword that an entry does not have."""
+    refuse_foreign(entry, (), {name: x for name, x in keywords.items() if name not in _KEYWORDS[entry]})
+
+
 def unexpected_keyword(entry: str, name: str) -> str:
     """The message for a keyword that an entry does not have: that of Python, and a remedy if there is one."""
     message, function = f"{entry}() got an unexpected keyword argument {name!r}", entry.rpartition(".")[2]
     if remedy := FOREIGN.get(function, {}).get(name):
         return f"{message}: {remedy}"
-    similar = get_close_matches(name, _KEYWORDS.get(function, ()), 1)
+    similar = get_close_matches(name, _KEYWORDS.get(function, ()), 1, _CLOSE)
     return f"{message}; did you mean {similar[0]!r}?" if similar else message

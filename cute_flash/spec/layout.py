@@ -1,8 +1,8 @@
 """Calls that pass tensors of shape (B, S, H, D) without `layout="bshd"`: a warning, and a remedy for errors.
 
 A call with the dimensions S and H exchanged is valid if the lengths divide as heads must. It is reported if it is not
-a usual call: few queries over fewer keys, or more heads than models have. Transposed views of (B, S, H, D) memory,
-which models pass and `layout="bshd"` makes, are never reported.
+a usual call: few queries over fewer keys, or numbers of heads that models do not have. Transposed views of
+(B, S, H, D) memory, which models pass and `layout="bshd"` makes, are never reported.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from cute_flash.errors import LayoutWarning
 
 # The most heads of a usual model. More heads than this, and than queries, are the tokens of a sequence.
 MAX_USUAL_HEADS = 128
+# The most K/V heads of a usual model with GQA. More of them, and fewer than query heads, are tokens too.
+MAX_USUAL_GQA_HEADS = 16
 REMEDY = 'for tensors of shape (B, S, H, D), pass layout="bshd"'
 # Folders whose frames lie between a call of `attn` and its CPU kernel.
 _INTERNAL = tuple(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
@@ -56,7 +58,7 @@ def _looks_swapped(q: Tensor, k: Tensor) -> bool:
     if not (0 < seqlen_k <= seqlen_q < heads and seqlen_k < heads_kv and _fits_bshd(q, k)):
         return False
     is_gqa = heads == heads_kv and seqlen_k < seqlen_q  # as (B, S, H, D)
-    return is_gqa or heads > MAX_USUAL_HEADS
+    return is_gqa or heads > MAX_USUAL_HEADS or MAX_USUAL_GQA_HEADS < heads_kv < heads
 
 
 def _caller_level() -> int:

@@ -42,6 +42,14 @@ def as_float(name: str, value: Any) -> float:
         raise ValueError(f"{name} exceeds the range of floats: give a smaller number") from None
 
 
+def check_range(name: str, value: float, dtype: torch.dtype) -> None:
+    """Raise `ValueError` for a finite number that the dtype of scores cannot represent."""
+    largest = torch.finfo(dtype).max
+    if abs(value) > largest:
+        name_of_dtype = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{name}={value} exceeds {largest:.2g}, the largest {name_of_dtype}, the dtype of the scores")
+
+
 def as_bool(name: str, value: Any) -> bool:
     """A flag as a bool: True, False, 0, 1, or a numpy bool."""
     if value is True or value is False:

@@ -101,6 +101,10 @@ WRONG = [
     (paged(k_new=NEW, v_new=NEW, k_cache=PAGES[:1].expand(6, -1, -1, -1)), "and strides (0, 64, 32, 1), whose rows"),
     (appending(v_cache=CACHE[:, :1].expand(-1, S, -1, -1)), "and strides (1536, 0, 32, 1), whose rows overlap"),
     (appending(v_cache=CACHE.flatten().unfold(0, S * HKV * D, 64)[:B].view(B, S, HKV, D)), "(64, 64, 32, 1), whose"),
+    (appending(k_cache=CACHE, k_new=CACHE[:, 2:3]), "k_new overlaps k_cache in memory: pass k_new.clone()"),
+    (appending(v_cache=CACHE, k_new=CACHE[:, 2:4], v_new=NEW3[:, :2]), "k_new overlaps v_cache in memory"),
+    (appending(k_cache=CACHE, v_new=CACHE[:, -1:]), "v_new overlaps k_cache in memory: pass v_new.clone()"),
+    (call(q=torch.zeros(B, T, HKV, D), v_cache=CACHE, out=CACHE[:, 3:4]), "out overlaps v_cache in memory: give out"),
     (rotary(rotary_sin=None), "rotary_cos alone: give both rotary_cos and rotary_sin"),
     (rotary(k_new=None, v_new=None), "rotary_cos without k_new: rotate q before the call, or append"),
     (rotary(rotary_sin=torch.zeros(S, 4)), "rotary_sin has shape (24, 4): expected (positions, rotary_dim / 2)"),
@@ -114,6 +118,7 @@ WRONG = [
     (call(k_cache=FP8, v_cache=FP8, v_scale=torch.ones(2).double()), "v_scale is torch.float64: use torch.float32"),
     (call(k_cache=FP8, v_cache=FP8, v_scale="x"), "v_scale='x' is a str: give a number"),
     (call(scale=float("inf")), "scale=inf is not finite"),
+    (call(softcap=1e39), "softcap=1e+39 exceeds 3.4e+38, the largest float32, the dtype of the scores"),
     (call(softcap=-1.0), "softcap=-1.0: use a positive number, or None for no cap"),
     (call(window=(2**63, 0)), "window left=9223372036854775808 exceeds 64 bits"),
     (call(window=(-1, -1)), "window left=-1 is negative: use None for an unbounded side"),
@@ -209,6 +214,13 @@ def test_caches_that_share_memory_but_no_row() -> None:
     # V is one page after K, and the table has every other page.
     even = torch.tensor([[0, 2], [4, 0]]).int()
     run(paged(**table | {"page_table": even, "cache_seqlens": ints(9, 3)}, k_cache=PAGES[:-1], v_cache=PAGES[1:]))
+    # New rows and the output beside the rows of the caches, and new rows that are expanded.
+    beside = {"k_new": pool[:B, 8:9, :HKV, :D], "v_new": NEW[:, :, :1].expand(-1, -1, HKV, -1)}
+    out = pool[:B, 9:10, :HKV]
+    halves_of_heads = {"k_cache": pool[:B, :8, :HKV], "v_cache": pool[:B, :8, HKV:], "cache_seqlens": 5}
+    run(call(q=torch.zeros(B, T, HKV, D), out=out, **halves_of_heads, **beside))
+    # An index chooses the rows that the call writes to.
+    run(appending(k_cache=CACHE, k_new=CACHE[:, 2:3], cache_batch_idx=ints(1, 0)))
     run(call(k_cache=CACHE, v_cache=CACHE, cache_batch_idx=ints(1, 1)))
     run(call(k_cache=CACHE[:1].expand(B, -1, -1, -1)))
 
@@ -233,6 +245,17 @@ def test_tangents() -> None:
     for name in ("q", "v_cache"):
         with pytest.raises(UnsupportedError, match="forward-mode differentiation of attn_decode"):
             jvp(name)
+
+
+def test_vmap_and_sparse_tensors() -> None:
+    for name in ("q", "k_cache", "sinks"):
+        arguments = call(sinks=torch.zeros(H))
+        with pytest.raises(UnsupportedError, match=f"vmap over {name} of attn_decode, .*: call it in a loop"):
+            torch.func.vmap(lambda x: run(arguments | {name: x}))(arguments[name][None])  # noqa: B023
+    for name in ("q", "k_cache"):
+        arguments = call()
+        with pytest.raises(UnsupportedError, match=r"a tensor of the call is sparse: call to_dense\(\)"):
+            run(arguments | {name: arguments[name].to_sparse()})
 
 
 def test_cuda_has_fewer_kernels() -> None:

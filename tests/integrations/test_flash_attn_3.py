@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import UnsupportedError
+from cute_flash import UnsupportedError, use_checks
 from cute_flash.integrations import flash_attn as fa2
 from cute_flash.integrations import flash_attn_3 as fa3
+from cute_flash.integrations.flash_attn_tokens import UsedQueries
+from tests.fakes.cuda import claiming_cuda
 from tests.integrations.plain import assert_signature, plain, plain_batch
 
 DESCALE = {"q_descale": None, "k_descale": None, "v_descale": None}
@@ -116,7 +118,7 @@ def test_unused_queries(paged: bool) -> None:
     q, k, v = (x.flatten(0, 1) for x in qkv())
     q = torch.cat((q, q[:3])).requires_grad_()  # padding after the last sequence
     cu_q, cu_k = torch.tensor([0, 9, 9, 26], dtype=torch.int32), torch.tensor([0, 17, 20, 34], dtype=torch.int32)
-    used_q, used_k = torch.tensor([4, 0, 99], dtype=torch.int32), torch.tensor([12, 3, 14], dtype=torch.int32)
+    used_q, used_k = torch.tensor([4, 0, 17], dtype=torch.int32), torch.tensor([12, 3, 14], dtype=torch.int32)
     kv, options = (k, v), {"seqused_k": used_k}
     if paged:
         options["page_table"] = torch.arange(34).view(2, 17).int()[[0, 1, 1]]
@@ -140,6 +142,16 @@ def test_unused_queries(paged: bool) -> None:
         assert not dq[~is_used].any() and dq[:4].any() and dq[9:26].any()
     with pytest.raises(ValueError, match="seqused_q has 2 lengths: expected 3"):
         fa3.flash_attn_varlen_func(q, *kv, cu_q, cu_k, 17, 17, used_q[:2], **options)
+    for wrong in (18, -1):
+        used_q[2] = wrong
+        message = rf"seqused_q\[2\]={wrong}: sequence 2 has 17 queries, use 0 to 17"
+        with pytest.raises(ValueError, match=message):
+            fa3.flash_attn_varlen_func(q, *kv, cu_q, cu_k, 17, 17, used_q, **options)
+        # On CUDA the host reads no length, and the number is clamped; the checked mode reads it.
+        with claiming_cuda():
+            assert UsedQueries.of(q, cu_q, used_q).cu_seqlens.tolist() == [0, 4, 4, 4 + min(max(wrong, 0), 17)]
+            with use_checks(), pytest.raises(ValueError, match=message):
+                UsedQueries.of(q, cu_q, used_q)
 
 
 @pytest.mark.parametrize("is_varlen", [False, True])

@@ -374,12 +374,24 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("cute_flash/spec/decode.py", "torch.float16 if cache == FP8 and", "q if cache == FP8 and", _DECODE),
     *_mutants(
+        "cute_flash/score_mod/trace.py",
+        _of("score_mod/test_captures.py"),
+        ("if refusals.first is not None:", "if False:"),
+    ),
+    *_mutants(
+        "cute_flash/spec/layout.py",
+        _of("test_bad_input.py"),
+        (" or MAX_USUAL_GQA_HEADS < heads_kv < heads", ""),
+    ),
+    *_mutants(
         "cute_flash/spec/overlap.py",
         _of("decode/test_bad_input.py"),
-        ("return -width_v < distance < width_k", "return distance == 0"),
+        ("return -width_b < distance < width_a", "return distance == 0"),
         ("if stride < extent:", "if stride == 0:"),
         ("args.cache_batch_idx is None else 1", "args.cache_batch_idx is None else 0"),
-        ("max(nearest, 1 - size), min(farthest, size - 1) + 1", "max(nearest, 0), min(farthest, size - 1) + 1"),
+        ("max(nearest, 1 - size_b), min(farthest, size_a - 1) + 1", "max(nearest, 0), min(farthest, size_a - 1) + 1"),
+        ("min(farthest, size_a - 1) + 1", "min(farthest, 0) + 1"),
+        ("    if first == 0:\n", "    if True:\n"),
     ),
     # Tools.
     *_mutants(
@@ -415,6 +427,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("is_unused = index >= pad(lengths", "is_unused = index > pad(lengths"),
         ("seqused_q.minimum(cu_seqlens_q.diff())", "seqused_q"),
         (".where(sequence < offsets.shape[0] - 1, 0)", ""),
+        ("not 0 <= used[b] <= end - begin", "not 0 <= used[b]"),
     ),
     *_mutants(
         "cute_flash/integrations/transformers.py",

@@ -420,6 +420,33 @@ hooked.register_forward_hook(lambda *x: None)
 ARRAY, FRACTION, GENERATOR, COMPLEX = np.arange(4), fractions.Fraction(1, 3), random.Random(0), 1j
 READ = eval
 KEYED, ITERATOR = {Holder: 1, Slotted(1): 2}, iter([1, 2])
+COUNTS, DEFAULTS, TAIL = collections.Counter(), collections.defaultdict(int), collections.deque([1])
+
+
+def with_attribute() -> None:
+    """A function with an attribute."""
+
+
+with_attribute.size = 3  # type: ignore[attr-defined]
+
+
+def counting(s, b, h, q, kv):
+    COUNTS["a"] += 1
+    return s
+
+
+def catching(s, b, h, q, kv):
+    try:
+        return s if q >= kv else -s
+    except Exception:
+        return s * 3
+
+
+def catching_everything(s, b, h, q, kv):
+    try:
+        return s + len([0] * int(q))
+    except:  # noqa: E722
+        return s * 3
 
 
 class StraightThrough(torch.autograd.Function):
@@ -450,7 +477,20 @@ REFUSED = [
     (lambda s, b, h, q, kv: s * datetime.datetime.now().day, "datetime.datetime depends on a clock"),
     (lambda s, b, h, q, kv: s * torch.rand(()), "torch.rand depends on a clock, the system or random numbers"),
     (lambda s, b, h, q, kv: s * np.random.rand(), "calling a captured .*: compute it outside"),
-    (lambda s, b, h, q, kv: s + next(ITERATOR), "not an iterator"),
+    (lambda s, b, h, q, kv: s + next(ITERATOR), "not an iterator: a captured object is a proxy"),
+    (lambda s, b, h, q, kv: s * float(FRACTION), "'ObjectProxy': a captured object is a proxy .* compute .* outside"),
+    (lambda s, b, h, q, kv: object.__setattr__(SETTINGS, "w", 4) or s, "'w': a captured object is a proxy"),
+    (counting, "KeyError: 'a': a captured container is a plain dict or list while .* without the defaults"),
+    (lambda s, b, h, q, kv: s * DEFAULTS["a"], "KeyError: 'a': a captured container is a plain dict"),
+    (lambda s, b, h, q, kv: s * TAIL.popleft(), "no attribute 'popleft': a captured container is a plain dict or list"),
+    (lambda s, b, h, q, kv: s * with_attribute.size, "'size': attributes of functions are not captured"),
+    (lambda s, b, h, q, kv: np.exp(s), "does not support ufuncs .*: a value has no number .* use operators, torch"),
+    (lambda s, b, h, q, kv: s + torch.tensor(q), "dtype of ScalarProxy: a value has no number"),
+    (lambda s, b, h, q, kv: s + round(q / 2), "__round__ method: a value has no number"),
+    (torch.compile(lambda s, b, h, q, kv: s * 2), "score_mod is a result of torch.compile: give the function itself"),
+    (lambda s, b, h, q, kv: s + hash(q), r"hash\(\) of a value, which is not known"),
+    (catching, "the truth of a value .* is not known"),
+    (catching_everything, "the int of a value is not known"),
     (lambda s, b, h, q, kv: s + KEYED[1], "a captured dict has a key that is not a number or a string"),
     (lambda s, b, h, q, kv: hooked(s), "calling a captured Identity, which has hooks"),
     (lambda s, b, h, q, kv: s + Holder().cfg.w, "a new Holder inside the mod: create it outside"),
@@ -554,6 +594,21 @@ def test_writes_to_values_of_the_mod_itself() -> None:
 
     with pytest.warns(UserWarning, match="is registered"):
         assert torch.equal(visible(mask), window(3))
+
+
+def test_a_mod_that_catches_everything_may_need_captured_numbers() -> None:
+    def near(size: int) -> Any:
+        def mask(b, h, q, kv):
+            try:
+                first = len(range(size))
+            except:  # noqa: E722
+                first = 0
+            return q - kv < first
+
+        return mask
+
+    for size in (2, 3):
+        assert torch.equal(visible(near(size)), visible(lambda b, h, q, kv, n=size: q - kv < n))
 
 
 def test_impure_classes_may_be_named() -> None:

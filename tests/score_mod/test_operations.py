@@ -44,6 +44,16 @@ def test_gradient_of_an_exponent() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(out.square().sum(), exponents)[0])
 
 
+def test_ints_divided_by_zero() -> None:
+    q, k, v = (torch.randn(1, 4, 8, 8) for _ in range(3))
+    zero = 0
+    for mod, sign in ((lambda s, b, h, i, j: s + i // 0, "//"), (lambda s, b, h, i, j: s + i % zero, "%")):
+        with pytest.raises(ValueError, match=rf"^{sign} of ints by 0 in a mod: make the divisor nonzero"):
+            attn(q, k, v, score_mod=mod)
+    guarded = attn(q, k, v, score_mod=lambda s, b, h, i, j: s + i // torch.where(j == 0, 1, j))
+    assert guarded.isfinite().all()
+
+
 # Indices of captured tensors
 
 
