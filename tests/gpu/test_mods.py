@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
@@ -164,10 +165,25 @@ def test_as_flex_attention(kind: Kind, sizes: Sizes, family: str) -> None:
     of = [leaves[name] for name in names]
     expected = torch.autograd.grad((theirs * dout.double()).sum(), of)
     found = torch.autograd.grad((mine * dout).sum(), of)
-    for name, x, y in zip(names, found, expected, strict=True):
-        size = y.double().square().mean().sqrt().item()
-        error = (x.double() - y.double()).square().mean().sqrt().item()
-        assert error <= 0.02 * size + 1e-4, f"d{name}: {error:.3e} of {size:.3e}"
+    of_delta = errors_of_rounded_delta(case, names)
+    for name, x, y, z in zip(names, found, expected, of_delta, strict=True):
+        size, error, rounding = (one.double().square().mean().sqrt().item() for one in (y, x.double() - y.double(), z))
+        assert error <= 0.02 * size + 2 * rounding + 1e-4, f"d{name}: {error:.3e} of {size:.3e}"
+
+
+def errors_of_rounded_delta(case: Case, names: list[str]) -> tuple[Tensor, ...]:
+    """The errors of gradients from Δ, the row sum of dO · O, which kernels compute from the rounded output.
+
+    An error of Δ acts on the scores as a gradient of the LSE does. It sums up in gradients of captured numbers, whose
+    other terms cancel. Computed by the CPU path.
+    """
+    case = replace(case, device="cpu")
+    leaves, (dout, _) = mod_gradients.leaves_of(case), mod_gradients.douts_of(case)
+    q, k, v = (leaves[name] for name in "qkv")
+    out, lse = cute_flash.attn(*(x.double() for x in (q, k, v)), return_lse=True, **case.options)
+    error = ((out.to(q.dtype).double() - out).detach() * dout.double()).sum(-1)
+    loss = (lse.masked_fill(lse == -torch.inf, 0.0) * error).sum()
+    return torch.autograd.grad(loss, [leaves[name] for name in names], materialize_grads=True, allow_unused=True)
 
 
 # ---- block masks
