@@ -624,7 +624,7 @@ def test_supports_asks_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             raise UnsupportedError("GPU 1 (NVIDIA B200) is sm_100")
         return arch.ARCHS["sm_80"]
 
-    monkeypatch.setattr(arch, "detect", detect)
+    monkeypatch.setattr("cute_flash.runtime.gpu.detect", detect)
     with FakeTensorMode():
         fine = torch.empty(1, 2, 4, 64, dtype=torch.float16, device="cuda:0")
         assert supports(fine, fine, fine, causal=True)
@@ -638,7 +638,7 @@ def test_supports_asks_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["softcap", "alibi", "sinks", "dropout", "return_max_logit"])
 def test_features_on_cuda(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arch, "detect", lambda index: arch.ARCHS["sm_90"])
+    monkeypatch.setattr("cute_flash.runtime.gpu.detect", lambda index: arch.ARCHS["sm_90"])
     with FakeTensorMode():
         x = torch.empty(1, 4, 8, 64, dtype=dtype, device="cuda:0")
         slopes = torch.empty(4, device="cuda:0")
@@ -650,7 +650,7 @@ def test_features_on_cuda(name: str, dtype: torch.dtype, monkeypatch: pytest.Mon
 
 
 def test_supports_fp32_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arch, "detect", lambda index: arch.ARCHS["sm_90"])
+    monkeypatch.setattr("cute_flash.runtime.gpu.detect", lambda index: arch.ARCHS["sm_90"])
 
     def scaled(score: Any, *_: Any) -> Any:
         return score * 2

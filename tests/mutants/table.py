@@ -71,7 +71,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ('device == "cuda" and not problem.is_empty', 'device == "cuda"'),
         ("named or current_gpu()", "current_gpu()"),
     ),
-    Mutant("cute_flash/runtime/decode.py", "arch or current_gpu()", "current_gpu()", _of("runtime/test_supports.py")),
+    Mutant("cute_flash/runtime/decode.py", "gpu or current_gpu()", "current_gpu()", _of("runtime/test_supports.py")),
     # The band.
     *_mutants(
         "cute_flash/spec/band.py",
