@@ -705,7 +705,7 @@ def _checked_bias_type(bias: Any, sizes: str) -> Tensor:
 def _with_bias(
     score_mod: Callable | None, bias: Any, sizes: tuple[int, int], *max_seqlens: Any
 ) -> tuple[Callable, Tensor]:
-    """A score_mod that adds the bias of a varlen batch, and then calls the user's score_mod; and what it captures.
+    """The score_mod that adds the bias of a varlen batch and then calls the user's score_mod, and its captured values.
 
     Dimensions in which the bias has size 1 are not indexed.
     """

@@ -36,7 +36,7 @@ def _described(key: CompileKey) -> dict[str, Any]:
 
 
 def build_facts() -> dict[str, str]:
-    """What the objects of all kernels depend on: the sources and the toolchain."""
+    """The digest of the sources and the versions of the toolchain, on which the objects of all kernels depend."""
     return {"sources": source_digest(), **toolchain()}
 
 

@@ -22,7 +22,7 @@ DISTRIBUTION = "cute-flash-kernels"
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the manifest
 SUFFIX = ".so"
-# What the facts of `build_facts` are, for messages.
+# Names of the facts of `build_facts` in messages.
 FACTS = {
     "sources": "the sources of cute_flash",
     "dsl": "nvidia-cutlass-dsl",
@@ -36,7 +36,7 @@ logger = logging.getLogger("cute_flash.pack")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a pack holds, and with what it was built."""
+    """The content of `manifest.json`."""
 
     version: str  # of cute_flash
     facts: dict[str, str]  # `build_facts` of the installation that built it

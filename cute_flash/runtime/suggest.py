@@ -1,4 +1,4 @@
-"""The call of `cute_flash.warmup` that compiles what a call needs, as text for `NotCompiledError`."""
+"""Writes the call of `cute_flash.warmup` that compiles a missing kernel, for the message of `NotCompiledError`."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class ComparesObjects(BaseException):
 
 
 class Options(NamedTuple):
-    """What is compiled into a trace. A trace begins with the defaults, and is repeated if the mod needs more."""
+    """Captured values that are compiled into the graph: none at first, and more if tracing needs them."""
 
     static: frozenset[tuple] = frozenset()  # the paths of numbers to compile in
     # Whether one object has one proxy, and the trace is valid for the same objects only. Mods with `is` need it.

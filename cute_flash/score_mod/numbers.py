@@ -24,9 +24,9 @@ class Computed(NamedTuple):
 
 
 def extend(numbers: list[Any], computed: Sequence[Computed]) -> bool:
-    """Append computed numbers to those that they are computed from.
+    """Compute numbers from the captured ones in the list `numbers`, and append them to it.
 
-    Returns false if one is undefined, as after a division by 0, or an int beyond 32 bits.
+    Returns false if a result is undefined, as after a division by 0, or an int beyond 32 bits.
     """
     number = numbers.__getitem__
     try:

@@ -43,7 +43,7 @@ class _Fields(NamedTuple):
     max_seqlen_k: int | None = None
     window_left: int | None = None
     window_right: int | None = None
-    attention_chunk: int | None = None  # a query sees only keys of its own chunk of this many keys
+    attention_chunk: int | None = None  # keys per chunk; a query sees only its chunk
     softcap: float = 0.0  # 0: no softcap
     alibi: Tensor | None = None  # slopes, (H) or (B, H)
     sinks: Tensor | None = None  # (H)

@@ -49,7 +49,7 @@ class DecodeArgs(NamedTuple):
     cu_seqlens_q: Tensor | None = None  # (B + 1), int32
     window_left: int | None = None
     window_right: int | None = None  # 0: causal
-    attention_chunk: int | None = None  # a query sees only keys of its own chunk of this many keys
+    attention_chunk: int | None = None  # keys per chunk; a query sees only its chunk
     softcap: float | None = None
     alibi: Tensor | None = None  # slopes, (H) or (B, H)
     sinks: Tensor | None = None  # (H)

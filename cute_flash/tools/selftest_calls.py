@@ -28,7 +28,7 @@ FP8_SCALE = 0.5
 
 @dataclass(frozen=True)
 class Call:
-    """One call: a function, shapes, keywords that are numbers, and the names of those that are tensors or functions."""
+    """One call of the self-test: its function, shapes and keywords. Tensors and functions are given by name."""
 
     name: str
     form: Form

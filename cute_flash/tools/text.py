@@ -5,7 +5,7 @@ from __future__ import annotations
 LABEL_WIDTH = 12
 # Labels of the lines that `explain --short` prints.
 SHORT = frozenset(("problem", "GPU", "kernel", "tile", "splits", "work", "traffic", "time"))
-# Label of a line of `explain` -> what the line says.
+# The meaning of each line of `explain`, by its label.
 LEGEND = {
     "problem": "B batch, H and Hkv query and K/V heads, Sq queries, Sk keys, D head dim (D/Dv if they differ), mask",
     "call": "the function that computes it",
