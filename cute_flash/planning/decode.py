@@ -247,8 +247,8 @@ def decode_tile(static: DecodeStatic, rows: int, num_heads: int, arch: ArchSpec)
         tile = wide
     own = replace(tile, own_exchange=True)
     # With `own_exchange`, the output of a split stays in registers while the next split begins. This leaves no
-    # registers for an append.
-    has_registers = tile_m == 16 and not static.appends
+    # registers for an append; nor for head dim 256, which has half the warps on GPUs with 99 KB, on sm_120.
+    has_registers = tile_m == 16 and not static.appends and tile.num_warps == NUM_WARPS
     if has_registers and own.smem_bytes <= arch.smem_per_cta and own.ctas_per_sm(arch) == tile.ctas_per_sm(arch):
         tile = own
     if tile.smem_bytes > arch.smem_per_cta:

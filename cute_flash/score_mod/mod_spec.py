@@ -6,8 +6,8 @@ import operator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, reduce
 
-from cute_flash.score_mod.bound import Graphs
 from cute_flash.score_mod.graph import COLUMN, ROW, Graph
+from cute_flash.score_mod.graphs import Graphs
 from cute_flash.score_mod.limits import LONG_MOD_OPS
 from cute_flash.score_mod.lower import lowered
 

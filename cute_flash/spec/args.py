@@ -11,7 +11,7 @@ from cute_flash.spec.band import Band
 from cute_flash.spec.dropout import RECT_KEYS, RECT_ROWS
 
 if TYPE_CHECKING:
-    from cute_flash.score_mod.bound import Graphs
+    from cute_flash.score_mod.graphs import Graphs
 
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -111,7 +111,7 @@ class AttentionArgs(_Fields):
     @_cached
     def mods(self) -> Graphs:
         """The parsed `mod_graphs`."""
-        from cute_flash.score_mod.bound import graphs_of
+        from cute_flash.score_mod.graphs import graphs_of
 
         return graphs_of(self.mod_graphs)
 

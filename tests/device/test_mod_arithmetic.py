@@ -17,10 +17,10 @@ from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fak
 
 from cute_flash.device.scores.mod_arithmetic import EXACT_OPS, OPS, CuteArithmetic
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
-from cute_flash.score_mod.bound import Graphs
 from cute_flash.score_mod.derive import gradient
 from cute_flash.score_mod.evaluate import Evaluator, Stages, evaluate
 from cute_flash.score_mod.graph import Builder, CaptureSpec, Graph, is_per_score
+from cute_flash.score_mod.graphs import Graphs
 from cute_flash.score_mod.lower import lowered
 from cute_flash.score_mod.mod_spec import ModSpec
 from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy

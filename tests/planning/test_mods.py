@@ -11,7 +11,8 @@ import torch
 
 from cute_flash import UnsupportedError
 from cute_flash.planning.plan import plan_forward
-from cute_flash.score_mod.bound import BoundMods, Graphs
+from cute_flash.score_mod.bound import BoundMods
+from cute_flash.score_mod.graphs import Graphs
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.describe import describe
 from cute_flash.spec.problem import Problem

@@ -16,7 +16,7 @@ from cute_flash.planning import plan as planning
 from cute_flash.reference import cpu
 from cute_flash.runtime import launcher
 from cute_flash.runtime.gpu import bound
-from cute_flash.score_mod.bound import Graphs
+from cute_flash.score_mod.graphs import Graphs
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.features import BIAS
 from cute_flash.spec.problem import Problem

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_flash import attn, masks
-from cute_flash.score_mod.bound import BoundMods, Graphs, graphs_of
+from cute_flash.score_mod.bound import BoundMods
 from cute_flash.score_mod.derive import gradient
 from cute_flash.score_mod.graph import CAPTURE_KINDS, INPUTS, Builder, CaptureSpec, Graph
+from cute_flash.score_mod.graphs import Graphs, graphs_of
 from cute_flash.score_mod.lower import lowered
 from cute_flash.score_mod.parse import parse_graph
 from cute_flash.score_mod.trace import bind

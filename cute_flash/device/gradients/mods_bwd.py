@@ -33,10 +33,10 @@ from cute_flash.device.scores.mod_arithmetic import CuteArithmetic, indices_in_b
 from cute_flash.device.scores.mods import COLUMNS_AT_ONCE
 from cute_flash.device.scores.position import BwdBlockPosition
 from cute_flash.device.softmax.softmax import LOG2_E
-from cute_flash.score_mod.bound import Graphs
 from cute_flash.score_mod.derive import LoadGradient
 from cute_flash.score_mod.evaluate import Evaluator, Part
 from cute_flash.score_mod.graph import COLUMN, ROW, Graph
+from cute_flash.score_mod.graphs import Graphs
 from cute_flash.score_mod.lower import lowered
 
 # The sentinel NaN of masked scores. Arithmetic returns NaNs with other bits.

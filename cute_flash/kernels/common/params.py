@@ -25,7 +25,7 @@ from cute_flash.device.scores.score import Score
 from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
-from cute_flash.score_mod.bound import GraphValues
+from cute_flash.score_mod.graphs import GraphValues
 from cute_flash.spec.features import MAPS, formulas_of
 from cute_flash.spec.problem import Static
 

@@ -45,7 +45,7 @@ def _fwd_rows(family: str, arch: ArchSpec, static: Static) -> tuple[AnyFwdTile, 
     """The rows that support the problem, apart from `max_keys`, and fit the architecture."""
     rows: tuple[AnyFwdTile, ...] = SM90_FWD
     if family != "sm90":
-        rows = SM80_FWD_FP32 if static.is_fp32 else SM80_FWD[arch.name]
+        rows = (SM80_FWD_FP32 if static.is_fp32 else SM80_FWD)[arch.name]
     elif "dropout" in static.features:
         rows = SM90_FWD_DROPOUT
     elif static.mods is not None and static.mods.bias_tma:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from cute_flash.planning.tiles.common import ELEMENT_BYTES, WARP_KEYS, WARP_ROWS, WITH_99_KB, Tile, copy_rows
+from cute_flash.planning.tiles.common import (
+    CONSUMER_BLACKWELL,
+    ELEMENT_BYTES,
+    WARP_KEYS,
+    WARP_ROWS,
+    WITH_99_KB,
+    Tile,
+    copy_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -178,7 +186,18 @@ _FP32_99 = (
     _FP32_163[1],
     BwdTileSm80(head_dim=128, tile_m=32, tile_n=32, num_warps=4, stages=1, warps_s=2, warps_kv=2, warps_q=2, pieces=2),
 )
-SM80_BWD_FP32 = {"sm_80": _FP32_163, "sm_90": _FP32_163, **dict.fromkeys(WITH_99_KB, _FP32_99)}
+# 64x64 would spill with a bias on sm_120.
+_FP32_120 = (
+    replace(_FP32_99[0], max_cost=0),
+    BwdTileSm80(head_dim=64, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=4, warps_q=2, pieces=2),
+    _FP32_99[1],
+)
+SM80_BWD_FP32 = {
+    "sm_80": _FP32_163,
+    "sm_90": _FP32_163,
+    **dict.fromkeys(WITH_99_KB, _FP32_99),
+    **dict.fromkeys(CONSUMER_BLACKWELL, _FP32_120),
+}
 # For user mods with more than `MAX_MOD_OPS` operations per score, at head dims up to 64.
 SM80_BWD_LONG_MOD = BwdTileSm80(head_dim=64, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=4, warps_q=4)
 # fmt: on

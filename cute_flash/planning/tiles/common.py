@@ -16,8 +16,10 @@ WARP_ROWS = 16  # rows of one mma.sync m16n8k16
 WARPGROUP_ROWS = 64  # rows of one wgmma
 WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
 ELEMENT_BYTES = 2  # of Q, K, V, O and their gradients: fp16 or bf16
-# Architectures with 99 KB of shared memory for a CTA. They have the same tiles, except for one row of `SM80_FWD`.
+# Architectures with 99 KB of shared memory for a CTA. They have the same tiles, except for rows that
+# would spill on consumer Blackwell.
 WITH_99_KB = tuple(name for name, arch in ARCHS.items() if arch.smem_per_cta == 99 * KIB)
+CONSUMER_BLACKWELL = ("sm_120", "sm_121")
 
 # Feature cost: additional registers of a thread over plain attention (`spec.features.feature_cost`). The unit is the
 # cost of an attention sink, the cheapest feature. Costs are estimates and add up. A table row supports calls that cost

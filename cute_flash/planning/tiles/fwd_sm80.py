@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from cute_flash.planning.tiles.common import (
+    CONSUMER_BLACKWELL,
     COST_ALIBI,
     COST_ALL_SCORE_FEATURES,
     COST_DROPOUT,
@@ -19,6 +20,7 @@ from cute_flash.planning.tiles.common import (
     copy_rows,
 )
 from cute_flash.smem.tile import VARIANTS, SmemTile
+from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.problem import Static
 
 
@@ -230,16 +232,19 @@ SM80_FWD = {
     "sm_80": _SM_80,
     "sm_90": _SM_90,
     **dict.fromkeys(WITH_99_KB, _SM_86),
-    **dict.fromkeys(("sm_120", "sm_121"), _SM_120),
+    **dict.fromkeys(CONSUMER_BLACKWELL, _SM_120),
 }
 
 
 # fp32, as two fp16 pieces. On an H200, 128x64 at D = 64 and 128x32 at D = 128 are faster (3 % and 14 %), but spill.
 _FP32 = "H200, 16384 tokens, hidden 2048, TFLOP/s of S=1024/4096 full; causal: "
 # fmt: off
-SM80_FWD_FP32 = (
+_ROWS_FP32 = (
     FwdTileSm80( 64, 128,  32, 4, 1, pieces=2, max_cost=COST_DROPOUT + COST_ALIBI, measured=_FP32 + "94/119; 70/107"),
     FwdTileSm80( 64,  64,  32, 4, 1, pieces=2, measured="not measured: for features"),
     FwdTileSm80(128,  64,  32, 4, 1, pieces=2, measured=_FP32 + "93/117; 72/103"),
 )
+# With a window or chunks, 64x32 would spill on sm_120.
+_ROWS_FP32_120 = (*_ROWS_FP32[:2], FwdTileSm80(128,  64,  16, 4, 1, pieces=2))
 # fmt: on
+SM80_FWD_FP32 = {**dict.fromkeys(ARCHS, _ROWS_FP32), **dict.fromkeys(CONSUMER_BLACKWELL, _ROWS_FP32_120)}
