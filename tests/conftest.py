@@ -35,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--random-calls", metavar="N", type=int, help="random calls with the oracle of tests/definition.py"
     )
     parser.addoption("--fuzz-seconds", metavar="S", type=float, default=0.0, help="seconds of random arguments")
+    parser.addoption("--pack", metavar="WHEEL", type=Path, help="a pack of kernels, for tests/gpu/test_pack.py")
     parser.addoption("--support", metavar="FOLDER", help="write the support matrix of random calls to FOLDER")
 
 

@@ -24,6 +24,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -94,7 +95,8 @@ def steps(settings: Settings, tools: Tools) -> list[Step]:
 
     numbers = range(settings.processes)
     measured = [Step(None, f"process {i + 1}", partial(measure_process, i)) for i in numbers]
-    starting = Step("start", "start", partial(start.start_times, settings.device, settings.kernels))
+    pack = Path(settings.pack) if settings.pack else None
+    starting = Step("start", "start", partial(start.start_times, settings.device, settings.kernels, pack))
     return [*measured, *([starting] if settings.start else [])]
 
 

@@ -139,7 +139,8 @@ class Settings:
     repeats: int = option(REPEATS, "loops in a process")
     kernels: str = option("auto", "kernel family of cute_flash", choices=KERNELS)
     base: str | None = option(None, "JSON of an earlier run, for the goals that compare with it", metavar="FILE")
-    start: bool = option(False, "measure the import and the first call too")
+    start: bool = option(False, "measure the import and the first calls too")
+    pack: str | None = option(None, "with --start: a wheel of kernels to start with", metavar="WHEEL")
     shape: Shape = SHAPE
     one_token_shape: Shape = ONE_TOKEN_SHAPE
     device: str = "cuda"

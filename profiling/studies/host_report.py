@@ -113,7 +113,8 @@ def host_tables(record: Record) -> list[Table]:
 
 def start_table(times: Record) -> Table:
     """The table of a result of `start_times` without an error."""
-    steps = tuple(times["cold"])
-    rows = [(kind, *(f"{times[kind][step]:.0f}" for step in steps)) for kind in ("cold", "warm")]
-    columns = ("compile cache", *(step.removesuffix("_ms").replace("_", " ") for step in steps))
+    steps = tuple(step for step in times["cold"] if step.endswith("_ms"))
+    kinds = {"cold": "empty cache", "warm": "filled cache", "pack": "pack, empty cache"}
+    rows = [(kinds[kind], *(f"{times[kind][step]:.0f}" for step in steps)) for kind in kinds if kind in times]
+    columns = ("kernels from", *(step.removesuffix("_ms").replace("_", " ") for step in steps))
     return Table("A fresh process after `import torch`, ms", columns, tuple(rows))
