@@ -311,7 +311,12 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         "--arch sm_80,sm_90 --jobs 2",
         "--arch sm_90 --out dist --work build/pack  # resumes an interrupted build",
     )
-    sub.add_argument("--arch", type=_names, metavar="LIST", help="architectures, such as sm_80,sm_90 (default: all)")
+    sub.add_argument(
+        "--arch",
+        type=_names,
+        metavar="LIST",
+        help="architectures, such as sm_80,sm_90 (default: those of this host CPU)",
+    )
     sub.add_argument("--out", type=Path, default=Path("dist"), help="folder of the wheel (default: %(default)s)")
     sub.add_argument(
         "--work", type=Path, default=Path("build/pack"), help="folder of compiled objects (default: %(default)s)"
@@ -357,11 +362,14 @@ def _selftest(args: argparse.Namespace) -> int:
             "selftest: torch sees no CUDA GPU; `cute-flash demo` and `cute-flash doctor` also run on a CPU"
         )
     check_installed()
+    from cute_flash.spec.family import use_kernels
     from cute_flash.tools.selftest import CELLS, planned_runs, selftest
 
     with _usage_errors():
         runs = planned_runs(arch.detect(0), args.family)
-    return selftest(runs, args.json, () if args.no_bench else CELLS)
+    # The benchmark too runs the kernels of the family.
+    with use_kernels(args.family):
+        return selftest(runs, args.json, () if args.no_bench else CELLS)
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -499,11 +507,11 @@ def _pack(args: argparse.Namespace) -> int:
     from cute_flash.jit.toolchain import check_installed
     from cute_flash.spec import arch
     from cute_flash.tools.pack import build_pack
-    from cute_flash.tools.pack_table import pack_keys
+    from cute_flash.tools.pack_table import host_archs, pack_keys
 
     check_installed()
     with _usage_errors():
-        keys = [key for name in args.arch or arch.ARCHS for key in pack_keys(arch.by_name(name))]
+        keys = [key for name in args.arch or host_archs() for key in pack_keys(arch.by_name(name))]
     work = DiskCache.at(str(args.work))
     if not work.is_persistent:
         print(f"cute-flash: {args.work} must be a folder that only you can write to (chmod go-w)", file=sys.stderr)

@@ -1,23 +1,27 @@
 """The kernels of a pack: those of the calls that people make, and few enough for a wheel of at most 20 MB.
 
-An object takes 20 to 50 KB in the wheel, so that five architectures have room for about 700 kernels. A kernel of
+An object takes about 27 KB in the wheel, so that five architectures have room for about 700 kernels. A kernel of
 several rows is stored once. What the table leaves out is compiled on its first call.
 """
 
 from __future__ import annotations
 
 import itertools
+import platform
 from dataclasses import dataclass
 
 from cute_flash.planning.decode import plan_decode
 from cute_flash.planning.launch import LaunchKey
 from cute_flash.planning.plan import plan_attention
-from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.arch import ARCHS, ArchSpec
 from cute_flash.spec.band import Band
 from cute_flash.spec.decode import DecodeProblem
 from cute_flash.spec.problem import Problem
 from cute_flash.tools.precompile import BANDS, LENGTH, HeadDims, KernelSet
 
+# Architectures that one kind of host CPU does not have: GB10 is sm_121 with Arm cores. Arm servers with A10, L40S or
+# RTX cards are rare.
+NOT_ON_HOST = {"x86_64": ("sm_121",), "aarch64": ("sm_86", "sm_89", "sm_120")}
 BF16, FP16, FP8 = "bfloat16", "float16", "float8_e4m3fn"
 D64, D96, D128, D192, D256 = ((width, None) for width in (64, 96, 128, 192, 256))
 MLA: HeadDims = (192, 128)  # the prefill of multi-head latent attention
@@ -200,3 +204,8 @@ TABLE: tuple[KernelSet | FewQueriesSet | DecodeSet, ...] = (
 def pack_keys(arch: ArchSpec) -> list[LaunchKey]:
     """The kernels of `TABLE` for an architecture, each once."""
     return list(dict.fromkeys(key for row in TABLE for key in row.keys(arch)))
+
+
+def host_archs() -> list[str]:
+    """The architectures of a pack for this host CPU."""
+    return [name for name in ARCHS if name not in NOT_ON_HOST.get(platform.machine(), ())]

@@ -200,13 +200,16 @@ def host(record: Record) -> Table:
     return Table("", ("host time of a warm call", "us", "launches alone, us", "over the fastest SDPA"), tuple(rows))
 
 
-def start(record: Record) -> str:
-    """The time of the first result of a process, in one sentence."""
-    cold, warm = (record["start"][cache]["first_call_ms"] for cache in ("cold", "warm"))
-    return (
-        f"The first call of a process takes {cold / 1e3:.1f} s with an empty kernel cache and {warm / 1e3:.2f} s "
-        f"with a filled one ([data]({sources.HOST}))."
-    )
+def start(record: Record) -> Table:
+    """Import and first calls of a process by the place of the kernels."""
+    kinds = {"cold": "nowhere: they are compiled", "warm": "the disk cache", "pack": "a pack, with an empty cache"}
+    columns = ("the kernels are in", "import, ms", "first forward, ms", "first backward, ms", "imports the CuTe DSL")
+    steps = ("import_ms", "first_call_ms", "first_backward_ms")
+    rows = [
+        (label, *(f"{times[step]:.0f}" for step in steps), "yes" if times["imports_compiler"] else "no")
+        for times, label in ((record["start"][kind], label) for kind, label in kinds.items())
+    ]
+    return Table("", columns, tuple(rows))
 
 
 def support(record: Record) -> Table:

@@ -20,7 +20,15 @@ DOCUMENTS = {
     ROOT / "README.md": "profiling/",
     **{
         ROOT / "docs" / f"{name}.md": "../profiling/"
-        for name in ("distributed", "how-it-works", "numerics", "numerics-study", "performance", "support")
+        for name in (
+            "distributed",
+            "getting-started",
+            "how-it-works",
+            "numerics",
+            "numerics-study",
+            "performance",
+            "support",
+        )
     },
 }
 _BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
@@ -129,7 +137,7 @@ BLOCKS = {
     "context_parallel_times": Recipe(context_parallel.table, (sources.CONTEXT_PARALLEL,)),
     "mods": Recipe(doc_results.mods, (sources.MODS,)),
     "host": Recipe(doc_results.host, (sources.HOST,)),
-    "start": Recipe(doc_results.start, (sources.HOST,)),
+    "start": Recipe(doc_results.start, (sources.START,)),
     "standard": Recipe(standard_report.claims, (sources.STANDARD,)),
     "standard_figure": _figure("standard", "Standard attention over cute_flash, by length"),
     "numerics_ways": Recipe(_of_numerics(numerics_report.ways), (sources.NUMERICS_CPU,)),

@@ -182,6 +182,17 @@ def test_an_interrupted_build_resumes(
     assert not fresh_cache.exists()
 
 
+@pytest.mark.parametrize(("machine", "absent"), [("x86_64", {"sm_121"}), ("aarch64", {"sm_86", "sm_89", "sm_120"})])
+def test_the_default_is_the_gpus_that_a_host_cpu_has(
+    machine: str, absent: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(pack_table, "pack_keys", lambda arch: chosen.append(arch.name) or [])
+    main(["pack", "--out", str(tmp_path / "dist"), "--work", str(tmp_path / "work")])
+    assert set(ARCHS) - set(chosen) == absent
+
+
 def test_pack_refuses_an_unknown_architecture(capsys: pytest.CaptureFixture) -> None:
     assert main(["pack", "--arch", "sm_80,sm_75"]) == 2
     assert "sm_75" in capsys.readouterr().err

@@ -24,8 +24,9 @@ from cute_flash.errors import UnsupportedError
 from cute_flash.planning.launch import LaunchKey
 from cute_flash.runtime import decode, launcher
 from cute_flash.runtime.gpu import current_gpu, use_gpu
+from cute_flash.spec import arch
 from cute_flash.spec.arch import ARCHS, ArchSpec
-from cute_flash.spec.family import use_kernels
+from cute_flash.spec.family import requested_family, use_kernels
 from cute_flash.tools import selftest, selftest_benchmark, selftest_calls
 from cute_flash.tools.cli import main
 from cute_flash.tools.selftest_benchmark import CELLS, LIBRARIES, OURS, Cell, Timing
@@ -310,3 +311,13 @@ def test_documents_have_the_number_of_calls() -> None:
     root = Path(__file__).parents[2]
     assert f"It makes {len(CALLS)} calls:" in (root / "docs/hardware.md").read_text()
     assert f"on your GPU: {len(CALLS)} kinds of calls" in (root / "README.md").read_text()
+
+
+def test_a_family_is_that_of_the_benchmark_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    families: list[str] = []
+    monkeypatch.setattr(arch, "has_gpu", lambda: True)
+    monkeypatch.setattr(arch, "detect", lambda index: ARCHS["sm_90"])
+    monkeypatch.setattr(selftest, "selftest", lambda *arguments: families.append(requested_family()) or 0)
+    for argv in (["selftest", "--family", "sm80"], ["selftest"]):
+        assert main(argv) == 0
+    assert families == ["sm80", ""]
