@@ -12,8 +12,9 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +119,17 @@ def kernel_resources(key: CompileKey) -> Resources:
 
 def _compile(key: CompileKey) -> tuple[Resources, Any]:
     """The resources of a kernel, and the compiled function. The caller must hold `compile.lock`."""
+    return compile_with_resources(partial(compiling.cute_compile, key), key.target, key.tile.smem_bytes)
+
+
+def compile_with_resources(
+    compile_function: Callable[[str], Any], target: str, smem_bytes: int
+) -> tuple[Resources, Any]:
+    """The resources of what `compile_function` compiles, and the compiled function; it takes options of the DSL."""
     remarks = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder:
         with contextlib.redirect_stderr(remarks):
-            function = compiling.cute_compile(key, f"--keep-ptx --keep-cubin --dump-dir={folder} remarks{{ptx}}")
+            function = compile_function(f"--keep-ptx --keep-cubin --dump-dir={folder} remarks{{ptx}}")
         cubin, ptx = function.__cubin__, function.__ptx__
     log = _COLOUR.sub("", remarks.getvalue())
     registers = [int(count) for count in _REGISTERS.findall(log)]
@@ -129,15 +137,15 @@ def _compile(key: CompileKey) -> tuple[Resources, Any]:
     bytes_used = [tuple(map(int, counts)) for counts in _SPILLS.findall(log)]
     symbol = re.search(r"\.entry (\S+?)\(", ptx)
     if not registers or not bytes_used or symbol is None:
-        raise RuntimeError(f"ptxas printed no resource usage for {key}:\n{log}")
+        raise RuntimeError(f"ptxas printed no resource usage for {target}:\n{log}")
     resources = Resources(
         symbol=symbol[1],
-        target=key.target,
+        target=target,
         registers=max(registers),
         stack_bytes=max(stack for stack, _, _ in bytes_used),
         spill_store_bytes=sum(stores for _, stores, _ in bytes_used),
         spill_load_bytes=sum(loads for _, _, loads in bytes_used),
-        smem_bytes=key.tile.smem_bytes,
+        smem_bytes=smem_bytes,
         serialised_wgmma=tuple(sorted(set(_SERIALISED.findall(log)))),
         sass=_instructions(cubin),
         cubin=cubin,
