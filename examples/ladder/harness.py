@@ -139,24 +139,32 @@ def check(rung_class: type, head_dim: int, is_causal: bool, seqlen: int) -> floa
     return max(ratios)
 
 
-def milliseconds(run: Callable[[], Any], rounds: int = 20) -> float:
-    """The device time of a call: the median of rounds, from a CUDA graph of ten calls."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            for _ in range(10):
-                run()
-    times = []
-    for _ in range(rounds):
+def milliseconds(run: Callable[[], Any]) -> float:
+    """The device time of a call: the median of five CUDA graphs, each of about 20 ms of calls."""
+
+    def replay(graph: torch.cuda.CUDAGraph) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / 10)
-    return sorted(times)[rounds // 2]
+        return start.elapsed_time(end)
+
+    def graph_of(calls: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                run()
+        return graph
+
+    run()
+    torch.cuda.synchronize()
+    once = graph_of(1)
+    replay(once)
+    calls = max(1, int(20 / replay(once)))
+    several = graph_of(calls)
+    replay(several)
+    return sorted(replay(several) / calls for _ in range(5))[2]
 
 
 def flops(head_dim: int, is_causal: bool, direction: str, seqlen: int = SEQLEN) -> float:
@@ -180,7 +188,11 @@ def main(rung_class: type) -> None:
     parser = argparse.ArgumentParser(description=sys.modules[rung_class.__module__].__doc__)
     parser.add_argument("--arch", default=rung_class.ARCH, help="compile for it (without a GPU; default: %(default)s)")
     parser.add_argument("--dump", action="store_true", help="print the shared-memory tiles and their bank conflicts")
+    if hasattr(rung_class, "layout"):
+        parser.add_argument("--layout", choices=("swizzled", "padded"), default=rung_class.layout)
     args = parser.parse_args()
+    if hasattr(rung_class, "layout"):
+        rung_class.layout = args.layout
     for head_dim in HEAD_DIMS:
         for is_causal in (False, True):
             name = f"D={head_dim} {'causal' if is_causal else 'full'}"

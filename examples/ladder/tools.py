@@ -61,7 +61,7 @@ class Operand(NamedTuple):
 def operand_a(mma: cute.TiledMma, thread: Int32, sX: cute.Tensor) -> Operand:
     """Operand A: rows of the product are rows of sX."""
     copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BFloat16), mma)
-    fragment = mma.get_slice(thread).make_fragment_A(mma.get_slice(thread).partition_A(sX))
+    fragment = mma.get_slice(thread).make_fragment_A(mma.get_slice(thread).partition_A(_one_tile(sX)))
     return _operand(copy, thread, sX, fragment)
 
 
@@ -69,7 +69,7 @@ def operand_b(mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, is_transposed:
     """Operand B: columns of the product are rows of sX, or columns of sX if `is_transposed`."""
     copy = cute.make_tiled_copy_B(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(is_transposed, 4), BFloat16), mma)
     sX = transposed(sX) if is_transposed else sX
-    fragment = mma.get_slice(thread).make_fragment_B(mma.get_slice(thread).partition_B(sX))
+    fragment = mma.get_slice(thread).make_fragment_B(mma.get_slice(thread).partition_B(_one_tile(sX)))
     return _operand(copy, thread, sX, fragment)
 
 
@@ -78,9 +78,18 @@ def _operand(copy: cute.TiledCopy, thread: Int32, sX: cute.Tensor, fragment: cut
     return Operand(copy, thr_copy.partition_S(sX), fragment, thr_copy.retile(fragment))
 
 
+def at_stage(operand: Operand, stage: Int32) -> Operand:
+    """The operand in one stage of its tiles (rows, columns, stage)."""
+    return operand._replace(source=operand.source[None, None, None, stage])
+
+
 def transposed(sX: cute.Tensor) -> cute.Tensor:
-    """The same tile with rows and columns exchanged; no element moves."""
-    return cute.make_tensor(sX.iterator, cute.select(sX.layout, mode=[1, 0]))
+    """The same tile, or stages of it, with rows and columns exchanged; no element moves."""
+    return cute.make_tensor(sX.iterator, cute.select(sX.layout, mode=[1, 0, *range(2, cute.rank(sX))]))
+
+
+def _one_tile(sX: cute.Tensor) -> cute.Tensor:
+    return sX if cute.rank(sX) == 2 else sX[None, None, 0]
 
 
 @cute.jit
@@ -96,6 +105,14 @@ def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: Operand, b: Operand):
         load_fragment(a, k)
         load_fragment(b, k)
         cute.gemm(mma, acc, a.fragment[None, None, k], b.fragment[None, None, k], acc)
+
+
+@cute.jit
+def gemm_rs(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: Operand):
+    """acc += A B, with the fragment of A in registers and B in shared memory."""
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        load_fragment(b, k)
+        cute.gemm(mma, acc, a[None, None, k], b.fragment[None, None, k], acc)
 
 
 @cute.jit
