@@ -37,6 +37,7 @@ MAX_ERROR_RATIO = 2.0
 INPUTS = {"Forward": ("q", "k", "v", "out"), "Backward": ("q", "k", "v", "dout", "lse", "delta", "dq", "dk", "dv")}
 FP32 = ("lse", "delta", "dq")
 STATISTICS = ("lse", "delta")
+VARIANTS = ("swizzled", "padded")
 
 
 def compile_rung(rung: Any, target: str) -> tuple[Resources, Callable[..., None]]:
@@ -188,11 +189,11 @@ def main(rung_class: type) -> None:
     parser = argparse.ArgumentParser(description=sys.modules[rung_class.__module__].__doc__)
     parser.add_argument("--arch", default=rung_class.ARCH, help="compile for it (without a GPU; default: %(default)s)")
     parser.add_argument("--dump", action="store_true", help="print the shared-memory tiles and their bank conflicts")
-    if hasattr(rung_class, "layout"):
-        parser.add_argument("--layout", choices=("swizzled", "padded"), default=rung_class.layout)
+    if hasattr(rung_class, "variant"):
+        parser.add_argument("--variant", choices=VARIANTS, help="order of the tiles in shared memory, of rung 3 only")
     args = parser.parse_args()
-    if hasattr(rung_class, "layout"):
-        rung_class.layout = args.layout
+    if getattr(args, "variant", None):
+        rung_class.variant = args.variant
     for head_dim in HEAD_DIMS:
         for is_causal in (False, True):
             name = f"D={head_dim} {'causal' if is_causal else 'full'}"

@@ -51,10 +51,9 @@ class Forward:
         kernel(mQ, mK, mV, mO, scale).launch(grid=grid, block=(NUM_THREADS, 1, 1), stream=stream)
 
     @cute.jit
-    def load(
-        self, mX: cute.Tensor, sX: cute.Tensor, first: Int32, rows: cutlass.Constexpr, transposed: cutlass.Constexpr
-    ):
-        """Copy rows of mX to sX in fp32; rows past the end become zeros. Neighbouring threads have neighbouring rows."""
+    def load(self, mX: cute.Tensor, sX: cute.Tensor, first: Int32, transposed: cutlass.Constexpr):
+        """Copy rows of mX to sX in fp32; rows past the end become zeros. A warp copies 32 rows at once."""
+        rows = sX.shape[1] if transposed else sX.shape[0]
         thread, _, _ = cute.arch.thread_idx()
         for i in cutlass.range_constexpr(rows * self.head_dim // VECTOR // NUM_THREADS):
             row, vector = (thread + i * NUM_THREADS) % rows, (thread + i * NUM_THREADS) // rows

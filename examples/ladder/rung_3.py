@@ -38,7 +38,7 @@ NUM_THREADS = 32 * NUM_WARPS
 
 def allocate(smem: SmemAllocator, rows: int, cols: int) -> cute.Tensor:
     """A tile in shared memory. Swizzled columns come in atoms of 64: 128 bytes."""
-    if Forward.layout == "padded":
+    if Forward.variant == "padded":
         layout = cute.make_layout((rows, cols), stride=(cols + VECTOR, 1))
         return smem.allocate_tensor(BFloat16, layout, byte_alignment=128)
     layout = cute.make_layout((rows, (64, cols // 64)), stride=(64, (1, 64 * rows)))
@@ -48,11 +48,11 @@ def allocate(smem: SmemAllocator, rows: int, cols: int) -> cute.Tensor:
 
 class Forward:
     ARCH = "sm_80"
-    layout = "swizzled"  # or "padded": --layout
+    variant = "swizzled"  # or "padded": --variant
 
     def __init__(self, head_dim: int, is_causal: bool):
         self.head_dim, self.is_causal = head_dim, is_causal
-        padding = VECTOR * (2 * TILE_M + 2 * TILE_N) if self.layout == "padded" else 0
+        padding = VECTOR * (2 * TILE_M + 2 * TILE_N) if self.variant == "padded" else 0
         self.smem_bytes = 2 * ((TILE_M + 2 * TILE_N) * head_dim + TILE_M * TILE_N + padding)
 
     @cute.jit
