@@ -64,7 +64,7 @@ def compiled_kernel(key: LaunchKey) -> Callable[..., None]:
                     state = "the JIT is off (CUTE_FLASH_JIT=0 or use_jit(False))"
                     raise NotCompiledError(f"{describe_key(key)} for {key.target} is not compiled, and {state}")
                 with marked(f"compile {key.kernel}"):
-                    launch, outcome = _load(cache.store(digest(key), *compile_object(key))), "compiles"
+                    launch, outcome = load_object(cache.store(digest(key), *compile_object(key))), "compiles"
             _counts[outcome] += 1
         _functions[key] = launch
         return launch
@@ -122,7 +122,7 @@ def _load_cached(cache: DiskCache, key: LaunchKey) -> Callable[..., None] | None
         if path is None:
             continue
         try:
-            return _load(path)
+            return load_object(path)
         except (OSError, RuntimeError, AttributeError) as error:
             warnings.warn(f"kernel cache: {path} cannot be loaded ({error}); built again", CacheWarning, stacklevel=4)
     return None
@@ -133,13 +133,14 @@ def _load_from_pack(key: LaunchKey) -> Callable[..., None] | None:
     if path is None:
         return None
     try:
-        return _load(path)
+        return load_object(path)
     except (OSError, RuntimeError, AttributeError) as error:
         pack.logger.warning("%s cannot be loaded (%s); it is compiled instead", path, error)
         return None
 
 
-def _load(path: Path) -> Callable[..., None]:
+def load_object(path: Path) -> Callable[..., None]:
+    """The function of an object that `jit.compile.export` made."""
     if path.suffix == ".o":
         import cutlass.runtime
 

@@ -103,9 +103,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.ladder", description="All rungs of the ladder.")
     known = [*FORWARD, *BACKWARD]
     parser.add_argument("rungs", nargs="*", default=known, metavar="RUNG", help=f"{', '.join(known)} (default: all)")
+    parser.add_argument("--precompile", metavar="TARGET", help="compile into the kernel cache, such as for sm_90a")
     args = parser.parse_args()
     if unknown := set(args.rungs) - set(known):
         parser.error(f"no rung {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    if args.precompile:
+        for rung in map(rung_class, args.rungs):
+            for case in CASES:
+                harness.precompile(rung(*case), args.precompile)
+        return 0
     is_right = True
     # A file has no width; wide enough for the tables.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)

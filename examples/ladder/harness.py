@@ -13,9 +13,11 @@ architecture that it runs on, and may have `SCRATCH`, the names of (heads, S, S)
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import cutlass.cute as cute
@@ -27,7 +29,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cute_flash
 from cute_flash.jit import compile as compiling
+from cute_flash.jit.disk import DiskCache
+from cute_flash.jit.kernels import load_object
 from cute_flash.jit.resources import Resources, compile_with_resources
+from cute_flash.jit.toolchain import toolchain
 
 HEAD_DIMS = (64, 128)
 BATCH, HEADS, SEQLEN = 2, 16, 4096  # of the timed problem
@@ -67,12 +72,31 @@ def compile_rung(rung: Any, target: str) -> tuple[Resources, Callable[..., None]
         )
 
 
+def precompile(rung: Any, target: str) -> Path:
+    """The shared object of a rung in the kernel cache. It is compiled if the cache does not have it."""
+    cache, name = DiskCache.default(), _object_name(rung, target)
+    with cache.locked(name):
+        path = cache.find(name, ".so")
+        return path or cache.store(name, *compiling.export(compile_rung(rung, target)[1]))
+
+
+def _object_name(rung: Any, target: str) -> str:
+    """A digest of the sources, of the versions of the compiler, and of the rung."""
+    own = Path(sys.modules[type(rung).__module__].__file__ or "")
+    sources = (own, *(Path(__file__).with_name(name) for name in ("harness.py", "hopper.py", "tools.py")))
+    texts = [path.read_text(encoding="utf-8") for path in sources if path.exists()]
+    facts = (texts, toolchain(), sorted(vars(rung).items()), getattr(rung, "variant", None), target)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:40]
+
+
 @cache
 def launcher(rung_class: type, head_dim: int, is_causal: bool) -> Callable[..., None]:
     """The compiled rung for the GPU here."""
-    major, minor = torch.cuda.get_device_capability()
-    target = "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
-    return compile_rung(rung_class(head_dim, is_causal), target)[1]
+    return load_object(precompile(rung_class(head_dim, is_causal), target_of(*torch.cuda.get_device_capability())))
+
+
+def target_of(major: int, minor: int) -> str:
+    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 
 def random_inputs(batch: int, heads: int, seqlen: int, head_dim: int) -> list[Tensor]:

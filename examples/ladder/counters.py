@@ -1,0 +1,88 @@
+"""Nsight Compute counters of the rungs: python -m examples.ladder.counters --out FILE
+
+Each rung runs once, D = 128 without a mask, in a process under `ncu`. The file has the counters of each of its kernels,
+by the names of `profiling.counters.ncu_metrics`, and the stall reasons of warps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cute_flash.tools.progress import steps
+from examples.ladder import harness
+from examples.ladder.__main__ import BACKWARD, FORWARD, rung_class
+from profiling.counters.ncu_metrics import COLLECTED, METRICS, parse_raw
+
+HEAD_DIM, BATCH, HEADS, SEQLEN = 128, 2, 8, 2048
+STALLS = ("long_scoreboard", "short_scoreboard", "barrier", "math_pipe_throttle", "mio_throttle", "wait", "gmma")
+METRIC_NAMES = [METRICS[name] for name in COLLECTED]
+METRIC_NAMES += [f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio" for name in STALLS]
+PADDED = "3 padded"
+
+
+def launch(name: str) -> None:
+    """Run a rung once."""
+    rung = rung_class(name.partition(" ")[0])
+    if name == PADDED:
+        rung.variant = "padded"
+    q, k, v, dout = harness.random_inputs(BATCH, HEADS, SEQLEN, HEAD_DIM)
+    if name in BACKWARD:
+        run, _ = harness.backward_call(rung, q, k, v, dout, False)
+    else:
+        run, _ = harness.forward_call(rung, q, k, v, False)
+    run()
+    torch.cuda.synchronize()
+
+
+def profile(name: str) -> dict[str, dict[str, Any]]:
+    """The counters of the kernels of a rung, by kernel."""
+    command = [
+        "ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none",
+        "--kernel-name", "regex:^(rung|bwd)_", "--metrics", ",".join(METRIC_NAMES),
+        sys.executable, "-m", "examples.ladder.counters", "--launch", name,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    if done.returncode:
+        raise RuntimeError(f"ncu failed for rung {name}:\n{done.stdout[-1000:]}{done.stderr[-1000:]}")
+    return {
+        one.kernel: {**{key: one[key] for key in METRICS if one[key] is not None}, "stalls": one.stalls}
+        for one in parse_raw(done.stdout)
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.ladder.counters", description=__doc__)
+    parser.add_argument("--out", type=Path, help="the file to write")
+    parser.add_argument("--rungs", nargs="*", default=[*FORWARD, PADDED, *BACKWARD])
+    parser.add_argument("--launch", metavar="RUNG", help="run one rung, to be profiled")
+    args = parser.parse_args()
+    if args.launch:
+        launch(args.launch)
+        return
+    if shutil.which("ncu") is None or not torch.cuda.is_available():
+        parser.error("needs a GPU and ncu")
+    found: dict[str, Any] = {}
+    with steps("profiling", len(args.rungs)) as done:
+        for name in args.rungs:
+            found[name] = profile(name)
+            done(f"rung {name}")
+    shape = {"head_dim": HEAD_DIM, "batch": BATCH, "heads": HEADS, "seqlen": SEQLEN, "causal": False}
+    record = {"gpu": torch.cuda.get_device_name(), "shape": shape, "rungs": found}
+    text = json.dumps(record, indent=1, sort_keys=True) + "\n"
+    if args.out:
+        args.out.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
