@@ -47,7 +47,7 @@ def builds(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[CompileKe
         return OBJECT, ".so"
 
     monkeypatch.setattr(kernels, "compile_object", build)
-    monkeypatch.setattr(kernels, "_load", lambda path: path.read_bytes)
+    monkeypatch.setattr(kernels, "load_object", lambda path: path.read_bytes)
     return keys
 
 

@@ -52,7 +52,7 @@ def builds(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[LaunchKey
         return COMPILED, ".so"
 
     monkeypatch.setattr(kernels, "compile_object", build)
-    monkeypatch.setattr(kernels, "_load", lambda path: path.read_bytes)
+    monkeypatch.setattr(kernels, "load_object", lambda path: path.read_bytes)
     return keys
 
 
@@ -162,7 +162,7 @@ def test_an_object_that_cannot_be_loaded_is_compiled_instead(
             raise OSError("undefined symbol: launch")
         return path.read_bytes
 
-    monkeypatch.setattr(kernels, "_load", load)
+    monkeypatch.setattr(kernels, "load_object", load)
     assert compiled_kernel(key_of())() == COMPILED
     (line,) = log
     assert "undefined symbol: launch" in line

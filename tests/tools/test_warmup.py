@@ -312,7 +312,7 @@ def builds(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[LaunchKey
         return b"a kernel", ".so"
 
     monkeypatch.setattr(kernels, "compile_object", build)
-    monkeypatch.setattr(kernels, "_load", lambda path: lambda *arguments: None)
+    monkeypatch.setattr(kernels, "load_object", lambda path: lambda *arguments: None)
     return keys
 
 
