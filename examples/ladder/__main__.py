@@ -10,6 +10,8 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,6 +20,8 @@ from rich.table import Table
 import cute_flash
 from cute_flash.tools.progress import steps
 from examples.ladder import harness
+from profiling.measure import machine
+from profiling.measure.record import write_json
 
 FORWARD = {str(i): f"rung_{i}" for i in range(9)}
 BACKWARD = {f"B{i}": f"bwd_{i}" for i in (1, 2, 3)}
@@ -54,35 +58,37 @@ def case_name(head_dim: int, is_causal: bool) -> str:
     return f"{head_dim} {'causal' if is_causal else 'full'}"
 
 
-def measure(names: list[str]) -> tuple[Table, bool]:
-    """The speeds of rungs, and whether all are right."""
-    is_right = True
-    table = Table(
-        "rung", "idea", "error", *(case_name(*case) for case in CASES), title="TFLOP/s (share of the product)"
-    )
-    product = {
-        direction: [product_tflops(direction, *case) for case in CASES]
-        for direction in sorted({rung_class(name).__name__ for name in names}, reverse=True)
-    }
+def measure(names: list[str]) -> dict[str, Any]:
+    """The largest error of each rung, and its TFLOP/s and the product's for each of `CASES`."""
+    record: dict[str, Any] = {"machine": machine.facts(), "cases": [case_name(*case) for case in CASES], "rungs": {}}
+    record["seqlen"], record["batch"], record["heads"] = harness.SEQLEN, harness.BATCH, harness.HEADS
+    directions = {"Forward": "9", "Backward": "B4"}
+    for direction in sorted({rung_class(name).__name__ for name in names}, reverse=True):
+        for family in ("", "sm80"):
+            speeds = [product_tflops(direction, *case, family) for case in CASES]
+            name = f"{directions[direction]} {family}".strip()
+            label = "cute_flash" + ", mma.sync" * bool(family)
+            record["rungs"][name] = {"tflops": speeds, "error": None, "idea": label}
     with steps("measuring", len(names)) as done:
         for name in names:
             rung = rung_class(name)
-            if torch.cuda.get_device_capability() < ((9, 0) if rung.ARCH == "sm_90a" else (8, 0)):
-                table.add_row(name, idea(name), f"needs {rung.ARCH}")
+            if rung.ARCH == "sm_90a" and torch.cuda.get_device_capability() != (9, 0):
                 continue
             error = max(harness.check(rung, *case, seqlen) for case in CASES for seqlen in harness.ODD_SEQLENS)
-            is_right &= error <= harness.MAX_ERROR_RATIO
             speeds = [harness.tflops(rung, *case) for case in CASES]
-            shares = [
-                f"{speed:.0f} ({speed / best:.0%})" for speed, best in zip(speeds, product[rung.__name__], strict=True)
-            ]
-            table.add_row(name, idea(name), f"{error:.2f}", *shares)
+            record["rungs"][name] = {"tflops": speeds, "error": error, "idea": idea(name)}
             done(f"rung {name}")
-    for direction, best in product.items():
-        table.add_row(
-            "9" if direction == "Forward" else "B9", f"cute_flash, {direction.lower()}", "", *(f"{x:.0f}" for x in best)
-        )
-    return table, is_right
+    return record
+
+
+def speed_table(record: dict[str, Any]) -> Table:
+    table = Table("rung", "idea", "error", *record["cases"], title="TFLOP/s (share of the product)")
+    for name, found in sorted(record["rungs"].items()):
+        product = record["rungs"]["B4" if name.startswith("B") else "9"]["tflops"]
+        shares = [f"{x:.0f} ({x / best:.0%})" for x, best in zip(found["tflops"], product, strict=True)]
+        error = "" if found["error"] is None else f"{found['error']:.2f}"
+        table.add_row(name.partition(" ")[0], found["idea"], error, *shares)
+    return table
 
 
 def inspect(names: list[str], head_dim: int = 128) -> Table:
@@ -104,6 +110,7 @@ def main() -> int:
     known = [*FORWARD, *BACKWARD]
     parser.add_argument("rungs", nargs="*", default=known, metavar="RUNG", help=f"{', '.join(known)} (default: all)")
     parser.add_argument("--precompile", metavar="TARGET", help="compile into the kernel cache, such as for sm_90a")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the speeds to a file")
     args = parser.parse_args()
     if unknown := set(args.rungs) - set(known):
         parser.error(f"no rung {', '.join(sorted(unknown))}; there are {', '.join(known)}")
@@ -116,9 +123,12 @@ def main() -> int:
     # A file has no width; wide enough for the tables.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     if torch.cuda.is_available():
-        table, is_right = measure(args.rungs)
-        console.print(table)
+        record = measure(args.rungs)
+        if args.json:
+            write_json(record, args.json)
+        console.print(speed_table(record))
         console.print(f"error: the largest, over that of torch's SDPA; at most {harness.MAX_ERROR_RATIO} is right")
+        is_right = all((found["error"] or 0.0) <= harness.MAX_ERROR_RATIO for found in record["rungs"].values())
     else:
         console.print(inspect(args.rungs))
     return 0 if is_right else 1

@@ -52,6 +52,24 @@ def uses(rung: Any) -> list[Use]:
     ]
 
 
+def totals(rung: Any, heads: int, seqlen: int) -> dict[str, int]:
+    """Wavefronts and conflicts of a launch without a mask, by the names of the counters."""
+    module = sys.modules[type(rung).__module__]
+    blocks = seqlen // module.TILE_N
+    found = dict.fromkeys(("sass_ldsm_wavefronts", "sass_ldsm_conflicts", "sass_ldgsts_conflicts", "st_conflicts"), 0)
+    for use in uses(rung):
+        once = use.name == "copy of Q" or (use.name == "ldmatrix of Q" and hasattr(module, "LOG2_E"))
+        times = heads * (seqlen // module.TILE_M) * (1 if once else blocks)
+        if use.name.startswith("ldmatrix"):
+            found["sass_ldsm_wavefronts"] += times * use.wavefronts
+            found["sass_ldsm_conflicts"] += times * use.conflicts
+        elif use.name.startswith("copy"):
+            found["sass_ldgsts_conflicts"] += times * use.conflicts
+        else:
+            found["st_conflicts"] += times * use.conflicts
+    return found
+
+
 def report(rung: Any) -> str:
     """The tiles of a rung and their wavefronts, as text."""
     lines = [f"D={rung.head_dim}, one CTA, one block of keys: wavefronts (conflicts)"]

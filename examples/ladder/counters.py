@@ -20,7 +20,9 @@ import torch
 from cute_flash.tools.progress import steps
 from examples.ladder import harness
 from examples.ladder.__main__ import BACKWARD, FORWARD, rung_class
+from examples.ladder.conflicts import totals
 from profiling.counters.ncu_metrics import COLLECTED, METRICS, parse_raw
+from profiling.measure import machine
 
 HEAD_DIM, BATCH, HEADS, SEQLEN = 128, 2, 8, 2048
 STALLS = ("long_scoreboard", "short_scoreboard", "barrier", "math_pipe_throttle", "mio_throttle", "wait", "gmma")
@@ -59,6 +61,17 @@ def profile(name: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def predictions(names: list[str]) -> dict[str, dict[str, int]]:
+    """What `conflicts` predicts of the counters of the mma.sync rungs."""
+    found = {}
+    for name in names:
+        rung = rung_class(name.partition(" ")[0])(HEAD_DIM, False)
+        if hasattr(rung, "variant"):
+            rung.variant = "padded" if name == PADDED else rung.variant
+            found[name] = totals(rung, BATCH * HEADS, SEQLEN)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.ladder.counters", description=__doc__)
     parser.add_argument("--out", type=Path, help="the file to write")
@@ -76,7 +89,7 @@ def main() -> None:
             found[name] = profile(name)
             done(f"rung {name}")
     shape = {"head_dim": HEAD_DIM, "batch": BATCH, "heads": HEADS, "seqlen": SEQLEN, "causal": False}
-    record = {"gpu": torch.cuda.get_device_name(), "shape": shape, "rungs": found}
+    record = {"machine": machine.facts(), "shape": shape, "rungs": found, "predicted": predictions(args.rungs)}
     text = json.dumps(record, indent=1, sort_keys=True) + "\n"
     if args.out:
         args.out.write_text(text, encoding="utf-8")
