@@ -26,7 +26,7 @@ from profiling.measure import machine
 
 HEAD_DIM, BATCH, HEADS, SEQLEN = 128, 2, 8, 2048
 STALLS = ("long_scoreboard", "short_scoreboard", "barrier", "math_pipe_throttle", "mio_throttle", "wait", "gmma")
-METRIC_NAMES = [METRICS[name] for name in COLLECTED]
+METRIC_NAMES = [*COLLECTED]
 METRIC_NAMES += [f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio" for name in STALLS]
 PADDED = "3 padded"
 
