@@ -12,6 +12,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync, warp
 
+from cute_flash.device.memory.views import as_mn, as_operand_a
+
 VECTOR = 8  # bf16 elements in 16 bytes, the widest copy of one thread
 
 
@@ -49,6 +51,48 @@ def load_rows(copy: cute.TiledCopy, thread: Int32, gX: cute.Tensor, sX: cute.Ten
     cute.copy(copy, source, target, pred=exists)
 
 
+@cute.jit
+def load_statistics(thread: Int32, gX: cute.Tensor, sX: cute.Tensor, rows_left: Int32):
+    """Start to copy a number of each row, such as the LSE. Numbers of rows past the end become zeros."""
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
+    exists, one = cute.make_rmem_tensor(1, Boolean), cute.make_layout(1)
+    exists[0] = thread < rows_left
+    if thread < cute.size(sX):
+        source, target = (cute.make_tensor(x.iterator + thread, one) for x in (gX, sX))
+        cute.copy(atom, source, target, pred=exists)
+
+
+def row_blocks(head: Int32, rows: int, *tensors: cute.Tensor) -> tuple[cute.Tensor, ...]:
+    """A head of each tensor in blocks of rows: (rows, columns, block), or (rows, block) of a statistic."""
+    blocks = []
+    for mX in tensors:
+        cols = mX.shape[2:]
+        gX = mX[(head, *[None] * (1 + len(cols)))]
+        blocks.append(cute.local_tile(gX, (rows, *cols), (None, *[0] * len(cols))))
+    return tuple(blocks)
+
+
+@cute.jit
+def load_block(copy: cute.TiledCopy, thread: Int32, sources: tuple, targets: tuple, block: Int32, seqlen: Int32):
+    """Start to copy one of the `row_blocks` of each source."""
+    for gX, sX in zip(sources, targets, strict=True):
+        rows_left = seqlen - block * gX.shape[0]
+        if cutlass.const_expr(cute.rank(gX) == 2):
+            load_statistics(thread, gX[None, block], sX, rows_left)
+        else:
+            load_rows(copy, thread, gX[None, None, block], sX, rows_left)
+
+
+def in_stage(tiles: tuple[cute.Tensor, ...], stage: Int32) -> tuple[cute.Tensor, ...]:
+    """One stage of each tile; the stage is the last mode."""
+    return tuple(sX[(*[None] * (cute.rank(sX) - 1), stage)] for sX in tiles)
+
+
+def broadcast(sX: cute.Tensor, cols: int) -> cute.Tensor:
+    """A number of each row as a tile (rows, columns): all columns of a row are the same element, by a stride of 0."""
+    return cute.make_tensor(sX.iterator, cute.make_layout((cute.size(sX), cols), stride=(1, 0)))
+
+
 class Operand(NamedTuple):
     """An operand of mma.sync: its tile in shared memory, and the registers that ldmatrix fills."""
 
@@ -58,9 +102,10 @@ class Operand(NamedTuple):
     view: cute.Tensor  # the same registers in the order of ldmatrix
 
 
-def operand_a(mma: cute.TiledMma, thread: Int32, sX: cute.Tensor) -> Operand:
-    """Operand A: rows of the product are rows of sX."""
-    copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BFloat16), mma)
+def operand_a(mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, is_transposed: bool = False) -> Operand:
+    """Operand A: rows of the product are rows of sX, or columns of sX if `is_transposed`."""
+    copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(is_transposed, 4), BFloat16), mma)
+    sX = transposed(sX) if is_transposed else sX
     fragment = mma.get_slice(thread).make_fragment_A(mma.get_slice(thread).partition_A(_one_tile(sX)))
     return _operand(copy, thread, sX, fragment)
 
@@ -113,6 +158,69 @@ def gemm_rs(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: Operand):
     for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
         load_fragment(b, k)
         cute.gemm(mma, acc, a[None, None, k], b.fragment[None, None, k], acc)
+
+
+def zeros(mma: cute.TiledMma, rows: int, cols: int) -> cute.Tensor:
+    """An accumulator of zeros."""
+    acc = cute.make_rmem_tensor(mma.partition_shape_C((rows, cols)), Float32)
+    acc.fill(0.0)
+    return acc
+
+
+@cute.jit
+def apply_mask(acc_S: cute.Tensor, position: cute.Tensor, seqlen: Int32, is_causal: cutlass.Constexpr):
+    """Scores of hidden keys become -inf. `position` is the (query, key) of each score."""
+    for i in cutlass.range_constexpr(cute.size(acc_S)):
+        row, key = position[i]
+        is_hidden = key >= seqlen
+        if cutlass.const_expr(is_causal):
+            is_hidden = is_hidden or key > row
+        acc_S[i] = cutlass.select_(is_hidden, -Float32.inf, acc_S[i])
+
+
+@cute.jit
+def bf16_operand_a(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator in bf16 as operand A of the next product. No thread needs the registers of another."""
+    result = cute.make_fragment_like(acc, BFloat16)
+    result.store(acc.load().to(BFloat16))
+    return as_operand_a(result)
+
+
+@cute.jit
+def store_tile(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, sX: cute.Tensor):
+    """Store an accumulator to shared memory in bf16."""
+    result = cute.make_fragment_like(acc, BFloat16)
+    result.store(acc.load().to(BFloat16))
+    cute.autovec_copy(result, mma.get_slice(thread).partition_C(sX))
+
+
+@cute.jit
+def store_block(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, gX: cute.Tensor, block: Int32, seqlen: Int32):
+    """Store an accumulator to one of the `row_blocks` gX, in its dtype."""
+    result = cute.make_fragment_like(acc, gX.element_type)
+    result.store(acc.load().to(gX.element_type))
+    source, target, position = _rows(mma, thread, result, gX[None, None, block])
+    for r in cutlass.range_constexpr(cute.size(source, mode=[0])):
+        if block * gX.shape[0] + position[r, 0][0] < seqlen:
+            cute.autovec_copy(source[r, None], target[r, None])
+
+
+@cute.jit
+def add_block(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, gX: cute.Tensor, block: Int32, seqlen: Int32):
+    """Add an accumulator to one of the fp32 `row_blocks` gX with atomics."""
+    source, target, position = _rows(mma, thread, acc, gX[None, None, block])
+    for r in cutlass.range_constexpr(cute.size(source, mode=[0])):
+        if block * gX.shape[0] + position[r, 0][0] < seqlen:
+            for c in cutlass.range_constexpr(cute.size(source, mode=[1])):
+                address = target.iterator + target.layout((r, c))
+                cute.arch.atomic_add(address, source[r, c], sem="relaxed", scope="gpu")
+
+
+def _rows(mma: cute.TiledMma, thread: Int32, fragment: cute.Tensor, gX: cute.Tensor) -> tuple[cute.Tensor, ...]:
+    """A fragment of an accumulator, this thread's part of gX, and the positions in gX, all as (rows, columns)."""
+    thr_mma = mma.get_slice(thread)
+    target, position = (thr_mma.partition_C(x) for x in (gX, cute.make_identity_tensor(gX.shape)))
+    return as_mn(fragment), as_mn(target), as_mn(position)
 
 
 @cute.jit

@@ -1,0 +1,158 @@
+"""Rung B1: recompute the scores. Of each row of S, the forward pass stored one number, the LSE. With it, P needs no
+maximum and no sum over the row, so any tile of P can be computed again on its own; no S x S matrix is stored.
+
+One CTA has 64 keys of one head, in K and V, and sums their gradients. For each block of 64 queries:
+
+    S^T = K Q^T                                      hidden keys are -inf
+    P^T = exp(scale S^T - LSE)
+    dV = dV + P^T dO
+    dP^T = V dO^T
+    dS^T = scale P^T (dP^T - delta)                  delta = rowsum(dO O), from the caller
+    dK = dK + dS^T Q
+
+S^T, not S: an accumulator with keys as rows is operand A of the next product as it is, register by register.
+dQ sums over keys. In a second kernel, one CTA has 64 queries, computes S, P, dP and dS again, and dQ = dQ + dS K.
+So no two CTAs add to the same element. The price: 7 products instead of 5.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float32
+from cutlass.memory import SmemAllocator
+
+from examples.ladder import harness
+from examples.ladder.tools import (
+    apply_mask,
+    bf16_operand_a,
+    broadcast,
+    gemm,
+    gemm_rs,
+    load_block,
+    named,
+    operand_a,
+    operand_b,
+    row_blocks,
+    row_copy,
+    store_block,
+    tensor_core_mma,
+    transposed,
+    zeros,
+)  # fmt: skip
+
+TILE_M, TILE_N, NUM_WARPS = 64, 64, 4  # queries and keys of a tile; a warp has 16 rows
+NUM_THREADS = 32 * NUM_WARPS
+
+
+def allocate(smem: SmemAllocator, rows: int, cols: int) -> cute.Tensor:
+    """A row-major tile in shared memory."""
+    return smem.allocate_tensor(BFloat16, cute.make_layout((rows, cols), stride=(cols, 1)), byte_alignment=128)
+
+
+class Backward:
+    ARCH = "sm_80"
+
+    def __init__(self, head_dim: int, is_causal: bool):
+        self.head_dim, self.is_causal = head_dim, is_causal
+        self.smem_bytes = 2 * (2 * TILE_M + 2 * TILE_N) * head_dim + 4 * 2 * TILE_M
+
+    @cute.jit
+    def __call__(
+        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor,
+        mDelta: cute.Tensor, mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, scale: Float32, stream: CUstream,
+    ):  # fmt: skip
+        queries, keys, (heads, seqlen) = (mQ, mdO, mLSE, mDelta), (mK, mV), mLSE.shape
+        kernel, grid = named(self.kernel, "bwd_1"), (cute.ceil_div(seqlen, TILE_N), heads, 1)
+        kernel(queries, keys, mdK, mdV, scale).launch(grid=grid, block=(NUM_THREADS, 1, 1), stream=stream)
+        kernel, grid = named(self.kernel_dq, "bwd_1_dq"), (cute.ceil_div(seqlen, TILE_M), heads, 1)
+        kernel(queries, keys, mdQ, scale).launch(grid=grid, block=(NUM_THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, queries: tuple, keys: tuple, mdK: cute.Tensor, mdV: cute.Tensor, scale: Float32):
+        thread, _, _ = cute.arch.thread_idx()
+        n_block, head, _ = cute.arch.block_idx()
+        seqlen = mdK.shape[1]
+        queries = row_blocks(head, TILE_M, *queries)  # Q, dO, LSE and delta: (rows, columns, block), (rows, block)
+        keys, (gdK, gdV) = row_blocks(head, TILE_N, *keys), row_blocks(head, TILE_N, mdK, mdV)
+
+        smem = SmemAllocator()
+        sQ, sdO, sK, sV = (allocate(smem, rows, self.head_dim) for rows in (TILE_M, TILE_M, TILE_N, TILE_N))
+        sLSE, sDelta = (smem.allocate_tensor(Float32, cute.make_layout(TILE_M)) for _ in range(2))
+
+        mma, copy = tensor_core_mma(NUM_WARPS), row_copy(NUM_THREADS, self.head_dim)
+        thr_mma = mma.get_slice(thread)
+        k, v = (operand_a(mma, thread, x) for x in (sK, sV))
+        q, do = (operand_b(mma, thread, x) for x in (sQ, sdO))
+        q_t, do_t = (operand_b(mma, thread, x, is_transposed=True) for x in (sQ, sdO))
+        lse, delta = (thr_mma.partition_C(transposed(broadcast(x, TILE_N))) for x in (sLSE, sDelta))
+        acc_dK, acc_dV = zeros(mma, TILE_N, self.head_dim), zeros(mma, TILE_N, self.head_dim)
+
+        load_block(copy, thread, keys, (sK, sV), n_block, seqlen)
+        for m_block in cutlass.range(cute.ceil_div(seqlen, TILE_M), unroll=1):
+            load_block(copy, thread, queries, (sQ, sdO, sLSE, sDelta), m_block, seqlen)
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+
+            acc_S = zeros(mma, TILE_N, TILE_M)
+            gemm(mma, acc_S, k, q)
+            tile = cute.local_tile(cute.make_identity_tensor((seqlen, seqlen)), (TILE_M, TILE_N), (m_block, n_block))
+            # Rows past the end need no mask: their Q, dO, LSE and delta are 0, so P^T dO and dS are 0.
+            apply_mask(acc_S, thr_mma.partition_C(transposed(tile)), seqlen, self.is_causal)
+            acc_S.store(cute.math.exp(scale * acc_S.load() - lse.load(), fastmath=True))
+            gemm_rs(mma, acc_dV, bf16_operand_a(acc_S), do_t)
+
+            acc_dP = zeros(mma, TILE_N, TILE_M)
+            gemm(mma, acc_dP, v, do)
+            acc_S.store(scale * acc_S.load() * (acc_dP.load() - delta.load()))
+            gemm_rs(mma, acc_dK, bf16_operand_a(acc_S), q_t)
+            # All warps are done with Q and dO before the next block overwrites them.
+            cute.arch.sync_threads()
+
+        store_block(mma, thread, acc_dK, gdK, n_block, seqlen)
+        store_block(mma, thread, acc_dV, gdV, n_block, seqlen)
+
+    @cute.kernel
+    def kernel_dq(self, queries: tuple, keys: tuple, mdQ: cute.Tensor, scale: Float32):
+        thread, _, _ = cute.arch.thread_idx()
+        m_block, head, _ = cute.arch.block_idx()
+        seqlen = mdQ.shape[1]
+        queries, (gdQ,) = row_blocks(head, TILE_M, *queries), row_blocks(head, TILE_M, mdQ)
+        keys = row_blocks(head, TILE_N, *keys)
+
+        smem = SmemAllocator()
+        sQ, sdO, sK, sV = (allocate(smem, rows, self.head_dim) for rows in (TILE_M, TILE_M, TILE_N, TILE_N))
+        sLSE, sDelta = (smem.allocate_tensor(Float32, cute.make_layout(TILE_M)) for _ in range(2))
+
+        mma, copy = tensor_core_mma(NUM_WARPS), row_copy(NUM_THREADS, self.head_dim)
+        thr_mma = mma.get_slice(thread)
+        q, do = (operand_a(mma, thread, x) for x in (sQ, sdO))
+        k, v = (operand_b(mma, thread, x) for x in (sK, sV))
+        k_t = operand_b(mma, thread, sK, is_transposed=True)
+        lse, delta = (thr_mma.partition_C(broadcast(x, TILE_N)) for x in (sLSE, sDelta))
+        acc_dQ = zeros(mma, TILE_M, self.head_dim)
+
+        load_block(copy, thread, queries, (sQ, sdO, sLSE, sDelta), m_block, seqlen)
+        for n_block in cutlass.range(cute.ceil_div(seqlen, TILE_N), unroll=1):
+            load_block(copy, thread, keys, (sK, sV), n_block, seqlen)
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+
+            acc_S = zeros(mma, TILE_M, TILE_N)
+            gemm(mma, acc_S, q, k)
+            tile = cute.local_tile(cute.make_identity_tensor((seqlen, seqlen)), (TILE_M, TILE_N), (m_block, n_block))
+            apply_mask(acc_S, thr_mma.partition_C(tile), seqlen, self.is_causal)
+            acc_S.store(cute.math.exp(scale * acc_S.load() - lse.load(), fastmath=True))
+
+            acc_dP = zeros(mma, TILE_M, TILE_N)
+            gemm(mma, acc_dP, do, v)
+            acc_S.store(scale * acc_S.load() * (acc_dP.load() - delta.load()))
+            gemm_rs(mma, acc_dQ, bf16_operand_a(acc_S), k_t)
+            cute.arch.sync_threads()
+
+        store_block(mma, thread, acc_dQ, gdQ, m_block, seqlen)
+
+
+if __name__ == "__main__":
+    harness.main(Backward)
