@@ -177,7 +177,7 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
     def graph_of(calls: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             for _ in range(calls):
                 run()
         return graph
