@@ -192,6 +192,8 @@ def main(rung_class: type) -> None:
             else:
                 resources, _ = compile_rung(rung_class(head_dim, is_causal), args.arch)
                 print(name, *resources.lines(), sep="\n  ")
+                if resources.serialised_wgmma:
+                    print(f"  ptxas serialised wgmma: {', '.join(resources.serialised_wgmma)}")
     if args.dump:
         dump(rung_class)
 
