@@ -1,6 +1,6 @@
-"""Steps that the Hopper rungs share: tiles by TMA, pipelines of mbarriers, products by wgmma.
+"""Steps that rungs 6 to 8 share: tiles by TMA, pipelines of mbarriers, products by wgmma, the softmax of a block.
 
-They are for rungs 6 to 8 what tools.py is for the rungs before.
+A Hopper rung reads as its plan: the waits, products and releases are in its file, and what they are made of is here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,22 @@ WARPGROUP_ROWS, WARPGROUP_THREADS = 64, 128  # of one wgmma
 LOG2_E = 1.4426950408889634
 
 
+@cute.jit
+def query_tile(seqlen: Int32, tile: cutlass.Constexpr, is_causal: cutlass.Constexpr):
+    """(m_block, head, number of K/V blocks) of this CTA. A block of keys is as long as a tile of queries.
+
+    If causal, the blocks above the diagonal are skipped, and the longest tiles of a head come first.
+    """
+    m_block, head, _ = cute.arch.block_idx()
+    num_blocks = cute.ceil_div(seqlen, tile)
+    if cutlass.const_expr(is_causal):
+        m_block = num_blocks - 1 - m_block
+        num_blocks = m_block + 1
+    return m_block, head, num_blocks
+
+
 def swizzled(rows: int, cols: int, stages: int) -> cute.ComposedLayout:
-    """Tiles of bf16 rows, in the 128-byte swizzle: TMA writes it, wgmma reads it, and both know it by name."""
+    """Tiles of bf16 rows, in the 128-byte swizzle: TMA writes it, wgmma reads it."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
     return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
 
@@ -49,7 +63,7 @@ class Pipeline:
     """Stages of a tile in shared memory, which TMA fills, and two mbarriers for each.
 
     Iteration i uses stage i % stages. Both barriers flip their phase each time they complete: `full` when all bytes of
-    a tile have landed, `empty` when all consumers have released it. A wait names the phase whose end it waits for.
+    a tile have landed, `empty` when the consumers have released it. A wait names the phase whose end it waits for.
     """
 
     tma: TmaTiles
@@ -57,25 +71,19 @@ class Pipeline:
     full: cute.Pointer  # a barrier for each stage
     empty: cute.Pointer
     stages: cutlass.Constexpr
+    releases: cutlass.Constexpr  # calls of `release` that empty a stage
 
     @staticmethod
-    def allocate(smem: SmemAllocator, tma: TmaTiles, stages: int) -> Pipeline:
+    def allocate(smem: SmemAllocator, tma: TmaTiles, stages: int, releases: int = 1) -> Pipeline:
         layout = swizzled(tma.rows, tma.cols, stages)
         tiles = smem.allocate_tensor(BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner)
         barriers = smem.allocate_array(cutlass.Int64, 2 * stages, byte_alignment=8)
-        return Pipeline(tma, tiles, barriers, barriers + stages, stages)
+        return Pipeline(tma, tiles, barriers, barriers + stages, stages, releases)
 
     @staticmethod
     def smem_bytes(rows: int, cols: int, stages: int) -> int:
         """Bytes of `allocate`, with the barriers and the padding before the next tile."""
         return 2 * rows * cols * stages + 1024
-
-    @cute.jit
-    def init(self, consumers: cutlass.Constexpr):
-        """Called by one thread, before a fence and a barrier of the CTA. `consumers`: arrivals that release a stage."""
-        for stage in cutlass.range_constexpr(self.stages):
-            cute.arch.mbarrier_init(self.full + stage, 1)
-            cute.arch.mbarrier_init(self.empty + stage, consumers)
 
     @cute.jit
     def load(self, iteration: Int32 | int, head: Int32, block: Int32 | int):
@@ -103,6 +111,19 @@ class Pipeline:
         """Arrive at the `empty` barrier. Called by each warp after the products that read the tile."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + iteration % self.stages)
+
+
+@cute.jit
+def init_barriers(*pipelines: Pipeline):
+    """One thread sets up the mbarriers. The fence shows them to the TMA unit, and the barrier to the other threads."""
+    if cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32) == 0:
+        with cute.arch.elect_one():
+            for x in pipelines:
+                for stage in cutlass.range_constexpr(x.stages):
+                    cute.arch.mbarrier_init(x.full + stage, 1)
+                    cute.arch.mbarrier_init(x.empty + stage, x.releases)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
 
 
 def wgmma(columns: int, a_in_registers: bool = False, b_is_transposed: bool = False) -> cute.TiledMma:
@@ -201,13 +222,13 @@ class Rows:
 
 
 @cute.jit
-def store_rows(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, gX: cute.Tensor, rows_left: Int32):
-    """Store an accumulator of one warpgroup as bf16. Rows from `rows_left` on are past the end."""
+def store_rows(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, gX: cute.Tensor, tile: Int32):
+    """Store an accumulator of one warpgroup as bf16 to a tile of 64 rows of gX (S, D), but no rows past the end."""
     rX = cute.make_fragment_like(acc, BFloat16)
     rX.store(acc.load().to(BFloat16))
-    thr_mma = mma.get_slice(thread)
-    mine, target = as_mn(rX), as_mn(thr_mma.partition_C(gX))
-    position = as_mn(thr_mma.partition_C(cute.make_identity_tensor(gX.shape)))
-    for r in cutlass.range_constexpr(cute.size(mine, mode=[0])):
-        if position[r, 0][0] < rows_left:
+    shape, thr_mma = (WARPGROUP_ROWS, gX.shape[1]), mma.get_slice(thread)
+    mine, target = as_mn(rX), as_mn(thr_mma.partition_C(cute.local_tile(gX, shape, (tile, 0))))
+    position = positions(mma, thread, gX.shape[1])
+    for r in cutlass.range_constexpr(2):
+        if tile * WARPGROUP_ROWS + position[r, 0][0] < gX.shape[0]:
             cute.autovec_copy(mine[r, None], target[r, None])

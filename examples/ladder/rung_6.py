@@ -1,4 +1,4 @@
-"""Rung 6: TMA and wgmma, the two machines of Hopper that work beside the threads.
+"""Rung 6: TMA and wgmma, which copy and multiply while the threads go on.
 
 One CTA is one warpgroup (4 warps) and computes 64 queries of one head. For each block of 64 keys:
 
@@ -12,11 +12,11 @@ One CTA is one warpgroup (4 warps) and computes 64 queries of one head. For each
     load K and V of the block after the next      into the stage that is free now
 
 TMA: one thread asks for a tile of 64 rows, and the TMA unit writes it in the 128-byte swizzle, with zeros past the end.
-wgmma: one instruction of 4 warps multiplies 64 x 16 by 16 x 64 or more; there are no ldmatrix, and no fragments of K
-and V in registers. Both are asynchronous. TMA is awaited at an mbarrier, wgmma by `wait_group`.
+wgmma: one instruction of 4 warps multiplies 64 x 16 by 16 x 64 or more; there is no ldmatrix, and no fragment of K
+or V in registers. Both are asynchronous: threads wait for TMA at an mbarrier, and for wgmma by `wait_group`.
 
-A CTA still does one thing at a time: it waits for its products, and computes its softmax. Its 64-row tiles leave room
-for a second CTA on the SM, which multiplies meanwhile, but each of them loads all of K and V. Rung 7 shares the loads.
+A CTA still does one thing at a time: it waits for its products, then computes its softmax. Its tiles leave room for
+more CTAs on the SM, which multiply meanwhile, but each of them loads all of K and V. Rung 7 shares the loads.
 """
 
 import cutlass
@@ -48,38 +48,21 @@ class Forward:
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, scale: Float32, stream: CUstream
     ):
         tma_q, tma_k, tma_v = TmaTiles.of(mQ, WARPGROUP_ROWS), TmaTiles.of(mK, TILE_N), TmaTiles.of(mV, TILE_N)
-        mma_qk, mma_pv = hopper.wgmma(TILE_N), hopper.wgmma(self.head_dim, a_in_registers=True, b_is_transposed=True)
         grid = (cute.ceil_div(mQ.shape[1], TILE_M), mQ.shape[0], 1)
         kernel = named(self.kernel, "rung_6")
-        kernel(tma_q, tma_k, tma_v, mO, scale * LOG2_E, mma_qk, mma_pv).launch(
-            grid=grid, block=(NUM_THREADS, 1, 1), stream=stream
-        )
+        kernel(tma_q, tma_k, tma_v, mO, scale * LOG2_E).launch(grid=grid, block=(NUM_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(
-        self, tma_q: TmaTiles, tma_k: TmaTiles, tma_v: TmaTiles, mO: cute.Tensor, scale_log2: Float32,
-        mma_qk: cute.TiledMma, mma_pv: cute.TiledMma,
-    ):  # fmt: skip
+    def kernel(self, tma_q: TmaTiles, tma_k: TmaTiles, tma_v: TmaTiles, mO: cute.Tensor, scale_log2: Float32):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        m_block, head, _ = cute.arch.block_idx()
         seqlen = mO.shape[1]
-        num_blocks = cute.ceil_div(mO.shape[1], TILE_N)
-        if cutlass.const_expr(self.is_causal):
-            # The longest tiles first; blocks above the diagonal are skipped.
-            m_block = cute.arch.grid_dim()[0] - 1 - m_block
-            num_blocks = m_block + 1
+        m_block, head, num_blocks = hopper.query_tile(seqlen, TILE_M, self.is_causal)
 
         smem = SmemAllocator()
         q = Pipeline.allocate(smem, tma_q, 1)
-        k, v = Pipeline.allocate(smem, tma_k, STAGES), Pipeline.allocate(smem, tma_v, STAGES)
-        if warp == 0:
-            with cute.arch.elect_one():
-                q.init(1)
-                k.init(1)
-                v.init(1)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        k, v = (Pipeline.allocate(smem, tma, STAGES) for tma in (tma_k, tma_v))
+        hopper.init_barriers(q, k, v)
 
         if warp == 0:
             q.load(0, head, m_block)
@@ -88,6 +71,7 @@ class Forward:
                     k.load(i, head, i)
                     v.load(i, head, i)
 
+        mma_qk, mma_pv = hopper.wgmma(TILE_N), hopper.wgmma(self.head_dim, a_in_registers=True, b_is_transposed=True)
         rQ = hopper.operand_a(mma_qk, q.tiles)[None, None, None, 0]
         rK, rV = hopper.operand_b(mma_qk, k.tiles), hopper.operand_b(mma_pv, v.tiles, is_transposed=True)
         acc_O, cS = hopper.accumulator(mma_pv, self.head_dim), hopper.positions(mma_qk, thread, TILE_N)
@@ -120,8 +104,7 @@ class Forward:
                 v.load(n_block + STAGES, head, n_block + STAGES)
 
         rows.normalise(O)
-        gO = cute.local_tile(mO[head, None, None], (WARPGROUP_ROWS, self.head_dim), (m_block, 0))
-        hopper.store_rows(mma_pv, thread, acc_O, gO, seqlen - first_row)
+        hopper.store_rows(mma_pv, thread, acc_O, mO[head, None, None], m_block)
 
 
 if __name__ == "__main__":

@@ -50,37 +50,19 @@ class Forward:
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, scale: Float32, stream: CUstream
     ):
         tma_q, tma_k, tma_v = TmaTiles.of(mQ, WARPGROUP_ROWS), TmaTiles.of(mK, TILE_N), TmaTiles.of(mV, TILE_N)
-        mma_qk, mma_pv = hopper.wgmma(TILE_N), hopper.wgmma(self.head_dim, a_in_registers=True, b_is_transposed=True)
         grid = (cute.ceil_div(mQ.shape[1], TILE_M), mQ.shape[0], 1)
         kernel = named(self.kernel, "rung_7")
-        kernel(tma_q, tma_k, tma_v, mO, scale * LOG2_E, mma_qk, mma_pv).launch(
-            grid=grid, block=(NUM_THREADS, 1, 1), stream=stream
-        )
+        kernel(tma_q, tma_k, tma_v, mO, scale * LOG2_E).launch(grid=grid, block=(NUM_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(
-        self, tma_q: TmaTiles, tma_k: TmaTiles, tma_v: TmaTiles, mO: cute.Tensor, scale_log2: Float32,
-        mma_qk: cute.TiledMma, mma_pv: cute.TiledMma,
-    ):  # fmt: skip
-        thread, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(thread // 32)
-        m_block, head, _ = cute.arch.block_idx()
-        num_blocks = cute.ceil_div(mO.shape[1], TILE_N)
-        if cutlass.const_expr(self.is_causal):
-            # The longest tiles first; blocks above the diagonal are skipped.
-            m_block = cute.arch.grid_dim()[0] - 1 - m_block
-            num_blocks = m_block + 1
+    def kernel(self, tma_q: TmaTiles, tma_k: TmaTiles, tma_v: TmaTiles, mO: cute.Tensor, scale_log2: Float32):
+        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32)
+        m_block, head, num_blocks = hopper.query_tile(mO.shape[1], TILE_M, self.is_causal)
 
         smem = SmemAllocator()
         q = Pipeline.allocate(smem, tma_q, CONSUMERS)  # a stage for each warpgroup
-        k, v = Pipeline.allocate(smem, tma_k, STAGES), Pipeline.allocate(smem, tma_v, STAGES)
-        if warp == 0:
-            with cute.arch.elect_one():
-                q.init(1)
-                k.init(4 * CONSUMERS)
-                v.init(4 * CONSUMERS)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        k, v = (Pipeline.allocate(smem, tma, STAGES, 4 * CONSUMERS) for tma in (tma_k, tma_v))
+        hopper.init_barriers(q, k, v)
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -92,7 +74,7 @@ class Forward:
                 self.produce(v, head, num_blocks)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.consume(q, k, v, mO, scale_log2, mma_qk, mma_pv, head, m_block, num_blocks)
+            self.consume(q, k, v, mO, scale_log2, head, m_block, num_blocks)
 
     @cute.jit
     def produce(self, x: Pipeline, head: Int32, num_blocks: Int32):
@@ -104,20 +86,21 @@ class Forward:
     @cute.jit
     def consume(
         self, q: Pipeline, k: Pipeline, v: Pipeline, mO: cute.Tensor, scale_log2: Float32,
-        mma_qk: cute.TiledMma, mma_pv: cute.TiledMma, head: Int32, m_block: Int32, num_blocks: Int32,
+        head: Int32, m_block: Int32, num_blocks: Int32,
     ):  # fmt: skip
         """The role of a warpgroup that computes 64 queries."""
         thread, _, _ = cute.arch.thread_idx()
-        warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS) - 1
-        thread, m_tile, seqlen = thread % WARPGROUP_THREADS, m_block * CONSUMERS + warpgroup_index, mO.shape[1]
-        rQ = hopper.operand_a(mma_qk, q.tiles)[None, None, None, warpgroup_index]
+        consumer = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS) - 1
+        thread, m_tile, seqlen = thread % WARPGROUP_THREADS, m_block * CONSUMERS + consumer, mO.shape[1]
+        mma_qk, mma_pv = hopper.wgmma(TILE_N), hopper.wgmma(self.head_dim, a_in_registers=True, b_is_transposed=True)
+        rQ = hopper.operand_a(mma_qk, q.tiles)[None, None, None, consumer]
         rK, rV = hopper.operand_b(mma_qk, k.tiles), hopper.operand_b(mma_pv, v.tiles, is_transposed=True)
         acc_O, cS = hopper.accumulator(mma_pv, self.head_dim), hopper.positions(mma_qk, thread, TILE_N)
         acc_O.fill(0.0)
         O = as_mn(acc_O)  # (rows, columns) of this thread
         rows, first_row = hopper.Rows.start(), m_tile * WARPGROUP_ROWS
 
-        q.wait_full(warpgroup_index)
+        q.wait_full(consumer)
         for n_block in cutlass.range(num_blocks, unroll=1):
             acc_S = hopper.accumulator(mma_qk, TILE_N)
             S = as_mn(acc_S)
@@ -139,8 +122,7 @@ class Forward:
             v.release(n_block)
 
         rows.normalise(O)
-        gO = cute.local_tile(mO[head, None, None], (WARPGROUP_ROWS, self.head_dim), (m_tile, 0))
-        hopper.store_rows(mma_pv, thread, acc_O, gO, seqlen - first_row)
+        hopper.store_rows(mma_pv, thread, acc_O, mO[head, None, None], m_tile)
 
 
 if __name__ == "__main__":
