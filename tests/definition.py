@@ -6,14 +6,14 @@ it. docs/semantics.md defines each step.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, a: dict[str, Any], b: int | None = None, rounded: torch.dtype | None = None
+    q: Tensor, k: Tensor, v: Tensor, a: dict[str, Any], b: int | None = None, rounded: Rounding | None = None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the call with keywords `a`, in (B, H, S, D). A row that sees no key has out 0 and LSE -inf.
 
@@ -23,8 +23,8 @@ def attention(
         v: Values.
         a: Keywords of `attn`, and `rng`, the pair (seed, offset) of dropout.
         b: The index of the sequence, for one sequence of a varlen batch.
-        rounded: Round to this dtype what FlashAttention rounds: P and dS in matrix products, and the output, from which
-            the backward computes Δ.
+        rounded: How to round what FlashAttention rounds: P and dS in matrix products, and the output, from which the
+            backward computes Δ.
     """
     (batch, h, sq, _), sk = q.shape, k.shape[2]
     K, V = (x.repeat_interleave(h // k.shape[1], dim=1) for x in (k, v))
@@ -69,7 +69,7 @@ def attention(
     if rounded is not None:
         weights = Round.apply(weights, rounded)
     out = weights @ V
-    return out if rounded is None else RoundOutput.apply(out, lse, rounded), lse
+    return out if rounded is None else RoundOutput.apply(out, lse, rounded.dtype), lse
 
 
 def kept(dropout: float, rng: tuple[int, int], indices: tuple[Tensor, ...], heads: int) -> Tensor:
@@ -96,12 +96,22 @@ def product(a: int, x: Tensor) -> tuple[Tensor, Tensor]:
     return middle >> 16, middle % 2**16 * 2**16 + low % 2**16
 
 
+class Rounding(NamedTuple):
+    """Rounding to a dtype. Another `grid`, from 1 to 2, makes errors of the same size, but other ones."""
+
+    dtype: torch.dtype
+    grid: float = 1.0
+
+    def of(self, x: Tensor) -> Tensor:
+        return (x * self.grid).to(self.dtype).to(x.dtype) / self.grid
+
+
 class Round(torch.autograd.Function):
-    """Rounds a tensor to a dtype; the gradient passes unchanged."""
+    """Rounds a tensor; the gradient passes unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.to(dtype).to(x.dtype)
+    def forward(ctx: Any, x: Tensor, rounding: Rounding) -> Tensor:
+        return rounding.of(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -109,16 +119,16 @@ class Round(torch.autograd.Function):
 
 
 class RoundGradient(torch.autograd.Function):
-    """The identity; rounds the gradient to a dtype."""
+    """The identity; rounds the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = dtype
+    def forward(ctx: Any, x: Tensor, rounding: Rounding) -> Tensor:
+        ctx.rounding = rounding
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype).to(grad.dtype), None
+        return ctx.rounding.of(grad), None
 
 
 class RoundOutput(torch.autograd.Function):

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import cute_flash
 from cute_flash.errors import UnsupportedError
-from tests.definition import attention
+from tests.definition import Rounding, attention
 from tests.lengths import Lengths
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -29,6 +30,7 @@ LARGE_IDS = torch.tensor([0, 1 << 33, -(1 << 40), 1 << 62])
 # A result may have this many times the error of the yardstick: its mean, its maximum, and both of few numbers, whose
 # rounding errors do not average out.
 TIMES_MEAN, TIMES_MAX, TIMES_FEW, FEW = 2.0, 3.0, 8.0, 600
+DRAWS = 8  # computations of the oracle with rounding errors, if one is not enough
 FEW_ROWS = 40  # of q, k, v and out: the elements of a row have a common error
 # ... and this error: relative to the result (half a unit of the dtype), and absolute, for sums that cancel. There are
 # three absolute errors: of the mean, of the maximum, and of few numbers.
@@ -215,7 +217,7 @@ def attend(call: Call, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return cute_flash.attn(x["q"], x["k"], x["v"], return_lse=True, **options)
 
 
-def oracle(call: Call, x: dict[str, Tensor], rounded: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def oracle(call: Call, x: dict[str, Tensor], rounded: Rounding | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse) by definition, in the dtype of q; sequence by sequence for a varlen batch."""
     options = {**call.options(x), "rng": RNG}
     if call.lengths is None:
@@ -245,20 +247,21 @@ def results(
     call: Call,
     x: dict[str, Tensor],
     seed: int,
-    has_delta_error: bool = False,
+    delta_errors: int | None = None,
 ) -> dict[str, Tensor]:
     """out, lse and all gradients.
 
-    `has_delta_error`: the gradients have an error of Δ, the row sum of dO · O, as sums of tensor cores have it, and in
-    fp32 as products of pairs of fp16 numbers have it. It acts on the scores as a gradient of the LSE does. In 16 bits,
-    the oracle also computes Δ from the rounded output.
+    `delta_errors`: the seed of the signs of errors of Δ, the row sum of dO · O. The gradients have such errors, as
+    sums of tensor cores have them, and in fp32 as products of pairs of fp16 numbers have them. They act on the scores
+    as a gradient of the LSE does. In 16 bits, the oracle also computes Δ from the rounded output.
     """
     out, lse = run(call, x)
     generator = torch.Generator().manual_seed(seed)
     dout, dlse = (torch.randn(y.shape, generator=generator).to(call.kind.dtype) for y in (out, lse))
     terms = [(out, dout)] + [(lse, dlse)] * call.kind.has_dlse
     # Rows without keys have an LSE of -inf and no gradient.
-    if has_delta_error:
+    if delta_errors is not None:
+        generator.manual_seed(delta_errors)
         error = DELTA_ERRORS[call.kind.dtype] * (out.detach() * dout.to(out.device, out.dtype)).norm(dim=-1)
         signs = torch.randint(2, error.shape, generator=generator).to(error) * 2 - 1
         terms.append((lse, error * signs if call.lengths is None else (error * signs).mT))
@@ -283,37 +286,58 @@ def check(call: Call, seed: int) -> str:
         again = attend(call, {name: y.detach() for name, y in x.items()})
     exact = results(oracle, call, {name: y.detach().double().requires_grad_() for name, y in x.items()}, seed)
     assert torch.equal(again[0], found["out"]) and torch.equal(again[1], found["lse"]), "other bits in a second call"
+    # The error of a sum of few numbers, as that of a slope's gradient, may be near 0 by chance in one computation.
+    for num_draws in (1, DRAWS):
+        rough = [rough_results(call, x, seed, draw) for draw in range(num_draws)]
+        texts = [
+            misfit(name, value, exact[name], [one[name] for one in rough], call, exact["lse"].numel())
+            for name, value in found.items()
+        ]
+        if not any(texts):
+            return outcome
+    raise AssertionError("; ".join(filter(None, texts)))
+
+
+def rough_results(call: Call, x: dict[str, Tensor], seed: int, draw: int) -> dict[str, Tensor]:
+    """The oracle's results with the rounding errors of a kernel; every draw has other errors of the same size.
+
+    The grids are eighths, so that a P of 1, the only one of a row with one visible key, has no error.
+    """
     if call.is_exact:
         same = {name: y.detach().to(call.kind.dtype).requires_grad_() for name, y in x.items()}
-        rough = results(oracle, call, same, seed, has_delta_error=True)
-    else:
-        wide = {name: y.detach().double().requires_grad_() for name, y in x.items()}
-        rough = results(lambda call, x: oracle(call, x, call.kind.dtype), call, wide, seed, has_delta_error=True)
-    for name, value in found.items():
-        assert_near(name, value, exact[name], rough[name], call, exact["lse"].numel())
-    return outcome
+        return results(oracle, call, same, seed, delta_errors=draw)
+    wide = {name: y.detach().double().requires_grad_() for name, y in x.items()}
+    rounding = Rounding(call.kind.dtype, 1.0 + draw / DRAWS)
+    return results(partial(oracle, rounded=rounding), call, wide, seed, delta_errors=draw)
 
 
-def assert_near(name: str, value: Tensor, exact: Tensor, rough: Tensor, call: Call, num_rows: int) -> None:
-    assert value.shape == exact.shape, f"{name}: shape {tuple(value.shape)}"
+def misfit(name: str, value: Tensor, exact: Tensor, rough: list[Tensor], call: Call, num_rows: int) -> str:
+    """What is wrong with a result, or "". The yardstick is the largest of the errors of `rough`."""
+    if value.shape != exact.shape:
+        return f"{name}: shape {tuple(value.shape)}"
     empty = exact == -torch.inf
-    assert torch.equal(value == -torch.inf, empty), f"{name}: -inf in other places"
-    value, exact, rough = (y.double().masked_fill(empty, 0.0) for y in (value, exact, rough))
-    assert bool(value.isfinite().all()), f"{name}: not finite"
+    if not torch.equal(value == -torch.inf, empty):
+        return f"{name}: -inf in other places"
+    value, exact, *rough = (y.double().masked_fill(empty, 0.0) for y in (value, exact, *rough))
+    if not bool(value.isfinite().all()):
+        return f"{name}: not finite"
     if value.numel() == 0:
-        return
-    size, error, yardstick = exact.abs(), (value - exact).abs(), (rough - exact).abs()
+        return ""
+    size, error = exact.abs(), (value - exact).abs()
     relative, *floors = FLOORS[call.kind.dtype] if name != "lse" or call.is_exact else LSE_FLOORS
     is_row = name in ("out", "dq", "dk", "dv")
     is_few = value.numel() < FEW or (is_row and value.numel() < FEW_ROWS * value.shape[-1])
     is_few = is_few or (name.startswith("d") and num_rows < FEW_ROWS)  # Δ has one error for each query of a head
     for measure, times, floor in ((torch.mean, TIMES_MEAN, floors[0]), (torch.max, TIMES_MAX, floors[1])):
-        allowed = relative * measure(size)
-        allowed += TIMES_FEW * measure(yardstick) + floors[2] if is_few else times * measure(yardstick) + floor
-        assert measure(error) <= allowed, (
-            f"{name}: {measure.__name__} error {float(measure(error)):.3e}, allowed {float(allowed):.3e}, "
-            f"size {float(measure(size)):.3e}"
-        )
+        yardstick = max(float(measure((one - exact).abs())) for one in rough)
+        allowed = relative * float(measure(size))
+        allowed += TIMES_FEW * yardstick + floors[2] if is_few else times * yardstick + floor
+        if float(measure(error)) > allowed:
+            return (
+                f"{name}: {measure.__name__} error {float(measure(error)):.3e}, allowed {allowed:.3e}, "
+                f"size {float(measure(size)):.3e}"
+            )
+    return ""
 
 
 @contextmanager
