@@ -4,6 +4,8 @@ A link such as `../profiling/plots/forward.svg` works in a checkout. The root of
 place in the site (`profiling/plots/forward.svg`), and the link is rewritten. A document is published with the files
 that it links to. A source file becomes a page with highlighted code, and a folder becomes a list of its files.
 
+`on_page_context` gives the pages of docs/zh the theme's Chinese texts, and sets the language switch of each page.
+
 `WithoutForeign` extends griffe, which reads the signatures of the API reference from the sources.
 """
 
@@ -18,6 +20,7 @@ from typing import Any
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
@@ -98,6 +101,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         link = posixpath.relpath(site_uri(path), folder or ".")
         markdown = f"{markdown[: match.start('path')]}{link}{markdown[match.end('path') :]}"
     return markdown
+
+
+def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, nav: Navigation) -> None:
+    """The language switch leads to the same page in the other language; to the first page if there is none."""
+    english, chinese = config.extra["alternate"]
+    english["link"] = page.url.removeprefix("zh/")
+    chinese["link"] = f"zh/{english['link']}"
+    if all(other.url != chinese["link"] for other in nav.pages):
+        chinese["link"] = "zh/index.html"
+    config.theme["language"] = "zh" if page.url == chinese["link"] else "en"
 
 
 class WithoutForeign(griffe.Extension):

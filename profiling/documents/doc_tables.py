@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,19 +18,20 @@ from profiling.studies import context_parallel, decode, numerics_report, standar
 
 # Document -> prefix of its links to files of profiling/.
 DOCUMENTS = {
-    ROOT / "README.md": "profiling/",
-    **{
-        ROOT / "docs" / f"{name}.md": "../profiling/"
-        for name in (
-            "distributed",
-            "getting-started",
-            "how-it-works",
-            "numerics",
-            "numerics-study",
-            "performance",
-            "support",
-        )
-    },
+    ROOT / name: f"{posixpath.relpath('profiling', posixpath.dirname(name) or '.')}/"
+    for name in (
+        "README.md",
+        "docs/distributed.md",
+        "docs/getting-started.md",
+        "docs/how-it-works.md",
+        "docs/numerics.md",
+        "docs/numerics-study.md",
+        "docs/performance.md",
+        "docs/support.md",
+        "docs/zh/README.md",
+        "docs/zh/getting-started.md",
+        "docs/zh/how-it-works.md",
+    )
 }
 _BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 # Commit -> kernel and head dim of its counters.

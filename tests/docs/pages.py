@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-# README.md and the pages of the site.
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ZH = ROOT / "docs" / "zh"
+# Chinese page -> English page; test_zh compares them.
+ENGLISH = {
+    page: ROOT / "README.md" if page == ZH / "README.md" else ROOT / "docs" / page.relative_to(ZH)
+    for page in sorted(ZH.rglob("*.md"))
+}
+# README.md and the pages of the site in English.
+PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in ENGLISH)]
 DOCUMENTS = [
     *PAGES,
+    *ENGLISH,
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *(ROOT / folder / "README.md" for folder in ("docker", "layouts", "profiling")),
@@ -66,19 +73,19 @@ def links(page: Path) -> list[tuple[str, str]]:
     return [(path, anchor) for path, anchor in found if not re.match(r"[a-z]+:", path)]
 
 
-def anchors(page: Path) -> set[str]:
-    """The ids of headings, as Git hosts and the site make them, and of the names of the API reference."""
+def anchors(page: Path) -> list[str]:
+    """The ids of the API reference and of HTML; then those of headings, as Git hosts and the site make them."""
     text = FENCE.sub("", read(page))
-    found: set[str] = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE)) | set(re.findall(r'id="([^"]+)"', text))
+    found = [*re.findall(r"^::: (\S+)$", text, re.MULTILINE), *re.findall(r'id="([^"]+)"', text)]
     for match in HEADING.finditer(text):
         title = re.sub(r"\[(.*?)\]\([^)]*\)", r"\1", match["title"])
         slug = re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
         if match["id"]:
-            found.add(match["id"])
+            found.append(match["id"])
             continue
         number, unique = 0, slug
         while unique in found:
             number += 1
             unique = f"{slug}-{number}"
-        found.add(unique)
+        found.append(unique)
     return found

@@ -19,7 +19,7 @@ pytest.importorskip("mkdocs")
 
 
 def test_every_public_name_has_an_entry() -> None:
-    assert {f"cute_flash.{name}" for name in cute_flash.__all__} <= anchors(ROOT / "docs" / "api.md")
+    assert {f"cute_flash.{name}" for name in cute_flash.__all__} <= set(anchors(ROOT / "docs" / "api.md"))
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -56,6 +56,14 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     pages = {page: _Targets(page.read_text(encoding="utf-8")) for page in site.rglob("*.html")}
     assert {f"cute_flash.{name}" for name in cute_flash.__all__} <= pages[site / "api.html"].ids
     assert not re.search("\\*(extra|foreign)", re.sub("<[^>]*>", "", (site / "api.html").read_text(encoding="utf-8")))
+    for name, language, other in (
+        ("how-it-works", "en", "zh/how-it-works.html"),
+        ("zh/how-it-works", "zh", "../how-it-works.html"),
+        ("zh/index", "zh", "../index.html"),
+        ("decode", "en", "zh/index.html"),
+    ):
+        text = (site / f"{name}.html").read_text(encoding="utf-8")
+        assert f'<html lang="{language}"' in text and other in re.findall(r'<a href="(\S+)" hreflang', text)
     broken = []
     for page, parsed in pages.items():
         for target in parsed.targets:
