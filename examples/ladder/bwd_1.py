@@ -99,12 +99,12 @@ class Backward:
             tile = cute.local_tile(cute.make_identity_tensor((seqlen, seqlen)), (TILE_M, TILE_N), (m_block, n_block))
             # Rows past the end need no mask: their Q, dO, LSE and delta are 0, so P^T dO and dS are 0.
             apply_mask(acc_S, thr_mma.partition_C(transposed(tile)), seqlen, self.is_causal)
-            acc_S.store(cute.math.exp(scale * acc_S.load() - lse.load(), fastmath=True))
+            acc_S.store(cute.math.exp(scale * acc_S.load() - lse.load(), fastmath=True))  # P^T
             gemm_rs(mma, acc_dV, bf16_operand_a(acc_S), do_t)
 
             acc_dP = zeros(mma, TILE_N, TILE_M)
             gemm(mma, acc_dP, v, do)
-            acc_S.store(scale * acc_S.load() * (acc_dP.load() - delta.load()))
+            acc_S.store(scale * acc_S.load() * (acc_dP.load() - delta.load()))  # dS^T
             gemm_rs(mma, acc_dK, bf16_operand_a(acc_S), q_t)
             # All warps are done with Q and dO before the next block overwrites them.
             cute.arch.sync_threads()
@@ -143,12 +143,13 @@ class Backward:
             gemm(mma, acc_S, q, k)
             tile = cute.local_tile(cute.make_identity_tensor((seqlen, seqlen)), (TILE_M, TILE_N), (m_block, n_block))
             apply_mask(acc_S, thr_mma.partition_C(tile), seqlen, self.is_causal)
-            acc_S.store(cute.math.exp(scale * acc_S.load() - lse.load(), fastmath=True))
+            acc_S.store(cute.math.exp(scale * acc_S.load() - lse.load(), fastmath=True))  # P
 
             acc_dP = zeros(mma, TILE_M, TILE_N)
             gemm(mma, acc_dP, do, v)
-            acc_S.store(scale * acc_S.load() * (acc_dP.load() - delta.load()))
+            acc_S.store(scale * acc_S.load() * (acc_dP.load() - delta.load()))  # dS
             gemm_rs(mma, acc_dQ, bf16_operand_a(acc_S), k_t)
+            # All warps are done with K and V before the next block overwrites them.
             cute.arch.sync_threads()
 
         store_block(mma, thread, acc_dQ, gdQ, m_block, seqlen)

@@ -12,8 +12,8 @@ One CTA has 64 keys of one head, in K and V, and sums their gradients. For each 
 
 All CTAs of a head add to the same dQ, in fp32, which the caller has zeroed. The order of the additions changes from run
 to run, and so do the last bits of dQ. Rung B1 computed S and dP once more instead.
-dS^T becomes dS through shared memory: it is stored as (key, query), and ldmatrix transposes it. A product over keys
-needs the dS of all warps, so a barrier stands between the two.
+dS^T becomes dS through shared memory: it is stored as (key, query), and ldmatrix transposes it. dS K sums over the keys
+of all warps, so a barrier stands between the two.
 """
 
 import cutlass
@@ -89,7 +89,8 @@ class Backward:
         k, v = (operand_a(mma, thread, x) for x in (sK, sV))
         q, do = (operand_b(mma, thread, x) for x in (sQ, sdO))
         q_t, do_t = (operand_b(mma, thread, x, is_transposed=True) for x in (sQ, sdO))
-        ds, k_t = (op(mma, thread, x, is_transposed=True) for op, x in ((operand_a, sdS), (operand_b, sK)))
+        ds = operand_a(mma, thread, sdS, is_transposed=True)
+        k_t = operand_b(mma, thread, sK, is_transposed=True)
         lse, delta = (thr_mma.partition_C(transposed(broadcast(x, TILE_N))) for x in (sLSE, sDelta))
         acc_dK, acc_dV = zeros(mma, TILE_N, self.head_dim), zeros(mma, TILE_N, self.head_dim)
 
@@ -105,21 +106,20 @@ class Backward:
             tile = cute.local_tile(cute.make_identity_tensor((seqlen, seqlen)), (TILE_M, TILE_N), (m_block, n_block))
             # Rows past the end need no mask: their Q, dO, LSE and delta are 0, so P^T dO and dS are 0.
             apply_mask(acc_S, thr_mma.partition_C(transposed(tile)), seqlen, self.is_causal)
-            acc_S.store(cute.math.exp(scale * acc_S.load() - lse.load(), fastmath=True))
+            acc_S.store(cute.math.exp(scale * acc_S.load() - lse.load(), fastmath=True))  # P^T
             gemm_rs(mma, acc_dV, bf16_operand_a(acc_S), do_t)
 
             acc_dP = zeros(mma, TILE_N, TILE_M)
             gemm(mma, acc_dP, v, do)
-            acc_S.store(scale * acc_S.load() * (acc_dP.load() - delta.load()))
+            acc_S.store(scale * acc_S.load() * (acc_dP.load() - delta.load()))  # dS^T
             gemm_rs(mma, acc_dK, bf16_operand_a(acc_S), q_t)
 
             store_tile(mma, thread, acc_S, sdS)
+            # dS is complete, and all warps are done with Q and dO before the next block overwrites them.
             cute.arch.sync_threads()
             acc_dQ = zeros(mma, TILE_M, self.head_dim)
             gemm(mma, acc_dQ, ds, k_t)
             add_block(mma, thread, acc_dQ, gdQ, m_block, seqlen)
-            # All warps are done with Q, dO and dS before the next block overwrites them.
-            cute.arch.sync_threads()
 
         store_block(mma, thread, acc_dK, gdK, n_block, seqlen)
         store_block(mma, thread, acc_dV, gdV, n_block, seqlen)

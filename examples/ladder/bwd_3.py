@@ -14,7 +14,8 @@ starts at the diagonal, because earlier queries see none of the keys:
 
 Without bank conflicts, ldmatrix is faster in all five products, also where it transposes: for dV, dK and dQ. The
 barrier at the top of the loop does three things: the block has landed for all warps, and all warps are done with the
-other stage and with dS of the previous block. D = 128 needs 105 KB of shared memory: an A100 or an H100.
+other stage and with dS of the previous block. D = 128 needs 105 KB of shared memory: A100 and H100 have it, RTX GPUs
+do not.
 """
 
 import cutlass
@@ -98,7 +99,8 @@ class Backward:
         k, v = (operand_a(mma, thread, x) for x in (sK, sV))
         q, do = (operand_b(mma, thread, x) for x in (sQ, sdO))
         q_t, do_t = (operand_b(mma, thread, x, is_transposed=True) for x in (sQ, sdO))
-        ds, k_t = (op(mma, thread, x, is_transposed=True) for op, x in ((operand_a, sdS), (operand_b, sK)))
+        ds = operand_a(mma, thread, sdS, is_transposed=True)
+        k_t = operand_b(mma, thread, sK, is_transposed=True)
         acc_dK, acc_dV = zeros(mma, TILE_N, self.head_dim), zeros(mma, TILE_N, self.head_dim)
 
         load_block(copy, thread, keys, (sK, sV), n_block, seqlen)
@@ -123,15 +125,16 @@ class Backward:
             lse, delta = (
                 thr_mma.partition_C(transposed(broadcast(x, TILE_N))) for x in in_stage((sLSE, sDelta), stage)
             )
-            acc_S.store(cute.math.exp(scale * acc_S.load() - lse.load(), fastmath=True))
+            acc_S.store(cute.math.exp(scale * acc_S.load() - lse.load(), fastmath=True))  # P^T
             gemm_rs(mma, acc_dV, bf16_operand_a(acc_S), at_stage(do_t, stage))
 
             acc_dP = zeros(mma, TILE_N, TILE_M)
             gemm(mma, acc_dP, v, at_stage(do, stage))
-            acc_S.store(scale * acc_S.load() * (acc_dP.load() - delta.load()))
+            acc_S.store(scale * acc_S.load() * (acc_dP.load() - delta.load()))  # dS^T
             gemm_rs(mma, acc_dK, bf16_operand_a(acc_S), at_stage(q_t, stage))
 
             store_tile(mma, thread, acc_S, sdS)
+            # dS is complete before a warp reads the keys of the others.
             cute.arch.sync_threads()
             acc_dQ = zeros(mma, TILE_M, self.head_dim)
             gemm(mma, acc_dQ, ds, k_t)
