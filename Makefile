@@ -62,10 +62,9 @@ lint: $(INSTALLED)
 lock: $(INSTALLED)
 	$(BIN)/python -m tests.lock check --jobs $(JOBS)
 
-# Compiles the kernels in parallel, then runs the tests in one process, because some fill the GPU's memory.
+# Compiles the kernels in parallel, then runs the tests in parallel. A run that was stopped goes on; the log is the file.
 gpu-test: $(INSTALLED)
-	$(BIN)/python -m tests.gpu.precompile build/kernels
-	$(BIN)/python -m pytest tests/gpu --kernel-cache=build/kernels
+	$(BIN)/python -m tests.gpu.suite build/gpu-tests.jsonl --kernels build/kernels
 
 # The wheel of compiled kernels, in dist/; ARCHS=sm_80,sm_90 chooses architectures.
 kernels: $(INSTALLED)

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from cute_flash.smem.tile import SmemTile
-from layouts.banks import Access, cp_async_write, every_block, ldmatrix_a, ldmatrix_b, ldmatrix_v, store_fragment
+from layouts.banks import (
+    Access,
+    cp_async_write,
+    every_block,
+    ldmatrix_a,
+    ldmatrix_a_transposed,
+    ldmatrix_b,
+    ldmatrix_v,
+    store_fragment,
+)
 from layouts.layout import layout_of, transposed
 
 
@@ -18,7 +27,7 @@ class Use:
     name: str
     tile: SmemTile
     access: Access
-    warps: int = 1  # that do the same
+    warps: int = 1  # that do the same, times the number of such tiles
 
     @property
     def wavefronts(self) -> int:
@@ -30,7 +39,19 @@ class Use:
 
 
 def uses(rung: Any) -> list[Use]:
-    """The accesses of one CTA to shared memory for one block of keys, and the copy of Q."""
+    """The accesses of one CTA to shared memory for one block, and the copies and reads of its own tiles.
+
+    Of B1, these are the accesses of the kernel of dK and dV.
+    """
+    return _forward(rung) if type(rung).__name__ == "Forward" else _backward(rung)
+
+
+def _read(name: str, tile: SmemTile, access: Any, warps: int = 1, is_transposed: bool = False) -> Use:
+    layout = transposed(tile) if is_transposed else layout_of(tile)
+    return Use(f"ldmatrix of {name}", tile, every_block(tile, layout, access), warps)
+
+
+def _forward(rung: Any) -> list[Use]:
     module, variant = sys.modules[type(rung).__module__], rung.variant
     tile_m, tile_n, warps, threads = module.TILE_M, module.TILE_N, module.NUM_WARPS, module.NUM_THREADS
     q, kv = (SmemTile(rows, rung.head_dim, variant=variant) for rows in (tile_m, tile_n))
@@ -39,16 +60,34 @@ def uses(rung: Any) -> list[Use]:
         Use("copy of Q", q, cp_async_write(q, threads)),
         Use("copy of K", kv, cp_async_write(kv, threads)),
         Use("copy of V", kv, cp_async_write(kv, threads)),
-        Use("ldmatrix of Q", q, every_block(q, layout_of(q), ldmatrix_a)),
-        Use("ldmatrix of K", kv, every_block(kv, layout_of(kv), ldmatrix_b), warps),
-        Use("ldmatrix of V", kv, every_block(kv, transposed(kv), ldmatrix_v), warps),
+        _read("Q", q, ldmatrix_a),
+        _read("K", kv, ldmatrix_b, warps),
+        _read("V", kv, ldmatrix_v, warps, is_transposed=True),
     ]
     if hasattr(module, "LOG2_E"):  # from rung 5 on, P stays in registers
         return found
+    return [*found, Use("store of P", p, store_fragment(p, warps)), _read("P", p, ldmatrix_a)]
+
+
+def _backward(rung: Any) -> list[Use]:
+    module, variant = sys.modules[type(rung).__module__], rung.variant
+    warps, threads = module.NUM_WARPS, module.NUM_THREADS
+    q, kv = (SmemTile(rows, rung.head_dim, variant=variant) for rows in (module.TILE_M, module.TILE_N))
+    ds = SmemTile(module.TILE_N, module.TILE_M, variant=variant)
+    found = [
+        Use("copy of K, V", kv, cp_async_write(kv, threads), 2),
+        Use("copy of Q, dO", q, cp_async_write(q, threads), 2),
+        _read("K, V for S, dP", kv, ldmatrix_a, 2),
+        _read("Q, dO for S, dP", q, ldmatrix_b, 2 * warps),
+        _read("Q, dO for dK, dV", q, ldmatrix_v, 2 * warps, is_transposed=True),
+    ]
+    if not hasattr(module, "store_tile"):  # dQ has its own kernel
+        return found
     return [
         *found,
-        Use("store of P", p, store_fragment(p, warps)),
-        Use("ldmatrix of P", p, every_block(p, layout_of(p), ldmatrix_a)),
+        Use("store of dS", ds, store_fragment(ds, warps)),
+        _read("dS for dQ", ds, ldmatrix_a_transposed, is_transposed=True),
+        _read("K for dQ", kv, ldmatrix_v, warps, is_transposed=True),
     ]
 
 
@@ -76,5 +115,5 @@ def report(rung: Any) -> str:
     for use in uses(rung):
         tile = use.tile
         size = f"{tile.rows} x {tile.cols} {tile.variant}"
-        lines.append(f"  {use.name:14} {size:20} {use.wavefronts:6} ({use.conflicts})")
+        lines.append(f"  {use.name:28} {size:20} {use.wavefronts:6} ({use.conflicts})")
     return "\n".join(lines)
