@@ -105,12 +105,17 @@ def inspect(names: list[str], head_dim: int = 128) -> Table:
     return table
 
 
-def main() -> int:
+def parser_of_ladder() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.ladder", description="All rungs of the ladder.")
     known = [*FORWARD, *BACKWARD]
     parser.add_argument("rungs", nargs="*", default=known, metavar="RUNG", help=f"{', '.join(known)} (default: all)")
     parser.add_argument("--precompile", metavar="TARGET", help="compile into the kernel cache, such as for sm_90a")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the speeds to a file")
+    return parser
+
+
+def main() -> int:
+    parser, known = parser_of_ladder(), [*FORWARD, *BACKWARD]
     args = parser.parse_args()
     if unknown := set(args.rungs) - set(known):
         parser.error(f"no rung {', '.join(sorted(unknown))}; there are {', '.join(known)}")

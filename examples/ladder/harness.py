@@ -208,14 +208,19 @@ def tflops(rung_class: type, head_dim: int, is_causal: bool) -> float:
     return flops(head_dim, is_causal, rung_class.__name__) / milliseconds(run) / 1e9
 
 
-def main(rung_class: type) -> None:
+def parser_of(rung_class: type) -> argparse.ArgumentParser:
     """The command line of one rung."""
     parser = argparse.ArgumentParser(description=sys.modules[rung_class.__module__].__doc__)
     parser.add_argument("--arch", default=rung_class.ARCH, help="compile for it (without a GPU; default: %(default)s)")
     parser.add_argument("--dump", action="store_true", help="print the shared-memory tiles and their bank conflicts")
     if hasattr(rung_class, "variant"):
         parser.add_argument("--variant", choices=VARIANTS, help="order of the tiles in shared memory, of rung 3 only")
-    args = parser.parse_args()
+    return parser
+
+
+def main(rung_class: type) -> None:
+    """Check and time one rung on a GPU; without one, compile it."""
+    args = parser_of(rung_class).parse_args()
     if getattr(args, "variant", None):
         rung_class.variant = args.variant
     for head_dim in HEAD_DIMS:

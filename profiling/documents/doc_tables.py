@@ -7,7 +7,16 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from profiling.documents import concept_tables, doc_counters, doc_results, doc_speed, kernel_changes, plot_cp, sources
+from profiling.documents import (
+    concept_tables,
+    doc_counters,
+    doc_ladder,
+    doc_results,
+    doc_speed,
+    kernel_changes,
+    plot_cp,
+    sources,
+)
 from profiling.documents.doc_speed import RUNS
 from profiling.documents.every_run import STEPS, Step
 from profiling.documents.sources import Recipe, newest, read
@@ -24,6 +33,7 @@ DOCUMENTS = {
         "docs/distributed.md",
         "docs/getting-started.md",
         "docs/how-it-works.md",
+        "docs/ladder.md",
         "docs/numerics.md",
         "docs/numerics-study.md",
         "docs/performance.md",
@@ -149,6 +159,7 @@ BLOCKS = {
     # Models, which read no file.
     "chips": Recipe(concept_tables.chips),
     "shapes": Recipe(concept_tables.shapes),
+    "ladder_conflicts": Recipe(doc_ladder.conflicts),
     "loop_orders": Recipe(concept_tables.loop_orders),
     "tile_rules": Recipe(concept_tables.tile_rules),
     "context_parallel": Recipe(plot_cp.table),

@@ -10,11 +10,19 @@ import yaml
 
 from cute_flash.tools import cli
 from cute_flash.tools.studies import STUDIES
+from examples.ladder import __main__ as ladder
+from examples.ladder import harness
 from layouts import __main__ as layouts
 from profiling import __main__ as profiling
 from tests.docs.pages import DOCUMENTS, PAGES, ROOT, commands, name
 
-PARSERS = {"profiling": profiling._parser, "layouts": layouts._parser, "cute_flash": cli._parser}
+PARSERS = {
+    "profiling": profiling._parser,
+    "layouts": layouts._parser,
+    "cute_flash": cli._parser,
+    "examples.ladder": ladder.parser_of_ladder,
+    "examples.ladder.rung_3": lambda: harness.parser_of(ladder.rung_class("3")),
+}
 # Commands of the system, which are not checked.
 SYSTEM = {"cd", "export", "git", "source", "nvidia-smi", "docker-compose", "open", "pre-commit", "jupyter"}
 
