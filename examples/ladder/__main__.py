@@ -30,7 +30,7 @@ WIDTH = 170  # of the tables in a file
 SHOWN = ("FFMA", "HMMA", "HGMMA", "LDSM", "LDGSTS", "UTMALDG", "MUFU", "BAR")  # instructions
 
 
-def rung_class(name: str) -> type:
+def rung_class(name: str) -> Any:
     module = importlib.import_module(f"examples.ladder.{(FORWARD | BACKWARD)[name]}")
     return getattr(module, "Forward" if name in FORWARD else "Backward")
 

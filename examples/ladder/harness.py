@@ -90,7 +90,7 @@ def _object_name(rung: Any, target: str) -> str:
 
 
 @cache
-def launcher(rung_class: type, head_dim: int, is_causal: bool) -> Callable[..., None]:
+def launcher(rung_class: Any, head_dim: int, is_causal: bool) -> Callable[..., None]:
     """The compiled rung for the GPU here."""
     return load_object(precompile(rung_class(head_dim, is_causal), target_of(*torch.cuda.get_device_capability())))
 
@@ -105,7 +105,7 @@ def random_inputs(batch: int, heads: int, seqlen: int, head_dim: int) -> list[Te
 
 
 def forward_call(
-    rung_class: type, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
+    rung_class: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
 ) -> tuple[Callable[[], None], Tensor]:
     """A function that runs a rung, and the tensor that it writes, which holds NaN before."""
     launch = launcher(rung_class, q.shape[-1], is_causal)
@@ -118,7 +118,7 @@ def forward_call(
 
 
 def backward_call(
-    rung_class: type, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool
+    rung_class: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool
 ) -> tuple[Callable[[], None], tuple[Tensor, Tensor, Tensor]]:
     """A function that runs a rung, and its gradients. dq is zeroed by each call."""
     launch = launcher(rung_class, q.shape[-1], is_causal)
@@ -142,7 +142,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool) -> tup
     return out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))
 
 
-def check(rung_class: type, head_dim: int, is_causal: bool, seqlen: int) -> float:
+def check(rung_class: Any, head_dim: int, is_causal: bool, seqlen: int) -> float:
     """The largest error of an element of the results, over that of torch's SDPA in bf16. The exact ones are fp64."""
     q, k, v, dout = random_inputs(2, 3, seqlen, head_dim)
     references = exact(*(x.double() for x in (q, k, v, dout)), is_causal)
@@ -198,7 +198,7 @@ def flops(head_dim: int, is_causal: bool, direction: str, seqlen: int = SEQLEN) 
     return products * 2.0 * BATCH * HEADS * seqlen**2 * head_dim * (0.5 if is_causal else 1.0)
 
 
-def tflops(rung_class: type, head_dim: int, is_causal: bool) -> float:
+def tflops(rung_class: Any, head_dim: int, is_causal: bool) -> float:
     """TFLOP/s of a rung on the timed problem."""
     q, k, v, dout = random_inputs(BATCH, HEADS, SEQLEN, head_dim)
     if rung_class.__name__ == "Forward":
@@ -208,7 +208,7 @@ def tflops(rung_class: type, head_dim: int, is_causal: bool) -> float:
     return flops(head_dim, is_causal, rung_class.__name__) / milliseconds(run) / 1e9
 
 
-def parser_of(rung_class: type) -> argparse.ArgumentParser:
+def parser_of(rung_class: Any) -> argparse.ArgumentParser:
     """The command line of one rung."""
     parser = argparse.ArgumentParser(description=sys.modules[rung_class.__module__].__doc__)
     parser.add_argument("--arch", default=rung_class.ARCH, help="compile for it (without a GPU; default: %(default)s)")
@@ -218,7 +218,7 @@ def parser_of(rung_class: type) -> argparse.ArgumentParser:
     return parser
 
 
-def main(rung_class: type) -> None:
+def main(rung_class: Any) -> None:
     """Check and time one rung on a GPU; without one, compile it."""
     args = parser_of(rung_class).parse_args()
     if getattr(args, "variant", None):
@@ -240,7 +240,7 @@ def main(rung_class: type) -> None:
         dump(rung_class)
 
 
-def dump(rung_class: type) -> None:
+def dump(rung_class: Any) -> None:
     """Print the tiles of a rung in shared memory as banks, and the conflicts of its accesses."""
     from examples.ladder.conflicts import report
 

@@ -131,7 +131,7 @@ BLOCKS = {
     "tiles_sm80": Recipe(doc_speed.tiles_sm80, (sources.FORWARD_SM80, sources.BACKWARD_SM80)),
     "example": Recipe(doc_speed.example, (sources.FORWARD, sources.BACKWARD)),
     "accuracy": Recipe(doc_speed.accuracy, RUNS.values()),
-    "accuracy_line": Recipe(doc_speed.accuracy_line, RUNS.values()),
+    "accuracy_line": Recipe(doc_speed.accuracy_line, (*RUNS.values(), sources.NUMERICS_GPU)),
     "gqa": Recipe(doc_speed.gqa, sources.GQA),
     "features": Recipe(doc_results.features, (sources.FEATURES,)),
     "features_by_head_dim": Recipe(doc_results.features_by_head_dim, (sources.FEATURES,)),

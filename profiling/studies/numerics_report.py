@@ -78,6 +78,21 @@ def gpu_out(records: Records) -> Table:
     return gpu(records, ("out",))
 
 
+def worst_over(records: Records, peer: str, norm: str) -> dict[str, float]:
+    """For each output, the largest ratio of an error to the peer's on the same 16-bit inputs."""
+    cells = {
+        (one["output"], one["dtype"], one["distribution"], one["seqlen"], one["provider"]): one[norm]
+        for one in records
+        if not one["absent"] and one["dtype"] != "fp32"
+    }
+    worst: dict[str, float] = {}
+    for (*cell, name), error in cells.items():
+        theirs = cells.get((*cell, peer))
+        if name == "cute_flash" and theirs:
+            worst[cell[0]] = max(worst.get(cell[0], 0.0), error / theirs)
+    return worst
+
+
 def absent(records: Records) -> list[str]:
     """The peers without a result, once for each dtype and message."""
     lines = (f"{one['provider']}, {one['dtype']}: {one['absent']}" for one in records if one["absent"])
