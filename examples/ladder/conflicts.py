@@ -17,6 +17,7 @@ from layouts.banks import (
     ldmatrix_v,
     store_fragment,
 )
+from layouts.draw import text_picture
 from layouts.layout import layout_of, transposed
 
 
@@ -107,6 +108,12 @@ def totals(rung: Any, heads: int, seqlen: int) -> dict[str, int]:
         else:
             found["st_conflicts"] += times * use.conflicts
     return found
+
+
+def picture(rung: Any) -> str:
+    """The banks of the first rows of the tile of K, and the accesses of one phase of ldmatrix."""
+    use = next(use for use in uses(rung) if use.name.startswith("ldmatrix of K"))
+    return text_picture(use.tile, use.access.phases[0], num_rows=8)
 
 
 def report(rung: Any) -> str:

@@ -42,7 +42,6 @@ MAX_ERROR_RATIO = 2.0
 INPUTS = {"Forward": ("q", "k", "v", "out"), "Backward": ("q", "k", "v", "dout", "lse", "delta", "dq", "dk", "dv")}
 FP32 = ("lse", "delta", "dq")
 STATISTICS = ("lse", "delta")
-VARIANTS = ("swizzled", "padded")
 
 
 def compile_rung(rung: Any, target: str) -> tuple[Resources, Callable[..., None]]:
@@ -208,13 +207,23 @@ def tflops(rung_class: Any, head_dim: int, is_causal: bool) -> float:
     return flops(head_dim, is_causal, rung_class.__name__) / milliseconds(run) / 1e9
 
 
+def obstacle(rung: Any) -> str:
+    """Why the GPU here cannot run a rung; empty if it can."""
+    properties = torch.cuda.get_device_properties(0)
+    if rung.ARCH == "sm_90a" and (properties.major, properties.minor) != (9, 0):
+        return "needs Hopper"
+    if rung.smem_bytes > properties.shared_memory_per_block_optin:
+        return f"needs {rung.smem_bytes / 1024:.0f} KB of shared memory"
+    return ""
+
+
 def parser_of(rung_class: Any) -> argparse.ArgumentParser:
     """The command line of one rung."""
     parser = argparse.ArgumentParser(description=sys.modules[rung_class.__module__].__doc__)
     parser.add_argument("--arch", default=rung_class.ARCH, help="compile for it (without a GPU; default: %(default)s)")
     parser.add_argument("--dump", action="store_true", help="print the shared-memory tiles and their bank conflicts")
-    if hasattr(rung_class, "variant"):
-        parser.add_argument("--variant", choices=VARIANTS, help="order of the tiles in shared memory, of rung 3 only")
+    if hasattr(rung_class, "VARIANTS"):
+        parser.add_argument("--variant", choices=rung_class.VARIANTS, help="order of the tiles in shared memory")
     return parser
 
 
@@ -225,24 +234,30 @@ def main(rung_class: Any) -> None:
         rung_class.variant = args.variant
     for head_dim in HEAD_DIMS:
         for is_causal in (False, True):
-            name = f"D={head_dim} {'causal' if is_causal else 'full'}"
-            if torch.cuda.is_available():
+            name, rung = f"D={head_dim} {'causal' if is_causal else 'full'}", rung_class(head_dim, is_causal)
+            if not torch.cuda.is_available():
+                resources, _ = compile_rung(rung, args.arch)
+                print(name, *resources.lines(), sep="\n  ")
+                if resources.serialised_wgmma:
+                    print(f"  ptxas serialised wgmma: {', '.join(resources.serialised_wgmma)}")
+            elif reason := obstacle(rung):
+                print(f"{name}: {reason}")
+            else:
                 worst = max(check(rung_class, head_dim, is_causal, seqlen) for seqlen in ODD_SEQLENS)
                 verdict = "right" if worst <= MAX_ERROR_RATIO else "WRONG"
                 speed = tflops(rung_class, head_dim, is_causal)
                 print(f"{name}: {verdict}, error {worst:.2f} x SDPA's, {speed:.0f} TFLOP/s at S={SEQLEN}")
-            else:
-                resources, _ = compile_rung(rung_class(head_dim, is_causal), args.arch)
-                print(name, *resources.lines(), sep="\n  ")
-                if resources.serialised_wgmma:
-                    print(f"  ptxas serialised wgmma: {', '.join(resources.serialised_wgmma)}")
     if args.dump:
         dump(rung_class)
 
 
 def dump(rung_class: Any) -> None:
-    """Print the tiles of a rung in shared memory as banks, and the conflicts of its accesses."""
-    from examples.ladder.conflicts import report
+    """Print the banks of a tile of a rung, and the conflicts of its accesses to shared memory."""
+    if not hasattr(rung_class, "variant"):
+        print("The conflicts of this rung are not predicted: its tiles have no ldmatrix.")
+        return
+    from examples.ladder.conflicts import picture, report
 
+    print(picture(rung_class(HEAD_DIMS[0], False)))
     for head_dim in HEAD_DIMS:
         print(report(rung_class(head_dim, False)))

@@ -103,8 +103,11 @@ class Pipeline:
 
     @cute.jit
     def wait_empty(self, iteration: Int32):
-        """Wait until the stage of an iteration may be written. The first use of a stage does not wait."""
-        cute.arch.mbarrier_wait(self.empty + iteration % self.stages, iteration // self.stages % 2 ^ 1)
+        """Wait until the stage of an iteration may be written. The first use of a stage does not wait.
+
+        A new barrier counts as past its phase of parity 1.
+        """
+        cute.arch.mbarrier_wait(self.empty + iteration % self.stages, (iteration // self.stages % 2) ^ 1)
 
     @cute.jit
     def release(self, iteration: Int32):

@@ -4,7 +4,7 @@
     softmax   P = softmax(S), in place   one warp for each row
     output    O = P V                    one thread for each element
 
-S is written once and read three times: HBM bytes are O(S^2). The arithmetic is fp32, one FMA at a time.
+The scores are written twice and read four times: HBM bytes are O(S^2). The arithmetic is fp32, one FMA at a time.
 """
 
 import cutlass

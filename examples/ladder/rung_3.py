@@ -7,7 +7,8 @@ orders put them in different banks:
     swizzled    the 16-byte chunk c of row r is stored at chunk c XOR (r mod 8) of its 128 bytes
 
 Both have no conflicts in ldmatrix. A padded tile is larger, and cp.async, which writes 128 aligned bytes in a
-wavefront, takes up to three wavefronts where the swizzle takes one: a padded row straddles these lines. TMA and wgmma
+wavefront, takes up to four wavefronts where the swizzle takes one: a padded row straddles these lines and the
+32-byte sectors in them. TMA and wgmma
 (rung 6) support the swizzle only.
 """
 
@@ -48,7 +49,8 @@ def allocate(smem: SmemAllocator, rows: int, cols: int) -> cute.Tensor:
 
 class Forward:
     ARCH = "sm_80"
-    variant = "swizzled"  # or "padded": --variant
+    VARIANTS = ("swizzled", "padded")  # --variant chooses one
+    variant = "swizzled"
 
     def __init__(self, head_dim: int, is_causal: bool):
         self.head_dim, self.is_causal = head_dim, is_causal

@@ -29,7 +29,7 @@ from examples.ladder.tools import (
 
 TILE_M, TILE_N, NUM_WARPS = 64, 64, 4  # queries and keys of a tile; a warp has 16 queries
 NUM_THREADS = 32 * NUM_WARPS
-STAGES = 2  # of K and V
+STAGES = 2  # of K and V; the loop alternates between them
 
 
 def allocate(smem: SmemAllocator, rows: int, cols: int, stages: int) -> cute.Tensor:

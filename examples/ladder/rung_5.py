@@ -33,7 +33,7 @@ from examples.ladder.tools import (
 
 TILE_M, TILE_N, NUM_WARPS = 128, 64, 8  # queries and keys of a tile; a warp has 16 queries
 NUM_THREADS = 32 * NUM_WARPS
-STAGES = 2  # of K and V
+STAGES = 2  # of K and V; the loop alternates between them
 LOG2_E = 1.4426950408889634
 
 

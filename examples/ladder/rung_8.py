@@ -140,7 +140,7 @@ class Forward:
             if n_block == num_blocks - 1:
                 hopper.mask(as_mn(acc_S), cS, first_row, n_block * TILE_N, seqlen, self.is_causal)
             rows.softmax(as_mn(acc_S), scale_log2)
-            # ptxas would move the wait for O before the exponentials; a branch that depends on their sums stops it.
+            # ptxas would move the wait for O before the exponentials. A branch on their sums, always taken, stops it.
             if cute.arch.vote_any_sync(rows.sum[0] + rows.sum[1] >= -scale_log2) and n_block + 1 < num_blocks:
                 k.wait_full(n_block + 1)
             warpgroup.wait_group(0)

@@ -26,6 +26,7 @@ def named(kernel: Any, name: str) -> Any:
 def tensor_core_mma(num_warps: int) -> cute.TiledMma:
     """mma.sync of 16x8x16. Each warp has its own 16 rows, and reads all columns."""
     op = warp.MmaF16BF16Op(BFloat16, Float32, (16, 8, 16))
+    # 16 columns, two tiles of mma.sync, so that one ldmatrix.x4 loads operand B of both.
     return cute.make_tiled_mma(op, (num_warps, 1, 1), permutation_mnk=(16 * num_warps, 16, 16))
 
 
@@ -39,7 +40,11 @@ def row_copy(num_threads: int, head_dim: int) -> cute.TiledCopy:
 
 @cute.jit
 def load_rows(copy: cute.TiledCopy, thread: Int32, gX: cute.Tensor, sX: cute.Tensor, rows_left: Int32):
-    """Start to copy the tile gX to sX. Rows from `rows_left` on are past the end, and become zeros."""
+    """Start to copy the tile gX to sX. Rows from `rows_left` on are past the end, and become zeros.
+
+    The first mode of `source` is inside a 16-byte vector, the others number the vectors of this thread. A vector has
+    one predicate; cp.async writes zeros where it is false.
+    """
     thr_copy = copy.get_slice(thread)
     source, target = thr_copy.partition_S(gX), thr_copy.partition_D(sX)
     position = thr_copy.partition_S(cute.make_identity_tensor(gX.shape))
@@ -89,7 +94,10 @@ def in_stage(tiles: tuple[cute.Tensor, ...], stage: Int32) -> tuple[cute.Tensor,
 
 
 def broadcast(sX: cute.Tensor, cols: int) -> cute.Tensor:
-    """A number of each row as a tile (rows, columns): all columns of a row are the same element, by a stride of 0."""
+    """A number of each row as a tile (rows, columns): all columns of a row are the same element, by a stride of 0.
+
+    Partitioned like an accumulator, it gives each thread the LSE, or delta, of each of its scores.
+    """
     return cute.make_tensor(sX.iterator, cute.make_layout((cute.size(sX), cols), stride=(1, 0)))
 
 
