@@ -7,9 +7,8 @@ orders put them in different banks:
     swizzled    the 16-byte chunk c of row r is stored at chunk c XOR (r mod 8) of its 128 bytes
 
 Both have no conflicts in ldmatrix. A padded tile is larger, and cp.async, which writes 128 aligned bytes in a
-wavefront, takes up to four wavefronts where the swizzle takes one: a padded row straddles these lines and the
-32-byte sectors in them. TMA and wgmma
-(rung 6) support the swizzle only.
+wavefront, takes up to four wavefronts where the swizzle takes one: a padded row straddles these lines, and the 32-byte
+sectors in them. TMA and wgmma (rung 6) support the swizzle only.
 """
 
 import cutlass
