@@ -88,7 +88,7 @@ def test_a_script_runs_as_typed() -> None:
 def test_examples_are_short_and_documented() -> None:
     found = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
     # test_notebook.py and test_context_parallel.py run the others.
-    notebooks = {"getting_started.ipynb", "draw_masks.ipynb"}
+    notebooks = {"getting_started.ipynb", "draw_masks.ipynb", "ladder.ipynb"}
     assert found == {f"{name}.py" for name in checks.MODULES} | notebooks | {"context_parallel.py"}
     for name in found:
         assert f"examples/{name}" in PAGE

@@ -1,8 +1,9 @@
-"""The notebooks run from their own folder; one draws what `layouts` and `BlockMask` compute."""
+"""The notebooks run from their own folder, and show what the library, `layouts` and the ladder compute."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import nbformat
@@ -62,3 +63,35 @@ def test_pictures_of_masks_and_banks() -> None:
     for variant in VARIANTS:
         conflicts = sum(access.conflicts for access in tile_report(SmemTile(64, 64, variant=variant)).values())
         assert f"{variant}: {conflicts} conflicts\n" in text
+
+
+@pytest.mark.compiles
+@pytest.mark.processes
+def test_the_ladder_shows_machine_code_conflicts_and_tiles() -> None:
+    notebook = executed("ladder.ipynb")
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    pictures = [output.data["image/svg+xml"] for output in outputs if "image/svg+xml" in output.get("data", {})]
+    captions = [re.search(r"framed = one phase: (\d+) wavefronts?<", picture)[1] for picture in pictures]
+    assert captions == ["8", "1", "1"]
+    text = printed(notebook)
+    assert re.search(r"^ldmatrix of K +4096 \(3584\) +512 \(0\) +512 \(0\)$", text, re.MULTILINE)
+    assert re.search(r"LDSM\.16\.M88\.4 R\d+, \[", text) and re.search(r"HMMA\.16816\.F32\.BF16 R\d+, R", text)
+
+    # (queries, keys, warps): registers, bytes spilled, KB of shared memory, CTAs by registers and by shared memory.
+    rows = [tuple(map(int, line.split())) for line in text.splitlines() if re.fullmatch(r"( +\d+){8}", line)]
+    tiles = {row[:3]: row[3:] for row in rows}
+    assert list(tiles) == [(128, 64, 8), (64, 64, 4), (128, 128, 8), (128, 64, 4)]
+    # Q and two stages of K and V, in bf16.
+    assert all(row[2] == 2 * 128 * (m + 4 * n) // 1024 for (m, n, _), row in tiles.items())
+    assert [row[3:] for row in tiles.values()] == [(1, 1), (2, 2), (1, 1), (2, 1)]
+    # Only the warps with 32 queries need more registers than a thread can have.
+    assert [bool(row[1]) for row in tiles.values()] == [False, False, False, True]
+
+    def a_score(instruction: str) -> list[float]:
+        return [float(x) for x in re.search(rf"^{instruction} +(.*)$", text, re.MULTILINE)[1].split()]
+
+    rung_4, rung_5, rung_6 = a_score("all")
+    assert rung_4 > rung_5 > rung_6
+    # A score has 2 x 128 multiplications, an mma.sync 16 x 8 x 16, by 32 threads: 32 x 256 / 2048 = 4.
+    assert a_score("HMMA") == [4, 4, 0] and a_score("HGMMA")[2] > 0 and a_score("STS")[1:] == [0, 0]
+    assert "There is no GPU here: nothing was run.\n" in text or re.search(r"rung 5: error [01]\.", text)
