@@ -81,10 +81,12 @@ def precompile(rung: Any, target: str) -> Path:
 
 def _object_name(rung: Any, target: str) -> str:
     """A digest of the sources, of the versions of the compiler, and of the rung."""
-    own = Path(sys.modules[type(rung).__module__].__file__ or "")
+    module = sys.modules[type(rung).__module__]
+    own = Path(module.__file__ or "")
     sources = (own, *(Path(__file__).with_name(name) for name in ("harness.py", "hopper.py", "tools.py")))
     texts = [path.read_text(encoding="utf-8") for path in sources if path.exists()]
-    facts = (texts, toolchain(), sorted(vars(rung).items()), getattr(rung, "variant", None), target)
+    sizes = sorted((name, value) for name, value in vars(module).items() if isinstance(value, int))
+    facts = (texts, toolchain(), sizes, sorted(vars(rung).items()), getattr(rung, "variant", None), target)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:40]
 
 
@@ -245,7 +247,9 @@ def main(rung_class: Any) -> None:
             else:
                 worst = max(check(rung_class, head_dim, is_causal, seqlen) for seqlen in ODD_SEQLENS)
                 verdict = "right" if worst <= MAX_ERROR_RATIO else "WRONG"
-                speed = tflops(rung_class, head_dim, is_causal)
+                # torch captures graphs on streams other than the default one.
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    speed = tflops(rung_class, head_dim, is_causal)
                 print(f"{name}: {verdict}, error {worst:.2f} x SDPA's, {speed:.0f} TFLOP/s at S={SEQLEN}")
     if args.dump:
         dump(rung_class)
