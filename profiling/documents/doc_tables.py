@@ -41,6 +41,7 @@ DOCUMENTS = {
         "docs/zh/README.md",
         "docs/zh/getting-started.md",
         "docs/zh/how-it-works.md",
+        "docs/zh/ladder.md",
     )
 }
 _BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)

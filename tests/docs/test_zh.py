@@ -90,4 +90,4 @@ def test_links_lead_to_chinese_pages(page: Path) -> None:
 
 def test_the_readme_links_to_the_chinese_edition() -> None:
     assert "[中文](docs/zh/README.md)" in read(ROOT / "README.md").splitlines()[0]
-    assert {ZH / f"{page}.md" for page in ("README", "getting-started", "how-it-works")} <= set(ENGLISH)
+    assert {ZH / f"{page}.md" for page in ("README", "getting-started", "how-it-works", "ladder")} <= set(ENGLISH)
