@@ -9,6 +9,8 @@ pytest.importorskip("cutlass")
 from examples.ladder import harness
 from examples.ladder.__main__ import BACKWARD, CASES, FORWARD, rung_class
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"d{case[0]}-{'causal' if case[1] else 'full'}")
 @pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
