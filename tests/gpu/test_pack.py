@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.gpu
+
 # A GPT of two layers: dropout, full sequences and a packed batch; forward and backward. Prints a checksum of each
 # result, and whether the compiler was imported.
 STEPS = """
