@@ -5,6 +5,7 @@
     tile_choice  `cute-flash tiles`: the tiles that fit a GPU, beside the tile of the kernel
     cp_cost      a cost model of context parallelism
     explain_cp   `cute-flash explain --cp`: the costs of each method
+    mla_cost     a cost model of MLA decode (`python -m layouts.studies.mla_cost`), for profiling/notes/mla.md
 
 They are no part of the wheel.
 """
