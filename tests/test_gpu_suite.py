@@ -12,11 +12,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TESTS = """
-import os, time, pytest
+import os, pytest
 def test_right(): pass
 def test_wrong(): assert os.path.exists("mended"), "not mended"
-@pytest.mark.parametrize("name", ["two words", "stuck"])
-def test_names(name): time.sleep(600 * (name == "stuck" and not os.path.exists("mended")))
+@pytest.mark.parametrize("name", ["two words", "fatal"])
+def test_names(name):
+    if name == "fatal" and not os.path.exists("mended"): os._exit(9)
 def test_skipped(): pytest.skip("no")
 """
 
@@ -31,10 +32,12 @@ def suite(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_with_the_tests_that_have_not_passed(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
-    stopped = suite(tmp_path, "--limit-s", "25", "--", "test_some.py")
+    stopped = suite(tmp_path, "--", "test_some.py")
     assert stopped.returncode == 1, stopped.stderr
     assert "1 failed, 2 passed, 2 not run" in stopped.stdout
     assert "failed test_some.py::test_wrong: AssertionError: not mended" in stopped.stdout
+    late = suite(tmp_path, "--limit-s", "0.001", "--", "test_some.py")
+    assert late.returncode == 1 and "1 failed, 2 passed, 2 not run" in late.stdout
     (tmp_path / "mended").touch()
     done = suite(tmp_path, "--", "test_some.py")
     assert done.returncode == 0, done.stdout + done.stderr
