@@ -55,6 +55,7 @@ def allocate(smem: SmemAllocator, rows: int, cols: int) -> cute.Tensor:
 class Backward:
     ARCH = "sm_80"
     variant = "plain"  # order of the tiles in shared memory
+    adds_dq = True  # in the same kernel
 
     def __init__(self, head_dim: int, is_causal: bool):
         self.head_dim, self.is_causal = head_dim, is_causal

@@ -61,6 +61,7 @@ def allocate(smem: SmemAllocator, rows: int, cols: int, stages: int) -> cute.Ten
 class Backward:
     ARCH = "sm_80"
     variant = "swizzled"
+    adds_dq = True  # in the same kernel
 
     def __init__(self, head_dim: int, is_causal: bool):
         self.head_dim, self.is_causal = head_dim, is_causal

@@ -23,7 +23,7 @@ from layouts.layout import layout_of, transposed
 
 @dataclass(frozen=True)
 class Use:
-    """What a CTA does with a tile: wavefronts and conflicts of all its warps."""
+    """One kind of access to a tile, such as its ldmatrix, by all warps of a CTA."""
 
     name: str
     tile: SmemTile
@@ -40,9 +40,9 @@ class Use:
 
 
 def uses(rung: Any) -> list[Use]:
-    """The accesses of one CTA to shared memory for one block, and the copies and reads of its own tiles.
+    """How one CTA copies and reads its tiles in shared memory: its own tile, and one block of the loop.
 
-    Of B1, these are the accesses of the kernel of dK and dV.
+    For B1, this is the kernel that computes dK and dV.
     """
     return _forward(rung) if type(rung).__name__ == "Forward" else _backward(rung)
 
@@ -65,7 +65,7 @@ def _forward(rung: Any) -> list[Use]:
         _read("K", kv, ldmatrix_b, warps),
         _read("V", kv, ldmatrix_v, warps, is_transposed=True),
     ]
-    if hasattr(module, "LOG2_E"):  # from rung 5 on, P stays in registers
+    if getattr(rung, "keeps_p", False):
         return found
     return [*found, Use("store of P", p, store_fragment(p, warps)), _read("P", p, ldmatrix_a)]
 
@@ -82,7 +82,7 @@ def _backward(rung: Any) -> list[Use]:
         _read("Q, dO for S, dP", q, ldmatrix_b, 2 * warps),
         _read("Q, dO for dK, dV", q, ldmatrix_v, 2 * warps, is_transposed=True),
     ]
-    if not hasattr(module, "store_tile"):  # dQ has its own kernel
+    if not getattr(rung, "adds_dq", False):  # dQ has a kernel of its own
         return found
     return [
         *found,
@@ -98,7 +98,7 @@ def totals(rung: Any, heads: int, seqlen: int) -> dict[str, int]:
     blocks = seqlen // module.TILE_N
     found = dict.fromkeys(("sass_ldsm_wavefronts", "sass_ldsm_conflicts", "sass_ldgsts_conflicts", "st_conflicts"), 0)
     for use in uses(rung):
-        once = use.name == "copy of Q" or (use.name == "ldmatrix of Q" and hasattr(module, "LOG2_E"))
+        once = use.name == "copy of Q" or (use.name == "ldmatrix of Q" and getattr(rung, "keeps_p", False))
         times = heads * (seqlen // module.TILE_M) * (1 if once else blocks)
         if use.name.startswith("ldmatrix"):
             found["sass_ldsm_wavefronts"] += times * use.wavefronts

@@ -136,7 +136,7 @@ def backward_call(
     return run, (dq, dk, dv)
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
+def by_sdpa(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
     """The output and the gradients by SDPA in the dtype of the inputs."""
     inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     out = scaled_dot_product_attention(*inputs, is_causal=is_causal)
@@ -146,8 +146,8 @@ def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool) -> tup
 def check(rung_class: Any, head_dim: int, is_causal: bool, seqlen: int) -> float:
     """The largest error of an element of the results, over that of torch's SDPA in bf16. The exact ones are fp64."""
     q, k, v, dout = random_inputs(2, 3, seqlen, head_dim)
-    references = exact(*(x.double() for x in (q, k, v, dout)), is_causal)
-    theirs = exact(q, k, v, dout, is_causal)
+    references = by_sdpa(*(x.double() for x in (q, k, v, dout)), is_causal)
+    theirs = by_sdpa(q, k, v, dout, is_causal)
     if rung_class.__name__ == "Forward":
         run, out = forward_call(rung_class, q, k, v, is_causal)
         run()

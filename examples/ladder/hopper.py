@@ -87,7 +87,7 @@ class Pipeline:
 
     @cute.jit
     def load(self, iteration: Int32 | int, head: Int32, block: Int32 | int):
-        """Start to load a tile. Called by one warp, of which one thread arrives, and one issues the TMA."""
+        """Start to load a tile. One warp calls it: one thread arrives at the barrier, and one thread issues the TMA."""
         stage = iteration % self.stages
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + stage, 2 * self.tma.rows * self.tma.cols)

@@ -46,6 +46,7 @@ def allocate(smem: SmemAllocator, rows: int, cols: int, stages: int) -> cute.Ten
 class Forward:
     ARCH = "sm_80"
     variant = "swizzled"
+    keeps_p = True  # in registers
 
     def __init__(self, head_dim: int, is_causal: bool):
         self.head_dim, self.is_causal = head_dim, is_causal

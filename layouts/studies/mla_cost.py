@@ -264,7 +264,8 @@ class Cell:
         return START + max(self.parts.values()) + merge
 
 
-# FlashAttention-3 through q_v on an H200: microseconds by heads, for CELLS.
+# FlashAttention-3 through q_v on an H200: microseconds by heads, for CELLS. This run has no result file; it is to be
+# repeated beside the kernel.
 CELLS = ((1, 8192), (8, 8192), (32, 4096), (128, 4096))
 FA3 = {16: (15.3, 29.8, 45.7, 145.0), 64: (18.4, 36.1, 56.2, 150.0), 128: (19.1, 43.2, 75.4, 234.0)}
 

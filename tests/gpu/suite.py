@@ -8,7 +8,8 @@ that have not passed. It refuses a log of other sources. Kernels are compiled fi
     python -m tests.gpu.suite build/gpu.jsonl --summary        # of what the log has; runs nothing
     python -m tests.gpu.suite LOG -- tests/gpu/test_mods.py    # arguments of pytest
 
-The exit status is 0 if every test has passed or was skipped.
+The exit status is 0 if every test has passed or was skipped. A test that failed and passes in a later call is flaky,
+because the sources are the same; the status is then 1.
 """
 
 from __future__ import annotations
@@ -65,12 +66,17 @@ def append(log: Path, line: dict[str, Any]) -> None:
 
 
 def read(log: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The facts of a log, and the last result of each test."""
+    """The facts of a log, and the last result of each test. One that failed before it passed is "flaky"."""
     if not log.exists():
         return {}, {}
     # The last line may be cut if the process was killed.
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    results = {line["test"]: line for line in lines if "test" in line}
+    results: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        if "test" in line:
+            before = results.get(line["test"], line)
+            is_flaky = line["outcome"] in DONE and before["outcome"] not in DONE
+            results[line["test"]] = {**before, "outcome": "flaky"} if is_flaky else line
     return next((line for line in lines if "facts" in line), {}).get("facts", {}), results
 
 
@@ -87,8 +93,9 @@ def collect(arguments: list[str]) -> list[str]:
 def facts() -> dict[str, Any]:
     from profiling.measure import machine
 
+    found = machine.facts()
     names = ("date", "gpu", "driver", "torch", "cutlass_dsl", "tvm_ffi", "python", "git_commit", "git_dirty")
-    return {**{name: machine.facts().get(name) for name in names}, "sources": source_digest()}
+    return {**{name: found.get(name) for name in names}, "sources": source_digest()}
 
 
 def summary(log: Path, ids: Iterable[str] = ()) -> tuple[str, bool]:

@@ -29,7 +29,7 @@ from tests.lock.sample import QUICK, SAMPLE
 RECORDED = Path(__file__).with_name("sources.json")
 # Set by the option --all-kernels of pytest.
 ALL = "TESTS_COMPILE_ALL_KERNELS"
-# The package `layouts` counts instructions of kernels, and has a digest as a kernel has one.
+# The package `layouts` counts instructions of kernels, and has a digest as a kernel has one. Its studies count none.
 LAYOUTS = "layouts"
 
 
@@ -58,7 +58,8 @@ def _digest_of_module(module: str) -> str:
 def traced_modules(kernel: str) -> frozenset[str]:
     """The modules that a kernel's class imports, those that describe its arguments, and the caller of the compiler."""
     if kernel == LAYOUTS:
-        return frozenset(module for module in files() if module.startswith(LAYOUTS))
+        modules = (module for module in files() if module.startswith(LAYOUTS))
+        return frozenset(module for module in modules if not module.startswith(f"{LAYOUTS}.studies"))
     module = KERNELS[kernel].path.partition(":")[0]
     roots = (f"cute_flash.kernels.{module}", "cute_flash.kernels.common.fakes")
     return frozenset({*reached_from(roots), "cute_flash.jit.compile"})
