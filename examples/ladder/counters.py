@@ -1,7 +1,8 @@
 """Nsight Compute counters of the rungs: python -m examples.ladder.counters --out FILE
 
-Each rung runs once, D = 128 without a mask, in a process under `ncu`. The file has the counters of each of its kernels,
-by the names of `profiling.counters.ncu_metrics`, and the stall reasons of warps.
+Each rung runs once, D = 128 without a mask, in a process under `ncu`; rungs 0 and 1 also at twice the length, because
+their bytes of HBM grow differently. Rung 9 is the kernel of cute_flash. The file has the counters of each kernel, by
+the names of `profiling.counters.ncu_metrics`, and the stall reasons of warps.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+import cute_flash
 from cute_flash.tools.progress import steps
 from examples.ladder import harness
 from examples.ladder.__main__ import BACKWARD, FORWARD, rung_class
@@ -28,15 +30,20 @@ HEAD_DIM, BATCH, HEADS, SEQLEN = 128, 2, 8, 2048
 STALLS = ("long_scoreboard", "short_scoreboard", "barrier", "math_pipe_throttle", "mio_throttle", "wait", "gmma")
 METRIC_NAMES = [*COLLECTED]
 METRIC_NAMES += [f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio" for name in STALLS]
-PADDED = "3 padded"
+PADDED, PRODUCT = "3 padded", "9"
+LONG = {f"{name} S={2 * SEQLEN}": 2 * SEQLEN for name in "01"}
 
 
 def launch(name: str) -> None:
     """Run a rung once."""
+    q, k, v, dout = harness.random_inputs(BATCH, HEADS, LONG.get(name, SEQLEN), HEAD_DIM)
+    if name == PRODUCT:
+        cute_flash.attn(q, k, v)
+        torch.cuda.synchronize()
+        return
     rung = rung_class(name.partition(" ")[0])
     if name == PADDED:
         rung.variant = "padded"
-    q, k, v, dout = harness.random_inputs(BATCH, HEADS, SEQLEN, HEAD_DIM)
     if name in BACKWARD:
         run, _ = harness.backward_call(rung, q, k, v, dout, False)
     else:
@@ -47,9 +54,10 @@ def launch(name: str) -> None:
 
 def profile(name: str) -> dict[str, dict[str, Any]]:
     """The counters of the kernels of a rung, by kernel."""
+    kernels = "cute_flash_fwd" if name == PRODUCT else "(rung|bwd)_"
     command = [
         "ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none",
-        "--kernel-name", "regex:^(rung|bwd)_", "--metrics", ",".join(METRIC_NAMES),
+        "--kernel-name", f"regex:^{kernels}", "--metrics", ",".join(METRIC_NAMES),
         sys.executable, "-m", "examples.ladder.counters", "--launch", name,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
@@ -65,8 +73,10 @@ def predictions(names: list[str]) -> dict[str, dict[str, int]]:
     """What `conflicts` predicts of the counters of the mma.sync rungs."""
     found = {}
     for name in names:
+        if name not in (*FORWARD, PADDED):
+            continue
         rung = rung_class(name.partition(" ")[0])(HEAD_DIM, False)
-        if hasattr(rung, "variant") and name in (*FORWARD, PADDED):
+        if hasattr(rung, "variant"):
             rung.variant = "padded" if name == PADDED else rung.variant
             found[name] = totals(rung, BATCH * HEADS, SEQLEN)
     return found
@@ -75,7 +85,7 @@ def predictions(names: list[str]) -> dict[str, dict[str, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.ladder.counters", description=__doc__)
     parser.add_argument("--out", type=Path, help="the file to write")
-    parser.add_argument("--rungs", nargs="*", default=[*FORWARD, PADDED, *BACKWARD])
+    parser.add_argument("--rungs", nargs="*", default=[*FORWARD, PADDED, *LONG, PRODUCT, *BACKWARD])
     parser.add_argument("--launch", metavar="RUNG", help="run one rung, to be profiled")
     args = parser.parse_args()
     if args.launch:
