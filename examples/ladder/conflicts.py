@@ -93,20 +93,22 @@ def _backward(rung: Any) -> list[Use]:
 
 
 def totals(rung: Any, heads: int, seqlen: int) -> dict[str, int]:
-    """Wavefronts and conflicts of a launch without a mask, by the names of the counters."""
-    module = sys.modules[type(rung).__module__]
-    blocks = seqlen // module.TILE_N
-    found = dict.fromkeys(("sass_ldsm_wavefronts", "sass_ldsm_conflicts", "sass_ldgsts_conflicts", "st_conflicts"), 0)
+    """Wavefronts of a launch without a mask, by the names of the counters; for B1, of its first kernel."""
+    module, is_forward = sys.modules[type(rung).__module__], type(rung).__name__ == "Forward"
+    tiles, blocks = seqlen // module.TILE_M, seqlen // module.TILE_N
+    if not is_forward:  # a CTA has a tile of keys, and a block is of queries
+        tiles, blocks = blocks, tiles
+    once = ("copy of Q", *(("ldmatrix of Q",) if getattr(rung, "keeps_q", False) else ()))
+    found = {"sass_ldsm_wavefronts": 0, "sass_ldsm_conflicts": 0}
+    # Those of a backward also copy the LSE and delta, which `uses` leaves out.
+    found |= {"sass_ldgsts_wavefronts": 0} if is_forward else {}
     for use in uses(rung):
-        once = use.name == "copy of Q" or (use.name == "ldmatrix of Q" and getattr(rung, "keeps_p", False))
-        times = heads * (seqlen // module.TILE_M) * (1 if once else blocks)
+        times = heads * tiles * (1 if use.name in once else blocks)
         if use.name.startswith("ldmatrix"):
             found["sass_ldsm_wavefronts"] += times * use.wavefronts
             found["sass_ldsm_conflicts"] += times * use.conflicts
-        elif use.name.startswith("copy"):
-            found["sass_ldgsts_conflicts"] += times * use.conflicts
-        else:
-            found["st_conflicts"] += times * use.conflicts
+        elif use.name.startswith("copy") and is_forward:
+            found["sass_ldgsts_wavefronts"] += times * use.wavefronts
     return found
 
 

@@ -73,7 +73,7 @@ def predictions(names: list[str]) -> dict[str, dict[str, int]]:
     """What `conflicts` predicts of the counters of the mma.sync rungs."""
     found = {}
     for name in names:
-        if name not in (*FORWARD, PADDED):
+        if name not in (*FORWARD, PADDED, *BACKWARD):
             continue
         rung = rung_class(name.partition(" ")[0])(HEAD_DIM, False)
         if hasattr(rung, "variant"):

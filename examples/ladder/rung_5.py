@@ -19,6 +19,7 @@ from cute_flash.device.memory.views import as_mn, as_operand_a
 from examples.ladder import harness
 from examples.ladder.tools import (
     at_stage,
+    gemm,
     gemm_rs,
     load_fragment,
     load_rows,
@@ -33,6 +34,7 @@ from examples.ladder.tools import (
 
 TILE_M, TILE_N, NUM_WARPS = 128, 64, 8  # queries and keys of a tile; a warp has 16 queries
 NUM_THREADS = 32 * NUM_WARPS
+KEEPS_Q = 0
 STAGES = 2  # of K and V; the loop alternates between them
 LOG2_E = 1.4426950408889634
 
@@ -50,6 +52,7 @@ class Forward:
 
     def __init__(self, head_dim: int, is_causal: bool):
         self.head_dim, self.is_causal = head_dim, is_causal
+        self.keeps_q = KEEPS_Q or head_dim == 64
         self.smem_bytes = 2 * ((TILE_M + 2 * STAGES * TILE_N) * head_dim)
 
     @cute.jit
@@ -103,8 +106,9 @@ class Forward:
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        for step in cutlass.range_constexpr(self.head_dim // 16):
-            load_fragment(q, step)
+        if cutlass.const_expr(self.keeps_q):
+            for step in cutlass.range_constexpr(self.head_dim // 16):
+                load_fragment(q, step)
         for n_block in cutlass.range(num_blocks, unroll=1):
             first_key, stage = n_block * TILE_N, n_block % STAGES
             cute.arch.cp_async_wait_group(0)
@@ -116,7 +120,10 @@ class Forward:
             cute.arch.cp_async_commit_group()
 
             acc_S.fill(0.0)
-            gemm_rs(mma, acc_S, q.fragment, at_stage(k, stage))
+            if cutlass.const_expr(self.keeps_q):
+                gemm_rs(mma, acc_S, q.fragment, at_stage(k, stage))
+            else:
+                gemm(mma, acc_S, q, at_stage(k, stage))
 
             if n_block >= full_blocks:
                 for r in cutlass.range_constexpr(cute.size(S, mode=[0])):

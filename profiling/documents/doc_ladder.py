@@ -1,12 +1,31 @@
-"""Tables of docs/ladder.md."""
+"""Tables of docs/ladder.md: predicted bank conflicts, and what `python -m examples.ladder` measured and counted."""
 
 from __future__ import annotations
 
-from profiling.measure.tables import Table
+from collections.abc import Iterable
+from typing import Any
 
+from profiling.documents.sources import commit_of
+from profiling.measure.tables import Table, number
+
+Record = dict[str, Any]
 HEAD_DIM = 128
 # Rung and order of its tiles.
 TILES = (("2", "plain"), ("3", "padded"), ("3", "swizzled"))
+# The last row of a direction is the kernel of cute_flash.
+PRODUCTS = {"forward": "9", "backward": "B4"}
+MMA_SYNC = "sm80"
+# Column -> counter.
+COUNTED = {
+    "tensor cores": "tensor_percent",
+    "FMA": "fma_percent",
+    "shared memory": "lsu_data_percent",
+    "issue slots used": "issue_percent",
+}
+STALLS = {"loads from L2 or HBM": "long_scoreboard", "shared memory": "short_scoreboard", "barriers": "barrier"}
+COPIES = "sass_ldgsts_wavefronts"
+LOADS = ("sass_ldsm_wavefronts", "sass_ldsm_conflicts")
+BYTES_PER_SCORE = 24  # of rung 0: fp32, written twice and read four times
 
 
 def conflicts() -> Table:
@@ -23,3 +42,95 @@ def conflicts() -> Table:
         rows.append((name, variant, *(found[f"{what} of K"] for what in ("copy", "ldmatrix"))))
     columns = ("rung", "tiles", "copy of a block of K", "ldmatrix of K, all warps")
     return Table("Wavefronts (of them conflicts), D = 128, predicted", columns, tuple(rows))
+
+
+def speeds(record: Record) -> Table:
+    """TFLOP/s of the rungs, and their share of the product's."""
+    rows = []
+    for name in _rungs(record):
+        tflops = record["rungs"][name]["tflops"]
+        product = record["rungs"][PRODUCTS["backward" if name.startswith("B") else "forward"]]["tflops"]
+        cells = [f"{x:.0f} ({x / best:.0%})" for x, best in zip(tflops, product, strict=True)]
+        rows.append((name.replace(MMA_SYNC, "with mma.sync"), *cells))
+    return Table("", ("rung", *(f"D = {case}" for case in record["cases"])), tuple(rows))
+
+
+def conditions(record: Record) -> str:
+    """The problem and the machine of the speeds."""
+    machine = record["machine"]
+    return (
+        f"{machine['gpu']}, bf16, B = {record['batch']}, H = {record['heads']}, S = {record['seqlen']}, device time by "
+        f"CUDA graphs, {machine['date'][:10]}, commit {commit_of(machine)}. The backward rungs do not compute delta."
+    )
+
+
+def hbm_bytes(record: Record) -> Table:
+    """Bytes of HBM at two lengths: those of rung 0 grow with the square."""
+    shape = record["shape"]
+    rows = []
+    for name in ("0", "1"):
+        for key, seqlen in ((name, shape["seqlen"]), (f"{name} S={2 * shape['seqlen']}", 2 * shape["seqlen"])):
+            heads = shape["batch"] * shape["heads"]
+            inputs = 4 * heads * seqlen * shape["head_dim"] * 2
+            predicted = inputs + (BYTES_PER_SCORE * heads * seqlen**2 if name == "0" else 0)
+            measured = sum(_kernel["dram_read_bytes"] + _kernel["dram_write_bytes"] for _kernel in _of(record, key))
+            rows.append((name, f"{seqlen}", f"{predicted / 1e6:,.0f}", f"{measured / 1e6:,.0f}"))
+    return Table("", ("rung", "S", "predicted, MB", "measured, MB"), tuple(rows))
+
+
+def wavefronts(record: Record) -> Table:
+    """Wavefronts of shared memory, measured and predicted, in millions."""
+
+    def cell(kernel: Record, predicted: Record, name: str) -> str:
+        both = (None if x is None else x / 1e6 for x in (kernel.get(name), predicted.get(name)))
+        return " / ".join(number(x, ".2f") for x in both)
+
+    rows = []
+    for name, predicted in sorted(record["predicted"].items()):
+        kernel = _of(record, name)[0]
+        rows.append((name, *(cell(kernel, predicted, key) for key in (*LOADS, COPIES))))
+    columns = ("rung", "ldmatrix", "conflicts of ldmatrix", "cp.async")
+    return Table("", columns, tuple(rows))
+
+
+def work(record: Record) -> Table:
+    """Time, instructions and busy units of the forward rungs with one kernel."""
+    shape = record["shape"]
+    scores = shape["batch"] * shape["heads"] * shape["seqlen"] ** 2
+    names = [name for name in sorted(record["rungs"]) if name.isdigit() and name != "0"]
+    rows = []
+    for name in names:
+        (kernel,) = _of(record, name)
+        units = [f"{kernel[counter]:.0f} %" for counter in COUNTED.values()]
+        per_score = f"{kernel['instructions'] * 32 / scores:.1f}"
+        rows.append((name, f"{kernel['duration_ns'] / 1e3:,.0f}", per_score, *units))
+    return Table("", ("rung", "time, µs", "instructions of a thread per score", *COUNTED), tuple(rows))
+
+
+def stalls(record: Record) -> Table:
+    """Cycles that a warp waits for each instruction that it issues, by reason."""
+    names = [name for name in sorted(record["rungs"]) if name.isdigit() and name != "0"]
+    rows = [
+        (name, *(number(_of(record, name)[0]["stalls"].get(reason, 0.0), ".2f") for reason in STALLS.values()))
+        for name in names
+    ]
+    return Table("", ("rung", *STALLS), tuple(rows))
+
+
+def counted_on(record: Record) -> str:
+    """The problem and the machine of the counters."""
+    shape, machine = record["shape"], record["machine"]
+    return (
+        f"Nsight Compute on {machine['gpu']}, B = {shape['batch']}, H = {shape['heads']}, S = {shape['seqlen']}, "
+        f"D = {shape['head_dim']}, without a mask, {machine['date'][:10]}, commit {commit_of(machine)}."
+    )
+
+
+def _of(record: Record, name: str) -> list[Record]:
+    """The counters of the kernels of a rung, in the order of their launches."""
+    kernels = record["rungs"][name]
+    return [kernels[key] for key in sorted(kernels, key=lambda key: int(key.rpartition("_")[2]))]
+
+
+def _rungs(record: Record) -> Iterable[str]:
+    return sorted(record["rungs"])

@@ -5,7 +5,16 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from profiling.documents import plot_concepts, plot_counters, plot_cp, plot_numerics, plot_speed, plot_standard, sources
+from profiling.documents import (
+    plot_concepts,
+    plot_counters,
+    plot_cp,
+    plot_ladder,
+    plot_numerics,
+    plot_speed,
+    plot_standard,
+    sources,
+)
 from profiling.documents.plot_style import style, svg
 from profiling.documents.sources import Recipe
 from profiling.measure.machine import PLOTS
@@ -21,6 +30,7 @@ FIGURES = {
     "numerics-accumulation.svg": Recipe(plot_numerics.accumulation, (sources.NUMERICS_CPU,)),
     "numerics-dtypes.svg": Recipe(plot_numerics.dtypes, (sources.NUMERICS_CPU,)),
     "numerics-gpu.svg": Recipe(plot_numerics.gpu, (sources.NUMERICS_GPU,)),
+    "ladder.svg": Recipe(plot_ladder.speeds, (sources.LADDER,)),
     "tiling.svg": Recipe(plot_concepts.tiling),
     "online-softmax.svg": Recipe(plot_concepts.online_softmax),
     "ridge.svg": Recipe(plot_concepts.ridge),

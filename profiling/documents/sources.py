@@ -35,9 +35,10 @@ GQA = newest("fwd-sm90-gqa"), newest("fwd-sm90-gqa8")
 FEATURES, MODS, FP32, DECODE = newest("features"), newest("mods"), newest("fp32"), newest("decode")
 TRAINING, CONTEXT_PARALLEL, HOST = newest("training"), newest("context-parallel"), newest("host")
 STANDARD, NUMERICS_GPU = newest("standard"), newest("numerics")
-# Files that `all` does not write: the start of a process, a run without a GPU, counters, and the record of the random
-# calls.
+# Files that `all` does not write: the start of a process, the ladder, a run without a GPU, counters, and the record of
+# the random calls.
 START = newest("start")
+LADDER, LADDER_COUNTERS = newest("ladder"), newest("ladder-counters")
 NUMERICS_CPU = newest("numerics", "results/cpu")
 COUNTERS = "reports/h200/ncu.json"
 BY_INSTRUCTION = f"{RESULTS}/2026-11-18-bwd-by-instruction.txt"
