@@ -56,7 +56,6 @@ def _forward(rung: Any) -> list[Use]:
     module, variant = sys.modules[type(rung).__module__], rung.variant
     tile_m, tile_n, warps, threads = module.TILE_M, module.TILE_N, module.NUM_WARPS, module.NUM_THREADS
     q, kv = (SmemTile(rows, rung.head_dim, variant=variant) for rows in (tile_m, tile_n))
-    p = SmemTile(tile_m, tile_n, variant=variant)
     found = [
         Use("copy of Q", q, cp_async_write(q, threads)),
         Use("copy of K", kv, cp_async_write(kv, threads)),
@@ -67,6 +66,7 @@ def _forward(rung: Any) -> list[Use]:
     ]
     if getattr(rung, "keeps_p", False):
         return found
+    p = SmemTile(tile_m, tile_n, variant=variant)
     return [*found, Use("store of P", p, store_fragment(p, warps)), _read("P", p, ldmatrix_a)]
 
 
@@ -95,7 +95,7 @@ def _backward(rung: Any) -> list[Use]:
 def totals(rung: Any, heads: int, seqlen: int) -> dict[str, int]:
     """Wavefronts of a launch without a mask, by the names of the counters; for B1, of its first kernel."""
     module, is_forward = sys.modules[type(rung).__module__], type(rung).__name__ == "Forward"
-    tiles, blocks = seqlen // module.TILE_M, seqlen // module.TILE_N
+    tiles, blocks = -(-seqlen // module.TILE_M), -(-seqlen // module.TILE_N)
     if not is_forward:  # a CTA has a tile of keys, and a block is of queries
         tiles, blocks = blocks, tiles
     once = ("copy of Q", *(("ldmatrix of Q",) if getattr(rung, "keeps_q", False) else ()))

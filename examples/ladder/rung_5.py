@@ -1,12 +1,12 @@
 """Rung 5: fewer instructions for each score. FlashAttention-2 on Ampere, without its last refinements.
 
-    Q       is loaded into registers once; rung 4 reads it from shared memory for every block
     P       never leaves registers: the accumulator of Q K^T has the layout of operand A of P V
+    Q       at D = 64, is loaded into registers once, and not for every block; at D = 128, O needs them
+    warps   have 32 queries, so each ldmatrix of K and V feeds two rows of mma.sync
     exp     becomes exp2 with scale * log2(e) folded into one FMA: exp2(S * c - m * c)
     masks   are applied to the last blocks only; if causal, blocks above the diagonal are skipped
-    tiles   have 128 queries and 8 warps, so each block of K and V is copied half as often
 
-If causal, tiles with most keys start first, so that the short ones fill the SMs at the end.
+If causal, the tiles of all heads with most keys start first, so that the short ones fill the SMs at the end.
 """
 
 import cutlass
@@ -32,9 +32,8 @@ from examples.ladder.tools import (
     tensor_core_mma,
 )  # fmt: skip
 
-TILE_M, TILE_N, NUM_WARPS = 128, 64, 8  # queries and keys of a tile; a warp has 16 queries
+TILE_M, TILE_N, NUM_WARPS = 128, 48, 4  # queries and keys of a tile; a warp has 32 queries
 NUM_THREADS = 32 * NUM_WARPS
-KEEPS_Q = 0
 STAGES = 2  # of K and V; the loop alternates between them
 LOG2_E = 1.4426950408889634
 
@@ -52,7 +51,7 @@ class Forward:
 
     def __init__(self, head_dim: int, is_causal: bool):
         self.head_dim, self.is_causal = head_dim, is_causal
-        self.keeps_q = KEEPS_Q or head_dim == 64
+        self.keeps_q = head_dim == 64  # in registers
         self.smem_bytes = 2 * ((TILE_M + 2 * STAGES * TILE_N) * head_dim)
 
     @cute.jit
@@ -60,7 +59,7 @@ class Forward:
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, scale: Float32, stream: CUstream
     ):
         mma, copy = tensor_core_mma(NUM_WARPS), row_copy(NUM_THREADS, self.head_dim)
-        grid = (cute.ceil_div(mQ.shape[1], TILE_M), mQ.shape[0], 1)
+        grid = (mQ.shape[0], cute.ceil_div(mQ.shape[1], TILE_M), 1)
         kernel = named(self.kernel, "rung_5")
         kernel(mQ, mK, mV, mO, scale, mma, copy).launch(grid=grid, block=(NUM_THREADS, 1, 1), stream=stream)
 
@@ -70,9 +69,9 @@ class Forward:
         mma: cute.TiledMma, copy: cute.TiledCopy,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
-        m_block, head, _ = cute.arch.block_idx()
+        head, m_block, _ = cute.arch.block_idx()
         if cutlass.const_expr(self.is_causal):
-            m_block = cute.arch.grid_dim()[0] - 1 - m_block
+            m_block = cute.arch.grid_dim()[1] - 1 - m_block
         seqlen, first_row = mQ.shape[1], m_block * TILE_M
         gQ, gO = (cute.local_tile(mX[head, None, None], (TILE_M, self.head_dim), (m_block, 0)) for mX in (mQ, mO))
         gK, gV = (cute.local_tile(mX[head, None, None], (TILE_N, self.head_dim), (None, 0)) for mX in (mK, mV))
@@ -106,9 +105,8 @@ class Forward:
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        if cutlass.const_expr(self.keeps_q):
-            for step in cutlass.range_constexpr(self.head_dim // 16):
-                load_fragment(q, step)
+        for step in cutlass.range_constexpr(self.head_dim // 16 if self.keeps_q else 0):
+            load_fragment(q, step)
         for n_block in cutlass.range(num_blocks, unroll=1):
             first_key, stage = n_block * TILE_N, n_block % STAGES
             cute.arch.cp_async_wait_group(0)
@@ -120,10 +118,7 @@ class Forward:
             cute.arch.cp_async_commit_group()
 
             acc_S.fill(0.0)
-            if cutlass.const_expr(self.keeps_q):
-                gemm_rs(mma, acc_S, q.fragment, at_stage(k, stage))
-            else:
-                gemm(mma, acc_S, q, at_stage(k, stage))
+            gemm(mma, acc_S, q, at_stage(k, stage), a_is_loaded=self.keeps_q)
 
             if n_block >= full_blocks:
                 for r in cutlass.range_constexpr(cute.size(S, mode=[0])):

@@ -152,10 +152,11 @@ def load_fragment(operand: Operand, k: cutlass.Constexpr):
 
 
 @cute.jit
-def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: Operand, b: Operand):
-    """acc += A B, with both operands in shared memory."""
+def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: Operand, b: Operand, a_is_loaded: cutlass.Constexpr = False):
+    """acc += A B, with both operands in shared memory, or A in its fragment."""
     for k in cutlass.range_constexpr(cute.size(a.fragment, mode=[2])):
-        load_fragment(a, k)
+        if cutlass.const_expr(not a_is_loaded):
+            load_fragment(a, k)
         load_fragment(b, k)
         cute.gemm(mma, acc, a.fragment[None, None, k], b.fragment[None, None, k], acc)
 
