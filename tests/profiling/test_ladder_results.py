@@ -63,8 +63,10 @@ def test_instructions_fall_and_tensor_cores_get_busier() -> None:
     assert instructions == sorted(instructions, reverse=True)
     # TMA and wgmma: no ldmatrix.
     assert counters("5")["ldsm_instructions"] > 0 == counters("6")["ldsm_instructions"]
-    busy = [counters(name)["tensor_percent"] for name in "123456789"]
-    assert busy == sorted(busy)
+    # mma.sync occupies the tensor cores for longer than wgmma does for the same product.
+    for names in ("12345", "6789"):
+        busy = [counters(name)["tensor_percent"] for name in names]
+        assert busy == sorted(busy)
 
 
 def test_no_rung_is_slower_than_the_one_before() -> None:
