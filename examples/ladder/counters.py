@@ -102,11 +102,16 @@ def predictions(names: list[str]) -> dict[str, dict[str, int]]:
     return found
 
 
-def main() -> None:
+def parser_of_counters() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.ladder.counters", description=__doc__)
     parser.add_argument("--out", type=Path, help="the file to write")
     parser.add_argument("--rungs", nargs="*", default=[*FORWARD, PADDED, *LONG, PRODUCT, *BACKWARD])
     parser.add_argument("--launch", action="store_true", help="run the rungs, to be profiled")
+    return parser
+
+
+def main() -> None:
+    parser = parser_of_counters()
     args = parser.parse_args()
     if args.launch:
         with steps("launching", len(args.rungs)) as done:

@@ -11,7 +11,7 @@ import yaml
 from cute_flash.tools import cli
 from cute_flash.tools.studies import STUDIES
 from examples.ladder import __main__ as ladder
-from examples.ladder import harness
+from examples.ladder import counters, harness
 from layouts import __main__ as layouts
 from profiling import __main__ as profiling
 from tests.docs.pages import DOCUMENTS, PAGES, ROOT, commands, name
@@ -21,6 +21,7 @@ PARSERS = {
     "layouts": layouts._parser,
     "cute_flash": cli._parser,
     "examples.ladder": ladder.parser_of_ladder,
+    "examples.ladder.counters": counters.parser_of_counters,
     "examples.ladder.rung_3": lambda: harness.parser_of(ladder.rung_class("3")),
 }
 # Commands of the system, which are not checked.
