@@ -20,11 +20,14 @@ COUNTED = {
     "tensor cores": "tensor_percent",
     "FMA": "fma_percent",
     "shared memory": "lsu_data_percent",
+    "exponentials": "xu_percent",
     "issue slots used": "issue_percent",
 }
 STALLS = {"loads from L2 or HBM": "long_scoreboard", "shared memory": "short_scoreboard", "barriers": "barrier"}
 COPIES = "sass_ldgsts_wavefronts"
 LOADS = ("sass_ldsm_wavefronts", "sass_ldsm_conflicts")
+# What the kernels of a rung with several compute, in the order of their launches.
+KERNELS = {"0": ("scores", "softmax", "output"), "B1": ("dK, dV", "dQ")}
 BYTES_PER_SCORE = 24  # of rung 0: fp32, written twice and read four times
 
 
@@ -50,7 +53,7 @@ def speeds(record: Record) -> Table:
     for name in _rungs(record):
         tflops = record["rungs"][name]["tflops"]
         product = record["rungs"][PRODUCTS["backward" if name.startswith("B") else "forward"]]["tflops"]
-        cells = [f"{x:.0f} ({x / best:.0%})" for x, best in zip(tflops, product, strict=True)]
+        cells = [f"{x:.{int(x < 10)}f} ({x / best:.0%})" for x, best in zip(tflops, product, strict=True)]
         rows.append((name.replace(MMA_SYNC, "with mma.sync"), *cells))
     return Table("", ("rung", *(f"D = {case}" for case in record["cases"])), tuple(rows))
 
@@ -60,7 +63,9 @@ def conditions(record: Record) -> str:
     machine = record["machine"]
     return (
         f"{machine['gpu']}, bf16, B = {record['batch']}, H = {record['heads']}, S = {record['seqlen']}, device time by "
-        f"CUDA graphs, {machine['date'][:10]}, commit {commit_of(machine)}. The backward rungs do not compute delta."
+        f"CUDA graphs, {machine['date'][:10]}, commit {commit_of(machine)}. The FLOPs of a causal mask are half of "
+        "those without one, also of rungs that compute all of them. Times of the backward include setting dQ to zero; "
+        "B1 to B3 get delta from the caller, and B4 computes it."
     )
 
 
@@ -87,33 +92,33 @@ def wavefronts(record: Record) -> Table:
 
     rows = []
     for name, predicted in sorted(record["predicted"].items()):
-        kernel = _of(record, name)[0]
-        rows.append((name, *(cell(kernel, predicted, key) for key in (*LOADS, COPIES))))
+        # The prediction of a rung with two kernels is for the first one.
+        for label, kernel, of_kernel in zip(_labels(name), _of(record, name), (predicted, {})):
+            rows.append((label, *(cell(kernel, of_kernel, key) for key in (*LOADS, COPIES))))
     columns = ("rung", "ldmatrix", "conflicts of ldmatrix", "cp.async")
     return Table("", columns, tuple(rows))
 
 
 def work(record: Record) -> Table:
-    """Time, instructions and busy units of the forward rungs with one kernel."""
+    """Time, instructions and busy units of the kernels of all rungs."""
     shape = record["shape"]
     scores = shape["batch"] * shape["heads"] * shape["seqlen"] ** 2
-    names = [name for name in sorted(record["rungs"]) if name.isdigit() and name != "0"]
     rows = []
-    for name in names:
-        (kernel,) = _of(record, name)
-        units = [f"{kernel[counter]:.0f} %" for counter in COUNTED.values()]
-        per_score = f"{kernel['instructions'] * 32 / scores:.1f}"
-        rows.append((name, f"{kernel['duration_ns'] / 1e3:,.0f}", per_score, *units))
+    for name in _plain(record):
+        for label, kernel in zip(_labels(name), _of(record, name), strict=True):
+            units = [f"{kernel[counter]:.0f} %" for counter in COUNTED.values()]
+            per_score = f"{kernel['instructions'] * 32 / scores:.1f}"
+            rows.append((label, f"{kernel['duration_ns'] / 1e3:,.0f}", per_score, *units))
     return Table("", ("rung", "time, µs", "instructions of a thread per score", *COUNTED), tuple(rows))
 
 
 def stalls(record: Record) -> Table:
     """Cycles that a warp waits for each instruction that it issues, by reason."""
-    names = [name for name in sorted(record["rungs"]) if name.isdigit() and name != "0"]
-    rows = [
-        (name, *(number(_of(record, name)[0]["stalls"].get(reason, 0.0), ".2f") for reason in STALLS.values()))
-        for name in names
-    ]
+    rows = []
+    for name in _plain(record):
+        for label, kernel in zip(_labels(name), _of(record, name), strict=True):
+            found = kernel["stalls"]
+            rows.append((label, *(number(found.get(reason, 0.0), ".2f") for reason in STALLS.values())))
     return Table("", ("rung", *STALLS), tuple(rows))
 
 
@@ -130,6 +135,16 @@ def _of(record: Record, name: str) -> list[Record]:
     """The counters of the kernels of a rung, in the order of their launches."""
     kernels = record["rungs"][name]
     return [kernels[key] for key in sorted(kernels, key=lambda key: int(key.rpartition("_")[2]))]
+
+
+def _labels(name: str) -> list[str]:
+    """The names of the kernels of a rung: that of the rung, followed by what the kernel computes if it has several."""
+    return [" ".join((name, what)) for what in KERNELS[name]] if name in KERNELS else [name]
+
+
+def _plain(record: Record) -> list[str]:
+    """The rungs at the one length, as they are in their files."""
+    return [name for name in sorted(record["rungs"]) if " " not in name]
 
 
 def _rungs(record: Record) -> Iterable[str]:
