@@ -19,11 +19,11 @@ MMA_SYNC = "sm80"
 COUNTED = {
     "tensor cores": "tensor_percent",
     "FMA": "fma_percent",
-    "shared memory": "lsu_data_percent",
+    "L1 and shared memory": "lsu_data_percent",
     "exponentials": "xu_percent",
     "issue slots used": "issue_percent",
 }
-STALLS = {"loads from L2 or HBM": "long_scoreboard", "shared memory": "short_scoreboard", "barriers": "barrier"}
+STALLS = {"loads from L2 or HBM": "long_scoreboard", "shared memory": "short_scoreboard"}
 COPIES = "sass_ldgsts_wavefronts"
 LOADS = ("sass_ldsm_wavefronts", "sass_ldsm_conflicts")
 # What the kernels of a rung with several compute, in the order of their launches.
