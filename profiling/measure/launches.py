@@ -1,17 +1,20 @@
-"""Kernel launches of cute_flash: recorded with or without running them, and repeated without the call around them."""
+"""Kernel launches of cute_flash: recorded with or without running them, repeated without the call around them, and
+planned as for another GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_flash.planning.launch import LaunchKey
+from cute_flash.planning.launch import CompileKey, LaunchChain, LaunchKey
+from cute_flash.spec.arch import ArchSpec, by_name
 from profiling.measure.timing import TimedCall
 
 
@@ -49,6 +52,36 @@ def recorded_launches(is_dry: bool = False) -> Iterator[list[Launch]]:
     recorder.kernel, recorder.chain = recorded(gpu.kernel), recorded(gpu.chain)  # type: ignore[assignment, method-assign]
     with use_gpu(recorder):
         yield launches
+
+
+@contextmanager
+def tiles_of(gpu_name: str) -> Iterator[None]:
+    """Plan as on another GPU, such as "A100", and compile the kernels for the GPU here.
+
+    Tiles, warps and stages are those that the other GPU has shared memory for. The number of SMs, L2 and the clocks
+    are those of the GPU here.
+    """
+    from cute_flash.runtime.gpu import current_gpu, use_gpu
+
+    here, other = current_gpu(), by_name(gpu_name)
+    planner = copy(here)
+
+    def arch(index: int | None) -> ArchSpec:
+        own = here.arch(index)
+        return replace(other, gpu=own.gpu, num_sms=own.num_sms, l2_bytes=own.l2_bytes, hbm_tbps=own.hbm_tbps)
+
+    def compiled_here(key: CompileKey) -> CompileKey:
+        return replace(key, target=here.arch(here.current_device()).target)
+
+    def kernel(key: CompileKey) -> Callable[..., None]:
+        return here.kernel(compiled_here(key))
+
+    def chain(key: LaunchChain) -> Callable[..., None]:
+        return here.chain(LaunchChain(tuple(compiled_here(one) for one in key.keys)))
+
+    planner.arch, planner.kernel, planner.chain = arch, kernel, chain  # type: ignore[method-assign]
+    with use_gpu(planner):
+        yield
 
 
 def needed_kernels(calls: Iterable[Callable[[], Any]]) -> list[LaunchKey]:

@@ -23,6 +23,15 @@ def _use_kernels(family: str) -> AbstractContextManager[Any]:
     return importlib.import_module("cute_flash").use_kernels(family)
 
 
+def _tiles_of(gpu: str) -> AbstractContextManager[Any]:
+    return importlib.import_module("profiling.measure.launches").tiles_of(gpu)
+
+
+def peer_with_tiles_of(gpu: str) -> Peer:
+    """`cute_flash.attn` with the tiles that another GPU takes, such as "A100"."""
+    return Peer(f"cute_flash-{gpu}", _load, context=partial(_tiles_of, gpu), is_ours=True)
+
+
 def our_peer(name: str = "cute_flash", kernels: str = "auto") -> Peer:
     """`cute_flash.attn` with the kernels of a family; "auto": as the library chooses."""
     context = nullcontext if kernels == "auto" else partial(_use_kernels, kernels)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.nn.attention import SDPBackend
 
-from profiling.peers.cute_flash import our_peer
+from profiling.peers.cute_flash import our_peer, peer_with_tiles_of
 from profiling.peers.flash_attention import FA4, bshd_peer, fa2_forward, fa3_backward, fa3_forward, fa4_forward
 from profiling.peers.flex import flex_peer
 from profiling.peers.peer import Peer
@@ -20,6 +20,9 @@ def registry(kernels: str = "auto") -> dict[str, Peer]:
         # By name only: to compare the families in one run.
         our_peer("cute_flash-sm80", "sm80"),
         our_peer("cute_flash-sm90", "sm90"),
+        # The mma.sync kernels as an A100 and a GPU with 99 KB of shared memory would run them.
+        peer_with_tiles_of("A100"),
+        peer_with_tiles_of("L40S"),
         sdpa_peer("sdpa-flash", SDPBackend.FLASH_ATTENTION),
         sdpa_peer("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
         sdpa_peer("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
@@ -32,7 +35,7 @@ def registry(kernels: str = "auto") -> dict[str, Peer]:
     return {peer.name: peer for peer in peers}
 
 
-BY_NAME_ONLY = ("cute_flash-sm80", "cute_flash-sm90", "flex")
+BY_NAME_ONLY = ("cute_flash-sm80", "cute_flash-sm90", "cute_flash-A100", "cute_flash-L40S", "flex")
 OURS = tuple(name for name, peer in registry().items() if peer.is_ours)
 DEFAULT_NAMES = tuple(name for name in registry() if name not in BY_NAME_ONLY)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import flex_attention
 
+import cute_flash
 from cute_flash import reference
 from cute_flash.spec.band import Band
+from profiling.measure.launches import needed_kernels
 from profiling.peers import flash_attention, flex
 from profiling.peers.cute_flash import our_peer
 from profiling.peers.flash_attention import bshd_peer
@@ -20,6 +23,8 @@ from profiling.peers.flex import flex_peer
 from profiling.peers.peer import NO_GPU, Peer, as_bhsd
 from profiling.peers.registry import DEFAULT_NAMES, registry, select, split_available
 from profiling.peers.sdpa import sdpa_peer
+from tests.fakes.cuda import claiming_cuda
+from tests.fakes.gpu import fake_gpu
 
 
 @pytest.fixture
@@ -244,3 +249,36 @@ def test_peers_without_a_backward_give_a_reason(pretend_gpu, monkeypatch):
     available, absent = split_available(chosen, "bwd")
     assert [peer.name for peer in available] == ["cute_flash", "cute_flash-sm80", "sdpa-cudnn"]
     assert absent["fa3"].startswith("AttributeError: ") and "bwd" in absent["fa3"]
+
+
+@pytest.mark.parametrize(("gpu", "name"), [("A100", "sm_80"), ("L40S", "sm_89")])
+def test_tiles_of_another_gpu_compiled_for_the_gpu_here(gpu: str, name: str) -> None:
+    peer = registry()[f"cute_flash-{gpu}"]
+    assert peer.is_ours and peer.name not in DEFAULT_NAMES
+    tensors = [torch.randn(1, 2, 70, 256).bfloat16() for _ in range(4)]
+
+    def gradients() -> list[Tensor]:
+        leaves = [x.requires_grad_() for x in tensors[:3]]
+        return list(torch.autograd.grad(peer.load()(*leaves[:2], True)(*leaves), leaves, tensors[3]))
+
+    def in_context() -> list[Tensor]:
+        with peer.context():
+            return gradients()
+
+    with fake_gpu(name) as there, claiming_cuda():
+        expected = gradients()
+    with fake_gpu("sm_90") as here, claiming_cuda():
+        needed = needed_kernels([in_context])
+        found = in_context()
+        gradients()
+    own = [launch.key for launch in there.launches]
+    keys = [launch.key for launch in here.launches]
+    borrowed, ours = keys[: len(own)], keys[len(own) :]
+    assert borrowed == [replace(key, target="sm_90") for key in own] and len(own) > 3
+    assert {one for key in needed for one in key.keys} == set(borrowed)
+    assert {key.kernel for key in ours} >= {"fwd_sm90", "bwd_sm90_wide"}
+    with cute_flash.use_kernels("sm80"), fake_gpu("sm_90") as hopper, claiming_cuda():
+        gradients()
+    assert hopper.main.key.tile != here.launches[len(own) - 1].key.tile
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
