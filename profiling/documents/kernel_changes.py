@@ -1,10 +1,12 @@
-"""Kernels whose machine code changed since a measurement, by the digests of `tests/lock`.
+"""Kernels whose machine code, and shapes whose launch plan, changed since a measurement, by the lock (`tests/lock`).
 
-A file kernels-<commit>.json has the digests at the commit of a run. `python -m profiling all` writes it.
+A file kernels-<commit>.json has the digests at the commit of a run, of machine code and of launch plans: grids, L2
+groups and workspace. `python -m profiling all` writes it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 from profiling.measure.machine import ROOT
 
 LOCK = ROOT / "tests" / "lock" / "digests.json"
+PLANS = "plans.json"  # beside the digests
 # Names in a sentence; further names are counted.
 SHOWN = 5
 
@@ -23,9 +26,15 @@ def file_name(commit: str) -> str:
 
 
 def snapshot(commit: str, source_digest: str, lock: Path = LOCK) -> dict[str, Any]:
-    """The digests of all kernels (toolchain -> kernel -> entry of the lock), and the source that they belong to."""
+    """The digests of all kernels (toolchain -> kernel -> entry of the lock) and launch plans, and their source."""
     digests = json.loads(lock.read_text(encoding="utf-8"))
-    return {"git_commit": commit, "source_digest": source_digest, "digests": digests}
+    return {"git_commit": commit, "source_digest": source_digest, "digests": digests, "plans": _plans(lock)}
+
+
+def _plans(lock: Path) -> dict[str, str]:
+    """A digest of each launch plan beside the lock, by its name."""
+    plans = json.loads(lock.with_name(PLANS).read_text(encoding="utf-8"))
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in plans.items()}
 
 
 def _of_hosts(entry: str | dict[str, str] | None) -> set[str]:
@@ -56,15 +65,34 @@ def changed(measured: dict[str, Any], patterns: tuple[str, ...] = ("*",), lock: 
     return len(chosen), differ
 
 
+def changed_plans(measured: dict[str, Any], patterns: tuple[str, ...] = ("*",), lock: Path = LOCK) -> tuple[int, int]:
+    """(number of published shapes that the patterns select, number of those that are launched otherwise now)."""
+    now = _plans(lock)
+    chosen = {
+        name: plan
+        for name, plan in measured["plans"].items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+    return len(chosen), sum(now.get(name) != plan for name, plan in chosen.items())
+
+
 def sentence(measured: dict[str, Any], patterns: tuple[str, ...] = ("*",), lock: Path = LOCK) -> str:
-    """The commit of measurements, and which of their kernels changed since, as a part of a sentence."""
+    """The commit of measurements, and what changed of their kernels and launch plans since, as a part of a sentence."""
+    num_plans, num_changed = changed_plans(measured, patterns, lock)
+    launched = ""
+    if num_plans:
+        what = f"{num_changed} have changed since" if num_changed else "all are unchanged since"
+        launched = f"; of {num_plans} launch plans of the published shapes, {what}"
+    return f"commit `{measured['git_commit'][:7]}`; {_code(measured, patterns, lock)}{launched}"
+
+
+def _code(measured: dict[str, Any], patterns: tuple[str, ...], lock: Path) -> str:
     num_kernels, differ = changed(measured, patterns, lock)
-    commit = f"commit `{measured['git_commit'][:7]}`"
     if not differ and num_kernels == 1:
-        return f"{commit}; the machine code of this kernel is unchanged since"
+        return "the machine code of this kernel is unchanged since"
     if not differ:
-        return f"{commit}; the machine code of all {num_kernels} of their kernels in the lock is unchanged since"
+        return f"the machine code of all {num_kernels} of their kernels in the lock is unchanged since"
     more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
     names = ", ".join(f"`{name}`" for name in differ[:SHOWN])
     counts = f"{len(differ)} of {num_kernels} of their kernels in the lock"
-    return f"{commit}; the machine code of {counts} has changed since: {names}{more}"
+    return f"the machine code of {counts} has changed since: {names}{more}"

@@ -15,7 +15,7 @@ from cute_flash.jit.describe import describe_key
 from cute_flash.jit.resources import Resources
 from tests.jit.gates import kernel_resources
 from tests.lock import __main__ as cli
-from tests.lock import decode_cases, sources
+from tests.lock import decode_cases, plans, sources
 from tests.lock.cases import (
     FEATURES,
     cases,
@@ -46,6 +46,13 @@ def test_machine_code_is_as_recorded(name: str) -> None:
         pytest.skip(f"machine code that depends on the host, and is not recorded for {cli.HOST}")
     found = digest(kernel_resources(compile_key(CASES[name])).cubin)
     assert found == recorded[name], "machine code changed: `make lock` lists all such kernels"
+
+
+def test_launch_plans_are_as_recorded() -> None:
+    """Grids, L2 groups and workspace of the published shapes: machine code does not show them."""
+    recorded = json.loads(plans.RECORDED.read_text(encoding="utf-8"))
+    assert plans.plans() == recorded, "if this is intended: python -m tests.lock.plans"
+    assert len(recorded) == 2 * 2 * 48
 
 
 # Coverage of the list.
