@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--fuzz-seconds", metavar="S", type=float, default=0.0, help="seconds of random arguments")
     parser.addoption("--pack", metavar="WHEEL", type=Path, help="a pack of kernels, for tests/gpu/test_pack.py")
+    parser.addoption("--tiles-of", metavar="GPU", help="run tests/gpu with the mma.sync tiles of a GPU, such as A100")
     parser.addoption("--support", metavar="FOLDER", help="write the support matrix of random calls to FOLDER")
 
 

@@ -7,6 +7,7 @@ import torch
 
 from cute_flash import api
 from cute_flash.spec.family import FAMILIES
+from profiling.measure.launches import tiles_of
 from tests.combinations import RNG
 from tests.fakes import gpu as fakes
 from tests.gpu import families
@@ -20,6 +21,17 @@ def few_threads() -> Iterator[None]:
     torch.set_num_threads(min(before, 2))
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With --tiles-of, tests run the mma.sync kernels with the tiles of that GPU, compiled for the GPU here."""
+    name = request.config.getoption("--tiles-of")
+    if not name:
+        yield
+        return
+    with tiles_of(name):
+        yield
 
 
 def by(family: str) -> Iterator[None]:

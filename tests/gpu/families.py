@@ -1,17 +1,17 @@
-"""Kernel families that the GPU here can run."""
+"""Kernel families that the GPU here can run, or the GPU whose tiles `--tiles-of` asks for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from cute_flash.spec.arch import detect
+from cute_flash.runtime.gpu import current_gpu
 from cute_flash.spec.family import FAMILIES, use_kernels
 
 
 def obstacle(family: str) -> str | None:
     """Why the first GPU cannot run a family, or None."""
-    arch = detect(0)
+    arch = current_gpu().arch(0)
     return None if FAMILIES[family](arch) else f"{family} kernels do not run on {arch.name}"
 
 
