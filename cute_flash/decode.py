@@ -39,14 +39,30 @@ def attn_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor | int,
     return_lse: bool = ..., **keywords: Unpack[DecodeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def attn_decode(
+    q: Tensor, k_cache: Tensor, *, value_dim: int, cache_seqlens: Tensor | int,
+    return_lse: Literal[False] = ..., **keywords: Unpack[DecodeKeywords],
+) -> Tensor: ...
+@overload
+def attn_decode(
+    q: Tensor, k_cache: Tensor, *, value_dim: int, cache_seqlens: Tensor | int,
+    return_lse: Literal[True], **keywords: Unpack[DecodeKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attn_decode(
+    q: Tensor, k_cache: Tensor, *, value_dim: int, cache_seqlens: Tensor | int,
+    return_lse: bool = ..., **keywords: Unpack[DecodeKeywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 @without_foreign
 def attn_decode(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None = None,
     *extra: Any,
     cache_seqlens: Tensor | int,
+    value_dim: int | None = None,
     page_table: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
     leftpad: Tensor | None = None,
@@ -89,10 +105,16 @@ def attn_decode(
         k_cache: Keys, (B or more, S, Hkv, D), or pages (num_pages, page_size, Hkv, D) with `page_table`; in the dtype
             of q, or float8_e4m3fn. Any strides, except that the last dimension is contiguous and, on CUDA, rows start
             at multiples of 16 bytes. H must be a multiple of Hkv.
-        v_cache: Values, in the same form and dtype, with head dim Dv.
+        v_cache: Values, in the same form and dtype, with head dim Dv. None with `value_dim`.
         cache_seqlens: (B), int32: the number of rows of each sequence before the append; or one number for all.
+        value_dim: Dv, if the values are the first Dv columns of k_cache, which is then the only cache (MLA). Such a
+            call has `scale`, and no `v_cache`, `v_new`, `v_scale` and rotary tables. There is no CUDA kernel yet.
         page_table: (B, max_pages), int32: row j of sequence b is row ``j % page_size`` of page
             ``page_table[b, j // page_size]``. Pages can have any size. Entries past the end of a sequence are not used.
+            With `value_dim` also (B, T, max_pages), a table for each query, which sees all of its rows. Then
+            `cache_seqlens` is (B, T) or a number, and counts the rows of a table, also those on pages -1, which do
+            not exist. A page counts as often as it is named. `causal` has no effect, and the other arguments that
+            concern positions or sequences are refused.
         cache_batch_idx: (B), int32: the index of sequence b along dimension 0 of the caches, or of `page_table`, which
             then may have any number of rows; None: b.
         leftpad: (B), int32: the number of rows to skip at the start of each sequence.
@@ -115,7 +137,8 @@ def attn_decode(
         alibi: Slopes, (H) or (B, H), of any floating-point dtype; slope · |distance| is subtracted from a score.
         sinks: Attention sinks, (H), of any floating-point dtype: one more logit, without a value, in each row's
             softmax.
-        scale: Factor of q kᵀ; 1 / sqrt(D) by default.
+        scale: Factor of q kᵀ; 1 / sqrt(D) by default, and required with `value_dim`, because queries that were
+            multiplied into the space of the cache keep the scale of their own head dim.
         k_scale: Scale of an FP8 k_cache, a number or an fp32 tensor, () or (Hkv): a key is its stored value
             times k_scale. k_new is divided by k_scale, rounded and saturated. None: 1.
         v_scale: The same for v_cache.
@@ -155,14 +178,16 @@ def attn_decode(
     given = DecodeArgs._make((
         cache_seqlens, scale, page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin,
         rotary_interleaved, cu_seqlens_q, None, None, attention_chunk, softcap, alibi, sinks, k_scale, v_scale,
-        num_splits, out,
+        num_splits, value_dim, out,
     ))  # fmt: skip
     q, k_cache, v_cache, args = _canonical(q, k_cache, v_cache, given, causal, window, kv_layout)
     result, lse = ops_decode.decode(q, k_cache, v_cache, args, return_lse)
     return (result, lse) if return_lse else result
 
 
-def decode_supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, gpu: str | None = None, **keywords: Any) -> Support:
+def decode_supports(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None = None, *, gpu: str | None = None, **keywords: Any
+) -> Support:
     """Check whether `attn_decode` supports these tensors and keywords.
 
     No attention kernel is launched, and lengths and tables are not read.
@@ -194,7 +219,9 @@ def decode_supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, gpu: str | N
     return Support(True)
 
 
-def bind(q: Tensor, k_cache: Tensor, v_cache: Tensor, **keywords: Any) -> tuple[Tensor, Tensor, Tensor, DecodeArgs]:
+def bind(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None = None, **keywords: Any
+) -> tuple[Tensor, Tensor, Tensor | None, DecodeArgs]:
     """The arguments of a call of `attn_decode` in the form that the operator takes."""
     arguments = dict(bind_keywords(attn_decode, q, k_cache, v_cache, **keywords).arguments)
     as_bool("return_lse", arguments.pop("return_lse"))
@@ -204,7 +231,7 @@ def bind(q: Tensor, k_cache: Tensor, v_cache: Tensor, **keywords: Any) -> tuple[
 
 def _canonical(
     q: Any, k_cache: Any, v_cache: Any, given: DecodeArgs, causal: Any, window: Any, kv_layout: Any
-) -> tuple[Tensor, Tensor, Tensor, DecodeArgs]:
+) -> tuple[Tensor, Tensor, Tensor | None, DecodeArgs]:
     """q and views of the caches in the shapes of `spec.decode`, and the other arguments.
 
     The fields of `given` have the values of the keywords, unchecked.
@@ -212,10 +239,12 @@ def _canonical(
     (
         cache_seqlens, scale, page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin,
         rotary_interleaved, cu_seqlens_q, _left, _right, attention_chunk, softcap, alibi, sinks, k_scale, v_scale,
-        num_splits, out,
+        num_splits, value_dim, out,
     ) = given  # fmt: skip
+    if type(v_cache) is int:
+        raise ValueError(f"v_cache={v_cache} is a number: give a torch.Tensor, or write value_dim={v_cache}")
     if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
-        check_are_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+        check_are_tensors(q=q, k_cache=k_cache, **{} if v_cache is None else {"v_cache": v_cache})
     for x in (
         page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin, cu_seqlens_q, alibi, sinks, out
     ):  # fmt: skip
@@ -228,7 +257,7 @@ def _canonical(
     if kv_layout != "nhd":
         k_cache, v_cache = _to_nhd(k_cache, v_cache, kv_layout)
     if not isinstance(cache_seqlens, Tensor):
-        cache_seqlens = _seqlens_tensor(cache_seqlens, q, cu_seqlens_q)
+        cache_seqlens = _seqlens_tensor(cache_seqlens, q, cu_seqlens_q, page_table)
     q = _with_contiguous_rows(q)
     if k_new is not None:
         k_new = _with_contiguous_rows(k_new)
@@ -238,7 +267,13 @@ def _canonical(
         k_scale = _scale_tensor("k_scale", k_scale, q)
     if v_scale is not None:
         v_scale = _scale_tensor("v_scale", v_scale, q)
+    if value_dim is not None:
+        value_dim = as_int("value_dim", value_dim)
     if scale is None:
+        if value_dim is not None:
+            raise ValueError(
+                f"value_dim={value_dim} without scale: give that of the head dim before absorption, such as 192**-0.5"
+            )
         scale = (q.shape[-1] or 1) ** -0.5 if q.dim() else 1.0
     elif type(scale) is not float:
         scale = as_float("scale", scale)
@@ -256,7 +291,7 @@ def _canonical(
     args = DecodeArgs(
         cache_seqlens, scale, page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin,
         rotary_interleaved, cu_seqlens_q, left, right, attention_chunk, softcap, alibi, sinks, k_scale, v_scale,
-        num_splits, out,
+        num_splits, value_dim, out,
     )  # fmt: skip
     return q, k_cache, v_cache, args
 
@@ -266,22 +301,24 @@ def _refuse_value(value: Any, **arguments: Any) -> None:
     check_are_tensors(**{name: x for name, x in arguments.items() if x is value})
 
 
-def _to_nhd(k_cache: Tensor, v_cache: Tensor, kv_layout: Any) -> tuple[Tensor, Tensor]:
+def _to_nhd(k_cache: Tensor, v_cache: Tensor | None, kv_layout: Any) -> tuple[Tensor, Tensor | None]:
     """Views of the caches as (…, rows, Hkv, D)."""
     if kv_layout not in KV_LAYOUTS:
         raise ValueError(f"kv_layout={kv_layout!r}: use one of {', '.join(KV_LAYOUTS)}")
     # `describe_decode` raises an error for caches that are not 4-D.
-    if kv_layout == "hnd" and k_cache.dim() == v_cache.dim() == 4:
-        return k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    if kv_layout == "hnd" and k_cache.dim() == 4 and (v_cache is None or v_cache.dim() == 4):
+        return k_cache.transpose(1, 2), None if v_cache is None else v_cache.transpose(1, 2)
     return k_cache, v_cache
 
 
-def _seqlens_tensor(value: Any, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
-    """One length for all sequences as a tensor (B)."""
+def _seqlens_tensor(value: Any, q: Tensor, cu_seqlens_q: Tensor | None, page_table: Tensor | None) -> Tensor:
+    """One length for all sequences as a tensor (B), or (B, T) with a page table for each query."""
     seqlen = as_int("cache_seqlens", value, "give a whole number, or an int32 tensor of shape (B)")
     # `describe_decode` raises an error if q or cu_seqlens_q has the wrong number of dimensions.
-    batch = q.shape[:1].numel() if cu_seqlens_q is None else max(cu_seqlens_q.numel() - 1, 0)
-    return torch.full((batch,), seqlen, dtype=torch.int32, device=q.device)
+    batch = q.shape[:1] if cu_seqlens_q is None else (max(cu_seqlens_q.numel() - 1, 0),)
+    if page_table is not None and page_table.dim() == 3:
+        batch = q.shape[:2]
+    return torch.full(batch, seqlen, dtype=torch.int32, device=q.device)
 
 
 def _with_contiguous_rows(x: Tensor) -> Tensor:

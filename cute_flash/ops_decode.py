@@ -1,6 +1,6 @@
 """The torch operator of decoding with a K/V cache: `cute_flash::decode`.
 
-    decode(q, k_cache, v_cache, *DecodeArgs) -> (out, lse)
+    decode(q, k_cache, v_cache or None, *DecodeArgs) -> (out, lse)
 
 It writes k_new and v_new into the caches, and the output into `args.out` if the caller provides it. An operator must
 not return its argument, so the first result is then empty. The operator has dispatcher kernels for CPU
@@ -42,13 +42,15 @@ _TENSOR_NAMES = ("q", "k_cache", "v_cache", *TENSOR_FIELDS)
 _DIRECT_TYPES = PLAIN_TYPES | {bool, int, float}
 
 LIBRARY.define(
-    f"decode(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {SCHEMA}) -> (Tensor, Tensor)",
+    f"decode(Tensor q, Tensor(a!) k_cache, Tensor(b!)? v_cache, {SCHEMA}) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 decode_op = torch.ops.cute_flash.decode.default
 
 
-def _check_values(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, return_lse: bool = True) -> None:
+def _check_values(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs, return_lse: bool = True
+) -> None:
     """Raise `ValueError` if lengths, offsets, page indices or positions are wrong."""
     from cute_flash.reference.decode import read_sequences
 
@@ -60,7 +62,7 @@ _cuda = CudaFunctions("cute_flash.runtime.decode", run=_check_values)
 
 
 def decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, return_lse: bool = True
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs, return_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Append to the caches, and compute out and lse. Without `return_lse`, the values of lse are undefined."""
     if torch.is_grad_enabled():
@@ -73,7 +75,7 @@ def decode(
     return (out if args.out is None else args.out), lse
 
 
-def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, arch: ArchSpec | None = None) -> None:
+def check(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs, arch: ArchSpec | None = None) -> None:
     """Raise an error if `decode` would not support the call, on the device of q or on a GPU. Nothing is launched."""
     if torch.is_grad_enabled():
         refuse_grad(q, k_cache, v_cache, args)
@@ -81,11 +83,11 @@ def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, arch: A
         _cuda.plan_call(q, k_cache, v_cache, args, arch)
     else:
         describe_decode(q, k_cache, v_cache, args)
-        if type(k_cache) in PLAIN_TYPES and type(v_cache) in PLAIN_TYPES:
+        if type(k_cache) in PLAIN_TYPES and (v_cache is None or type(v_cache) in PLAIN_TYPES):
             check_append(k_cache, v_cache, args)
 
 
-def is_direct(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> bool:
+def is_direct(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs) -> bool:
     """Whether the dispatcher can be bypassed, because it would only call the operator's CUDA implementation."""
     if not q.is_cuda or is_observed():
         return False
@@ -99,7 +101,7 @@ def is_direct(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> 
     return is_plain(args.rotary_cos, args.rotary_sin, args.alibi, args.sinks, args.k_scale, args.v_scale)
 
 
-def refuse_grad(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None:
+def refuse_grad(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs) -> None:
     """Raise `UnsupportedError` for a tensor that requires grad."""
     for name, x in zip(_TENSOR_NAMES, (q, k_cache, v_cache, *tensors_of(args))):
         if x is not None and x.requires_grad:
@@ -109,7 +111,7 @@ def refuse_grad(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -
             )
 
 
-def _refuse_mapped(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None:
+def _refuse_mapped(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs) -> None:
     """Raise `UnsupportedError` if `vmap` maps a tensor."""
     for name, x in zip(_TENSOR_NAMES, (q, k_cache, v_cache, *tensors_of(args))):
         if x is not None and is_mapped(x):
@@ -127,13 +129,15 @@ def _results(out: Tensor, lse: Tensor, args: DecodeArgs) -> tuple[Tensor, Tensor
     return (out if args.out is None else out.new_empty(0)), lse
 
 
-def _decode_cuda(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> Any:
+def _decode_cuda(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, *values: Any) -> Any:
     args = DecodeArgs(*values)
+    if v_cache is None:
+        describe_decode(q, k_cache, v_cache, args, "cuda")  # raises an error
     out, lse = _cuda.run(q, k_cache, v_cache, args)
     return _results(out, lse, args)
 
 
-def _decode_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> Any:
+def _decode_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, *values: Any) -> Any:
     from cute_flash.reference import decode as reference
 
     args = DecodeArgs(*values)
@@ -143,14 +147,14 @@ def _decode_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> An
         return _results(*reference.forward(q, k_cache, v_cache, args), args)
 
 
-def _decode_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> Any:
+def _decode_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, *values: Any) -> Any:
     args = DecodeArgs(*values)
     describe_decode(q, k_cache, v_cache, args)
     report(q, "decode", q, k_cache, v_cache, args)
     return _results(*decode_outputs(q, v_cache, args), args)
 
 
-def _decode_autograd(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> Any:
+def _decode_autograd(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, *values: Any) -> Any:
     args = DecodeArgs(*values)
     if has_tangents(q, k_cache, v_cache, *tensors_of(args)):
         raise UnsupportedError(

@@ -5,6 +5,9 @@ Sequence b has cache_seqlens[b] rows in the cache. The call first appends the ro
     len = cache_seqlens[b] + appended rows
     query i of T is at position len - T + i, and its keys are the rows leftpad[b] <= j < len inside the window
 
+With `value_dim`, the values are the first columns of the keys. With a page table for each query, the rows of a query
+are those of its own table without the pages -1, and each query is a sequence of its own.
+
 This is `attn` over these rows, with the mask aligned bottom right; chunks begin at row leftpad[b]. Rotary embedding
 rotates an appended key by the position of its row, and a query by its own position if there is a window, a chunk or a
 causal mask, else by cache_seqlens[b]. Rotations are computed in fp32 (fp64 for fp64 inputs) and rounded once: keys to
@@ -26,6 +29,7 @@ from cute_flash.reference.varlen import read_offsets
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band, ceil_div
 from cute_flash.spec.decode import FP8, DecodeArgs, decode_outputs, query_dtype
+from cute_flash.spec.latent import has_query_tables
 from cute_flash.spec.shapes import lse_dtype
 
 
@@ -42,18 +46,26 @@ class CachedSequence:
     rows_of_chunk: int  # rows before `first` that complete a chunk
     cache_row: int  # the index of its cache, or of its row of the page table
     pages: Tensor | None  # its row of the page table
+    query: int | None = None  # with a page table for each query: the one that this is
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """The sequence's part of q, k_new, v_new or out: (T, heads, D)."""
+        if self.query is not None:
+            return x[self.index, self.query : self.query + 1]
         return x[self.index if self.queries is None else self.queries]
 
     def of_rows(self, lse: Tensor) -> Tensor:
         """The sequence's part of the LSE: (H, T)."""
+        if self.query is not None:
+            return lse[self.index, :, self.query : self.query + 1]
         return lse[self.index] if self.queries is None else lse[:, self.queries]
 
     def read(self, cache: Tensor, begin: int, end: int) -> Tensor:
-        """The sequence's rows `begin` to `end` of a cache: (rows, Hkv, D)."""
-        return _indexable(cache)[self._index(cache, begin, end)].view(cache.dtype)
+        """The sequence's rows `begin` to `end` of a cache, without those on pages -1 of a query's table."""
+        row, j = self._index(cache, begin, end)
+        if self.query is not None:
+            row, j = row[row >= 0], j[row >= 0]
+        return _indexable(cache)[row, j].view(cache.dtype)
 
     def write(self, cache: Tensor, begin: int, end: int, rows: Tensor) -> None:
         _indexable(cache)[self._index(cache, begin, end)] = _indexable(rows)
@@ -71,14 +83,14 @@ def _indexable(x: Tensor) -> Tensor:
 
 
 def forward(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, dtype: torch.dtype | None = None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """Append to the caches in place and compute attention.
 
     Args:
         q: (B, T, H, D), or (T, H, D) with `args.cu_seqlens_q`.
         k_cache: (B or more, S, Hkv, D), or (num_pages, page_size, Hkv, D) with `args.page_table`.
-        v_cache: The same, with Dv.
+        v_cache: The same, with Dv; None with `args.value_dim`.
         args: All other arguments, checked by `describe_decode`.
         dtype: The dtype of scores, sums, out and lse; `args.out` is then not used. None: fp32 (fp64 for fp64 inputs),
             and out in the dtype of q.
@@ -95,23 +107,23 @@ def forward(
     return attend(q, k_cache, v_cache, args, sequences, dtype)
 
 
-def append(k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, sequences: list[CachedSequence]) -> None:
+def append(k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs, sequences: list[CachedSequence]) -> None:
     """Write k_new, rotated, and v_new after the rows of each sequence."""
-    if args.k_new is None or args.v_new is None:
+    if args.k_new is None:
         return
     wide = lse_dtype(args.k_new.dtype)
     for s in sequences:
-        k, v = s.of_tokens(args.k_new).to(wide), s.of_tokens(args.v_new).to(wide)
-        rows = s.seqlen_before, s.seqlen
+        k, rows = s.of_tokens(args.k_new).to(wide), (s.seqlen_before, s.seqlen)
         k = _rotated(k, torch.arange(*rows, device=k.device), args)
         s.write(k_cache, *rows, _stored(k, args.k_scale, k_cache.dtype))
-        s.write(v_cache, *rows, _stored(v, args.v_scale, v_cache.dtype))
+        if args.v_new is not None and v_cache is not None:
+            s.write(v_cache, *rows, _stored(s.of_tokens(args.v_new).to(wide), args.v_scale, v_cache.dtype))
 
 
 def attend(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     args: DecodeArgs,
     sequences: list[CachedSequence],
     dtype: torch.dtype | None = None,
@@ -138,7 +150,9 @@ def attend(
         Q = _rotated(s.of_tokens(q).to(lse_dtype(q.dtype)), _positions(s, args, q.device), args)
         Q = Q.to(query_dtype(q.dtype, k_cache.dtype))
         K = _loaded(s.read(k_cache, s.first, s.seqlen), args.k_scale, wide)
-        V = _loaded(s.read(v_cache, s.first, s.seqlen), args.v_scale, wide)
+        V = K[..., : args.value_dim]
+        if v_cache is not None:
+            V = _loaded(s.read(v_cache, s.first, s.seqlen), args.v_scale, wide)
         # `attn` counts chunks from the first row, so zeros replace the rows that no query sees.
         K, V = (pad(x, (0, 0, 0, 0, s.rows_of_chunk, 0)) if s.rows_of_chunk else x for x in (K, V))
         O, L = (x[None].to(wide) for x in (s.of_tokens(out).transpose(0, 1), s.of_rows(lse)))
@@ -210,6 +224,8 @@ def _by_head(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def read_sequences(q: Tensor, k_cache: Tensor, args: DecodeArgs) -> list[CachedSequence]:
     """Read the lengths, offsets and indices of a call; raise `ValueError` if one is wrong."""
+    if has_query_tables(args):
+        return _read_tables(args.cache_seqlens, args.page_table, k_cache)  # type: ignore[arg-type]
     batch, paged = args.cache_seqlens.shape[0], args.page_table is not None
     seqlens, leftpads = args.cache_seqlens.tolist(), [0] * batch if args.leftpad is None else args.leftpad.tolist()
     offsets = None if args.cu_seqlens_q is None else read_offsets("q", args.cu_seqlens_q, len(q))
@@ -249,6 +265,35 @@ def read_sequences(q: Tensor, k_cache: Tensor, args: DecodeArgs) -> list[CachedS
         _check_pages(sequences[-1], k_cache)
         _check_positions(sequences[-1], args)
     _check_places(sequences, k_cache)
+    return sequences
+
+
+def _read_tables(seqlens: Tensor, page_table: Tensor, k_cache: Tensor) -> list[CachedSequence]:
+    """One sequence for each query of a call with a page table for each query."""
+    sequences, (num_pages, page_size) = [], k_cache.shape[:2]
+    capacity = page_table.shape[2] * page_size
+    for b, lengths in enumerate(seqlens.tolist()):
+        for t, seqlen in enumerate(lengths):
+            if not 0 <= seqlen <= capacity:
+                raise ValueError(f"cache_seqlens[{b}, {t}]={seqlen}: the page table of a query has {capacity} rows")
+            pages = page_table[b, t]
+            for i, page in enumerate(pages[: ceil_div(seqlen, page_size)].tolist()):
+                if not -1 <= page < num_pages:
+                    raise ValueError(f"page_table[{b}, {t}, {i}]={page}: there are {num_pages} pages; -1 is no page")
+            sequences.append(
+                CachedSequence(
+                    index=b,
+                    queries=None,
+                    num_queries=1,
+                    seqlen_before=seqlen,
+                    seqlen=seqlen,
+                    first=0,
+                    rows_of_chunk=0,
+                    cache_row=b,
+                    pages=pages,
+                    query=t,
+                )
+            )
     return sequences
 
 

@@ -5,6 +5,7 @@ The shapes, after `cute_flash.decode` has applied `kv_layout`:
     q                 (B, T, H, D), or (T, H, D) with cu_seqlens_q
     k_cache, v_cache  (B or more, S, Hkv, D) and (…, Dv), or pages (num_pages, page_size, Hkv, D) with page_table
 
+With value_dim, there is no v_cache: the values are the first value_dim columns of k_cache (`spec/latent.py`).
 Caches may have any strides, except that the last dimension is contiguous and, on CUDA, rows start at multiples of 16
 bytes, which `runtime.launcher` checks.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.band import Band
 from cute_flash.spec.describe import check_device, check_float, check_int32, check_per_head
+from cute_flash.spec.latent import check_latent, has_query_tables
 from cute_flash.spec.problem import CPU_DTYPES, check_chunk, check_head_dim, check_heads, check_softcap, check_window
 from cute_flash.spec.shapes import lse_dtype
 from cute_flash.spec.values import check_range
@@ -36,9 +38,9 @@ ROTARY_DIM_STEP = 16
 class DecodeArgs(NamedTuple):
     """All arguments of a call besides q, k_cache and v_cache; the trailing arguments of the operator, in its order."""
 
-    cache_seqlens: Tensor  # (B), int32: rows of the cache before the append
+    cache_seqlens: Tensor  # (B), int32: rows of the cache before the append; (B, T) with a table for each query
     scale: float
-    page_table: Tensor | None = None  # (B, max_pages), int32
+    page_table: Tensor | None = None  # (B, max_pages), int32; with value_dim also (B, T, max_pages)
     cache_batch_idx: Tensor | None = None  # (B), int32: the index of each sequence in the caches, or in page_table
     leftpad: Tensor | None = None  # (B), int32: rows that are skipped at the start of each sequence
     k_new: Tensor | None = None  # (B, Tn, Hkv, D), or (T, Hkv, D) with cu_seqlens_q
@@ -56,6 +58,7 @@ class DecodeArgs(NamedTuple):
     k_scale: Tensor | None = None  # of FP8 caches, fp32, () or (Hkv)
     v_scale: Tensor | None = None
     num_splits: int | None = None  # None: chosen by the kernel
+    value_dim: int | None = None  # columns of k_cache that are the values; None: v_cache has them
     out: Tensor | None = None  # receives the output
 
     @property
@@ -80,7 +83,8 @@ SCHEMA = (
     "Tensor? k_new=None, Tensor? v_new=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "
     "bool rotary_interleaved=False, Tensor? cu_seqlens_q=None, SymInt? window_left=None, SymInt? window_right=None, "
     "SymInt? attention_chunk=None, float? softcap=None, Tensor? alibi=None, Tensor? sinks=None, "
-    "Tensor? k_scale=None, Tensor? v_scale=None, SymInt? num_splits=None, Tensor(c!)? out=None"
+    "Tensor? k_scale=None, Tensor? v_scale=None, SymInt? num_splits=None, SymInt? value_dim=None, "
+    "Tensor(c!)? out=None"
 )
 
 
@@ -132,13 +136,15 @@ class DecodeProblem(NamedTuple):
         return self.heads // self.heads_kv if self.heads_kv else 1
 
 
-def describe_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, device: str = "") -> DecodeProblem:
+def describe_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs, device: str = ""
+) -> DecodeProblem:
     """Check a call and return its `DecodeProblem`. No element of a tensor is read.
 
     Args:
         q: (B, T, H, D), or (T, H, D) with `args.cu_seqlens_q`.
         k_cache: (B or more, S, Hkv, D), or (num_pages, page_size, Hkv, D) with `args.page_table`.
-        v_cache: The same, with Dv.
+        v_cache: The same, with Dv; None with `args.value_dim`.
         args: All other arguments.
         device: "cuda" or "cpu", the implementation that will run; by default that of q's device.
 
@@ -147,9 +153,10 @@ def describe_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArg
         UnsupportedError: The device has no kernel for the arguments.
     """
     device = device or ("cpu" if q.device.type in ("cpu", "meta") else "cuda")
+    check_latent(k_cache, v_cache, args, device)
     _check_shapes(q, k_cache, v_cache, args)
     _check_dtypes(q, k_cache, v_cache, device)
-    heads, heads_kv, head_dim, head_dim_v = q.shape[-2], k_cache.shape[2], q.shape[-1], v_cache.shape[3]
+    heads, heads_kv, head_dim, head_dim_v = q.shape[-2], k_cache.shape[2], q.shape[-1], width_of_values(v_cache, args)
     check_heads(heads, heads_kv)
     if device == "cuda":
         check_head_dim(head_dim)
@@ -161,7 +168,8 @@ def describe_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArg
     check_per_head("alibi", args.alibi, q, [(heads,), (batch, heads)])
     check_per_head("sinks", args.sinks, q, [(heads,)])
     _check_scale("k_scale", args.k_scale, k_cache, q)
-    _check_scale("v_scale", args.v_scale, v_cache, q)
+    if v_cache is not None:
+        _check_scale("v_scale", args.v_scale, v_cache, q)
     _check_numbers(q, args, device)
     if args.out is not None:
         _check_out(args.out, q, head_dim_v)
@@ -195,9 +203,14 @@ def _rotary_dtype(cos: Tensor | None) -> str:
     return name if name in GPU_DTYPES else "float32"
 
 
-def decode_outputs(q: Tensor, v_cache: Tensor, args: DecodeArgs) -> tuple[Tensor, Tensor]:
+def width_of_values(v_cache: Tensor | None, args: DecodeArgs) -> int:
+    """The head dim of the values and of the output."""
+    return args.value_dim if v_cache is None else v_cache.shape[3]  # type: ignore[return-value]
+
+
+def decode_outputs(q: Tensor, v_cache: Tensor | None, args: DecodeArgs) -> tuple[Tensor, Tensor]:
     """Uninitialised out and lse; out is `args.out` if the caller provides it, else contiguous."""
-    out = q.new_empty((*q.shape[:-1], v_cache.shape[3])) if args.out is None else args.out
+    out = q.new_empty((*q.shape[:-1], width_of_values(v_cache, args))) if args.out is None else args.out
     shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
     return out, q.new_empty(shape, dtype=lse_dtype(q.dtype))
 
@@ -211,7 +224,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None:
+def _caches(k_cache: Tensor, v_cache: Tensor | None) -> dict[str, Tensor]:
+    return {"k_cache": k_cache} if v_cache is None else {"k_cache": k_cache, "v_cache": v_cache}
+
+
+def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs) -> None:
     if args.cu_seqlens_q is None and q.dim() != 4:
         raise ValueError(
             f"q has shape {tuple(q.shape)}: expected (B, T, H, D); for one token per sequence use q[:, None], "
@@ -220,12 +237,12 @@ def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs)
     if args.cu_seqlens_q is not None and q.dim() != 3:
         raise ValueError(f"q has shape {tuple(q.shape)}: expected (T, H, D), because cu_seqlens_q is set")
     expected = "(B, S, Hkv, D)" if args.page_table is None else "(num_pages, page_size, Hkv, D)"
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+    for name, x in _caches(k_cache, v_cache).items():
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: expected {expected}")
         check_device(name, x, q)
         _check_last_stride(name, x)
-    if k_cache.shape[:3] != v_cache.shape[:3]:
+    if v_cache is not None and k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(
             f"k_cache has shape {tuple(k_cache.shape)} and v_cache has {tuple(v_cache.shape)}: all dimensions but the "
             "last must agree"
@@ -241,17 +258,17 @@ def _check_last_stride(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} has stride {x.stride(-1)} in the last dimension: it must be contiguous there")
 
 
-def _check_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor, device: str) -> None:
+def _check_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, device: str) -> None:
     dtypes = GPU_DTYPES if device == "cuda" else CPU_DTYPES
     if _name(q.dtype) not in dtypes:
         raise UnsupportedError(f"q is {q.dtype} on {device}: use one of {', '.join(dtypes)}")
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+    for name, x in _caches(k_cache, v_cache).items():
         if x.dtype not in (q.dtype, FP8):
             raise ValueError(
                 f"{name} is {x.dtype} and q is {q.dtype}: use {q.dtype} or {FP8}; autocast does not cast q, because it "
                 "cannot cast the caches"
             )
-    if k_cache.dtype != v_cache.dtype:
+    if v_cache is not None and k_cache.dtype != v_cache.dtype:
         raise ValueError(f"k_cache is {k_cache.dtype} and v_cache is {v_cache.dtype}: they must agree")
 
 
@@ -263,13 +280,30 @@ def _check_queries(q: Tensor, args: DecodeArgs) -> tuple[int, int | None]:
     else:
         check_int32("cu_seqlens_q", args.cu_seqlens_q, q, "B + 1")
         batch, tokens = args.cu_seqlens_q.shape[0] - 1, None
-    for name in ("cache_seqlens", "cache_batch_idx", "leftpad"):
+    names = ["cache_seqlens", "cache_batch_idx", "leftpad"]
+    if has_query_tables(args):
+        _check_seqlens_of_queries(q, args)
+        names.remove("cache_seqlens")
+    for name in names:
         x = getattr(args, name)
         if x is not None:
             check_int32(name, x, q, "B")
             if x.shape[0] != batch:
                 raise ValueError(f"{name} has {x.shape[0]} elements: expected {batch}, one for each sequence")
     return batch, tokens
+
+
+def _check_seqlens_of_queries(q: Tensor, args: DecodeArgs) -> None:
+    """Check the lengths of the page tables of all queries."""
+    lengths = args.cache_seqlens
+    if lengths.shape != q.shape[:2]:
+        expected = tuple(q.shape[:2])
+        raise ValueError(
+            f"cache_seqlens has shape {tuple(lengths.shape)}: expected {expected}, the rows in the table of each query"
+        )
+    if lengths.dtype != torch.int32:
+        raise ValueError(f"cache_seqlens is {lengths.dtype}: use torch.int32")
+    check_device("cache_seqlens", lengths, q)
 
 
 def _check_cache(k_cache: Tensor, q: Tensor, args: DecodeArgs, batch: int) -> tuple[int | None, int]:
@@ -283,7 +317,13 @@ def _check_cache(k_cache: Tensor, q: Tensor, args: DecodeArgs, batch: int) -> tu
             )
         return None, k_cache.shape[1]
     is_indexed = args.cache_batch_idx is not None
-    if table.dim() != 2 or (table.shape[0] == 0 if is_indexed else table.shape[0] != batch):
+    if has_query_tables(args):
+        if table.shape[:2] != q.shape[:2]:
+            raise ValueError(
+                f"page_table has shape {tuple(table.shape)}: expected ({batch}, {q.shape[1]}, max_pages), a table for "
+                "each query"
+            )
+    elif table.dim() != 2 or (table.shape[0] == 0 if is_indexed else table.shape[0] != batch):
         expected = "(1 or more" if is_indexed else f"({batch}"
         rows = "rows for cache_batch_idx" if is_indexed else "a row for each sequence"
         raise ValueError(f"page_table has shape {tuple(table.shape)}: expected {expected}, max_pages), {rows}")
@@ -293,18 +333,20 @@ def _check_cache(k_cache: Tensor, q: Tensor, args: DecodeArgs, batch: int) -> tu
     page_size = k_cache.shape[1]
     if page_size == 0:
         raise ValueError(f"k_cache has shape {tuple(k_cache.shape)}: a page needs at least one row")
-    return page_size, table.shape[1] * page_size
+    return page_size, table.shape[-1] * page_size
 
 
-def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, batch: int) -> int | None:
+def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs, batch: int) -> int | None:
     """Check k_new and v_new. Return the number of rows that each sequence appends (None if it varies)."""
     k_new, v_new = args.k_new, args.v_new
     if k_new is None and v_new is None:
         return 0
-    if k_new is None or v_new is None:
+    if k_new is None or (v_new is None and v_cache is not None):
         raise ValueError(f"{'v_new' if k_new is None else 'k_new'} alone: give both k_new and v_new")
     is_ragged = args.cu_seqlens_q is not None
     for name, x, cache in (("k_new", k_new, k_cache), ("v_new", v_new, v_cache)):
+        if x is None or cache is None:
+            continue
         leading = (q.shape[0],) if is_ragged else (batch, k_new.shape[1] if k_new.dim() == 4 else "Tn")
         expected = (*leading, *cache.shape[2:])
         if tuple(x.shape) != expected:

@@ -80,6 +80,9 @@ FOREIGN: dict[str, dict[str, str]] = {
     "attn_decode": {
         **_SHARED,
         "is_causal": _CAUSAL,
+        "qv": "concatenate qv and q, store values and keys as one row of k_cache, and write value_dim=",
+        "head_dim_v": "write value_dim=",
+        "indices": "write page_table= with a table for each query, (B, T, max_pages)",
         "k": "write k_new=",
         "v": "write v_new=",
         "block_table": "write page_table=",
@@ -102,7 +105,7 @@ _KEYWORDS = {
     "attn": (*AttnKeywords.__annotations__, *_RESULTS),
     "attn_varlen": (*VarlenKeywords.__annotations__, *_RESULTS),
     "attn_nested": (*VarlenKeywords.__annotations__, *_RESULTS),
-    "attn_decode": (*DecodeKeywords.__annotations__, "cache_seqlens", "return_lse"),
+    "attn_decode": (*DecodeKeywords.__annotations__, "cache_seqlens", "value_dim", "return_lse"),
 }
 # How similar a keyword must be to the suggested one: "dropout" is not "out", and "q_descale" is not "scale".
 _CLOSE = 0.75

@@ -1,7 +1,7 @@
 """TypedDicts of the keywords of `attn`, `attn_varlen` and `attn_decode`, for their overloads.
 
 `return_lse` and `return_max_logit` are missing: they decide the type of the result, so each overload names them.
-`cache_seqlens` of `attn_decode` is missing, because it is required.
+`cache_seqlens` of `attn_decode` is missing, because it is required, and `value_dim`, because it replaces `v_cache`.
 """
 
 from __future__ import annotations

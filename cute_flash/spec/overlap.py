@@ -13,9 +13,9 @@ from torch import Tensor
 from cute_flash.spec.decode import DecodeArgs
 
 
-def check_append(k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None:
+def check_append(k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs) -> None:
     """Raise `ValueError` if the call writes to rows that overlap others. No element is read."""
-    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    caches = {"k_cache": k_cache} if v_cache is None else {"k_cache": k_cache, "v_cache": v_cache}
     if args.out is not None:
         _check_outside("out", args.out, caches, "give out its own memory")
     if args.k_new is None:
@@ -28,7 +28,7 @@ def check_append(k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None:
                 f"k_new with a {name} of shape {tuple(cache.shape)} and strides {tuple(cache.stride())}, whose rows "
                 f"overlap in memory: give every row its own memory, such as {name}.contiguous()"
             )
-    if _overlap(k_cache, v_cache, first):
+    if v_cache is not None and _overlap(k_cache, v_cache, first):
         raise ValueError("k_new with a k_cache and a v_cache that overlap in memory: give each cache its own memory")
     if first == 0:
         _check_outside("k_new", args.k_new, caches, "pass k_new.clone()")

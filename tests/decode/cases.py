@@ -21,6 +21,8 @@ PAGE_SIZES = (None, 1, 8, 16, 24, 32, 64, 128, 256, 528)
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 16)
 # Few pairs of head dims, because a GPU compiles a kernel for each.
 HEAD_DIMS = ((128, 128), (64, 64), (128, 128), (64, 64), (256, 256), (96, 96), (40, 40), (8, 8), (192, 128), (64, 128))
+# Head dims of latent caches. Those of DeepSeek's models are (576, 512).
+LATENT_DIMS = ((48, 32), (24, 24), (72, 64), (40, 8), (576, 512))
 # Ways in which K and V are parts of a larger tensor.
 STORAGES = ("apart", "joined", "stacked", "padded")
 # Entries of a page table past the end of a sequence.
@@ -33,11 +35,11 @@ class DecodeCall:
 
     q: Tensor
     k_cache: Tensor
-    v_cache: Tensor
+    v_cache: Any  # a tensor, or None with value_dim
     options: dict[str, Any]
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, Tensor, Any]:
         return self.q, self.k_cache, self.v_cache
 
 
@@ -73,6 +75,7 @@ class DecodeCase:
     has_out: bool = False
     strided_q: bool = False
     num_splits: int | None = None
+    is_latent: bool = False  # the values are the first head_dim_v columns of the keys
 
     @property
     def id(self) -> str:
@@ -86,6 +89,7 @@ class DecodeCase:
             f"c{self.chunk}" if self.chunk else "",
             "softcap" if self.softcap else "", self.alibi and f"alibi-{self.alibi}", "sinks" * self.has_sinks,
             self.fp8 and f"fp8-{self.fp8}", "idx" * self.has_batch_idx, "out" * self.has_out,
+            "latent" * self.is_latent,
         ]  # fmt: skip
         return f"{self.seed}-" + "-".join(part.replace(" ", "") for part in parts if part)
 
@@ -155,6 +159,10 @@ class DecodeCase:
             wide = torch.full((*q.shape[:-1], self.head_dim_v + 8), torch.nan, device=device, dtype=dtype)
             options["out"] = wide[..., : self.head_dim_v]
         k_cache, v_cache = self._caches(normal, generator, options, device, dtype, poison_skipped)
+        if self.is_latent:
+            v_cache = None
+            options |= {"value_dim": self.head_dim_v, "v_new": None, "v_scale": None}
+            options["scale"] = 0.2 if self.scale is None else self.scale
         return DecodeCall(q, k_cache, v_cache, {name: x for name, x in options.items() if x is not None})
 
     def _rotary_tables(self, device: Any, dtype: torch.dtype) -> dict[str, Any]:
@@ -313,6 +321,36 @@ def _drawn(seed: int, longest: int, kind: int) -> DecodeCase:
     )
     # Short ones, so that the tokens of a call cross the border of a chunk.
     return replace(case, chunk=rng.choice([1, 4, 7, 33, 1000]) if sometimes(0.2, fixed) else None)
+
+
+def latent_cases(seed: int, num: int, longest: int = 200) -> Iterator[DecodeCase]:
+    """Draw cases with one cache, whose first columns are the values."""
+    for i, case in enumerate(random_cases(seed, num, longest)):
+        head_dim, head_dim_v = LATENT_DIMS[i % len(LATENT_DIMS)]
+        yield replace(case, is_latent=True, head_dim=head_dim, head_dim_v=head_dim_v, rotary_dim=0)
+
+
+def table_call(
+    seed: int, dtype: torch.dtype, page_size: int = 1, heads_kv: int = 1, fp8: bool = False, **options: Any
+) -> DecodeCall:
+    """A call with a page table for each query. Tables have -1 and repeats, and invalid indices past their lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=generator)
+
+    batch, tokens, num_pages, entries, head_dim = 3, 2, 9, 14, 48
+    q = torch.randn(batch, tokens, 4 * heads_kv, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+    cache = torch.randn(num_pages, page_size, heads_kv, head_dim, generator=generator, dtype=torch.float64)
+    lengths = draw(entries * page_size + 1, batch, tokens)
+    lengths[0, 0], lengths[0, 1] = 0, entries * page_size
+    table = draw(num_pages + 1, batch, tokens, entries) - 1
+    table[1, 0], table[1, 1, 0], table[2, 0, -1] = -1, -1, -1  # a table of nothing, the first and the last entry
+    unused = torch.arange(entries) >= -(-lengths // page_size)[..., None]
+    table = torch.where(unused, NO_PAGES[seed % 2], table)
+    stored = cache.to(FP8 if fp8 else dtype)
+    tables = {"page_table": table.int(), "cache_seqlens": lengths.int()}
+    return DecodeCall(q, stored, None, {"value_dim": 32, "scale": 0.3, **tables, **options})
 
 
 def small_case(**changes: Any) -> DecodeCase:

@@ -18,9 +18,10 @@ FP8 = torch.float8_e4m3fn
 def oracle(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     *,
     cache_seqlens: Tensor,
+    value_dim: int | None = None,
     page_table: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
     leftpad: Tensor | None = None,
@@ -42,8 +43,15 @@ def oracle(
     kv_layout: str = "nhd",
     **_others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out and lse in fp64, and the caches after the call, in the layout of the arguments, which do not change."""
-    k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    """out and lse in fp64, and the caches after the call, in the layout of the arguments, which do not change.
+
+    With `value_dim`, the second cache is the part of the first one that has the values.
+    """
+    k_cache = k_cache.clone()
+    is_latent = v_cache is None
+    v_cache = k_cache[..., :value_dim] if v_cache is None else v_cache.clone()
+    v_scale = k_scale if is_latent else v_scale
+    has_tables = page_table is not None and page_table.dim() == 3
     keys, values = (x.transpose(1, 2) if kv_layout == "hnd" else x for x in (k_cache, v_cache))
     heads, heads_kv = q.shape[-2], keys.shape[2]
     batch, left = len(cache_seqlens), window[0]
@@ -76,13 +84,14 @@ def oracle(
         return (x.double() / factor(given)).clamp(-448, 448).to(dtype) if dtype == FP8 else x.to(dtype)
 
     lengths = []
-    for b in range(batch):
+    for b in range(0 if has_tables else batch):
         before = int(cache_seqlens[b])
         new = 0 if k_new is None else len(tokens(k_new, b))
         for t in range(new):
             where = place(b, before + t)
             keys[where] = stored(rotated(tokens(k_new, b)[t], before + t), k_scale, keys.dtype)
-            values[where] = stored(tokens(v_new, b)[t], v_scale, values.dtype)
+            if not is_latent:
+                values[where] = stored(tokens(v_new, b)[t], v_scale, values.dtype)
         lengths.append(before + new)
 
     out = torch.zeros(*q.shape[:-1], values.shape[-1], dtype=torch.float64)
@@ -90,7 +99,33 @@ def oracle(
     shape = (batch, heads, q.shape[1]) if is_dense else (heads, q.shape[0])
     lse = torch.full(shape, -torch.inf, dtype=torch.float64)
     for b in range(batch):
-        length, queries = lengths[b], tokens(q, b)
+        queries = tokens(q, b)
+        for i in range(len(queries) if has_tables else 0):
+            # Only these rows exist for the query, in any order.
+            rows = [
+                (int(page), j % keys.shape[1])
+                for j in range(int(cache_seqlens[b, i]))
+                if (page := page_table[b, i, j // keys.shape[1]]) != -1
+            ]
+            for h in range(heads):
+                group = h // (heads // heads_kv)
+                K, V = (
+                    torch.stack([x[row][group].double() for row in rows]) * factor(k_scale).expand(heads_kv, 1)[group]
+                    if rows
+                    else None
+                    for x in (keys, values)
+                )
+                logits = torch.zeros(0).double() if K is None else scale * (K @ queries[i, h].to(rounded_to).double())
+                if softcap:
+                    logits = softcap * torch.tanh(logits / softcap)
+                if sinks is not None:
+                    logits = torch.cat([logits, sinks[h : h + 1].double()])
+                lse[b, h, i] = torch.logsumexp(logits, dim=0) if len(logits) else -torch.inf
+                if V is not None:
+                    out[b, i, h] = torch.exp(logits[: len(rows)] - lse[b, h, i]) @ V
+        if has_tables:
+            continue
+        length = lengths[b]
         skipped = 0 if leftpad is None else int(leftpad[b])
         # (keys, Hkv, D); rows that are masked for all queries may be NaN, and are never multiplied.
         K, V = (

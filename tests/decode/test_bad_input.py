@@ -41,6 +41,17 @@ def appending(**changes: Any) -> dict[str, Any]:
     return call(k_new=NEW, v_new=NEW) | changes
 
 
+def latent(**changes: Any) -> dict[str, Any]:
+    """The values are the first half of the keys."""
+    return call(v_cache=None, value_dim=16, scale=0.1) | changes
+
+
+def with_tables(**changes: Any) -> dict[str, Any]:
+    """A page table for each query."""
+    return latent(page_table=TABLES, cache_seqlens=SEQLENS) | changes
+
+
+TABLES, SEQLENS = torch.zeros(B, T, 3, dtype=torch.int32), torch.full((B, T), 5, dtype=torch.int32)
 NEW, NEW3 = torch.zeros(B, T, HKV, D), torch.zeros(B, 3, HKV, D)
 CACHE = torch.zeros(B, S, HKV, D)
 WIDE = torch.zeros(B, S, HKV, 2 * D)
@@ -53,6 +64,8 @@ Q3 = torch.zeros(2, H, D)
 WRONG = [
     (call(q=np.zeros(3)), "q is a numpy.ndarray: give a torch.Tensor"),
     (call(k_cache=None), "k_cache is a builtins.NoneType: give a torch.Tensor"),
+    (call(v_cache=3), "v_cache=3 is a number: give a torch.Tensor, or write value_dim=3"),
+    (call(v_cache="x"), "v_cache is a builtins.str: give a torch.Tensor"),
     (call(sinks=[1.0]), "sinks is a builtins.list: give a torch.Tensor"),
     (call(q=torch.zeros(())), "q has shape (): expected (B, T, H, D)"),
     (call(q=Q3), "q has shape (2, 4, 32): expected (B, T, H, D); for one token per sequence use q[:, None]"),
@@ -135,6 +148,36 @@ WRONG = [
     (call(q=torch.zeros(B, T, H, D, requires_grad=True)),
      "q requires grad, but attn_decode computes no gradients: use attn, or call attn_decode under torch.no_grad()"),
     (call(sinks=torch.zeros(H, requires_grad=True)), "sinks requires grad, but attn_decode computes no gradients"),
+    (call(v_cache=None), "no v_cache: give v_cache, or value_dim if the values are the first columns of k_cache"),
+    (latent(v_cache=CACHE), "v_cache with value_dim=16: leave out v_cache, or value_dim if V is not in K"),
+    (latent(scale=None), "value_dim=16 without scale: give that of the head dim before absorption, such as 192**-0.5"),
+    (latent(value_dim=0), "value_dim=0: give a number of columns from 1 to 32, the head dim"),
+    (latent(value_dim=33), "value_dim=33: give a number of columns from 1 to 32, the head dim"),
+    (latent(value_dim=1.5), "value_dim=1.5 is a float"),
+    (latent(k_cache=torch.zeros(D)), "k_cache has shape (32,): expected (B, S, Hkv, D)"),
+    (latent(k_new=NEW, v_new=NEW), "v_new with value_dim=16: leave it out, because the rows of k_new hold the values"),
+    (latent(k_cache=FP8, v_scale=0.5), "v_scale with value_dim=16: leave it out, because k_scale is the scale of the"),
+    (latent(k_new=NEW, rotary_cos=torch.zeros(S, 8), rotary_sin=torch.zeros(S, 8)),
+     "rotary_cos with value_dim=16: rotate the last columns of q and k_new before the call"),
+    (latent(k_new=NEW[..., :16]), "k_new has shape (2, 1, 2, 16): expected (2, 1, 2, 32)"),
+    (latent(k_cache=CACHE[:1].expand(B, -1, -1, -1), k_new=NEW), "whose rows overlap in memory: give every row"),
+    (latent(out=torch.zeros(B, T, H, D)), "out has shape (2, 1, 4, 32): expected (2, 1, 4, 16)"),
+    (latent(k_cache=CACHE, q=torch.zeros(B, T, HKV, D), out=CACHE[:, 3:4, :, :16]), "out overlaps k_cache in memory"),
+    (call(page_table=TABLES), "page_table has shape (2, 1, 3): a table for each query needs value_dim"),
+    (with_tables(page_table=TABLES[:, :0]),
+     "page_table has shape (2, 0, 3): expected (2, 1, max_pages), a table for each query"),
+    (with_tables(page_table=TABLES[None]), "page_table has shape (1, 2, 1, 3): expected (B, max_pages) or (B, T, max"),
+    (with_tables(page_table=TABLES.long()), "page_table is torch.int64: use torch.int32"),
+    (latent(page_table=TABLES), "cache_seqlens has shape (2,): expected (2, 1), the rows in the table of each query"),
+    (with_tables(cache_seqlens=SEQLENS.long()), "cache_seqlens is torch.int64: use torch.int32"),
+    (with_tables(k_new=NEW), "k_new with a page table for each query: append in a call before"),
+    (with_tables(window=(3, 0)), "window with a page table for each query: leave it out, because the rows of such a"),
+    (with_tables(window=(None, 3), causal=False), "window with a page table for each query: leave it out"),
+    (with_tables(attention_chunk=3), "attention_chunk with a page table for each query: leave it out"),
+    (with_tables(alibi=torch.zeros(H)), "alibi with a page table for each query: leave it out"),
+    (with_tables(leftpad=ints(0, 0)), "leftpad with a page table for each query: leave it out, and set the entries of"),
+    (with_tables(cache_batch_idx=ints(0, 1)), "cache_batch_idx with a page table for each query: leave it out"),
+    (with_tables(q=Q3, cu_seqlens_q=CU), "cu_seqlens_q with a page table for each query: give q as (B, T, H, D)"),
 ]  # fmt: skip
 
 # Wrong values of lengths and indices, which the CPU path reads.
@@ -160,6 +203,13 @@ WRONG_VALUES = [
      "position 9 of sequence 1: rotary_cos has 9 rows, one for each position from 0"),
     (rotary(q=torch.zeros(B, 8, H, D)), "position -2 of sequence 0: rotary_cos has 24 rows"),
 ]  # fmt: skip
+# The same of page tables of queries.
+WRONG_TABLES = [
+    (with_tables(cache_seqlens=ints(0, 73).view(2, 1)), "cache_seqlens[1, 0]=73: the page table of a query has 72"),
+    (with_tables(cache_seqlens=-1), "cache_seqlens[0, 0]=-1: the page table of a query has 72 rows"),
+    (with_tables(page_table=TABLES + 2), "page_table[0, 0, 0]=2: there are 2 pages; -1 is no page"),
+    (with_tables(page_table=TABLES - 2), "page_table[0, 0, 0]=-2: there are 2 pages; -1 is no page"),
+]  # fmt: skip
 
 
 def run(arguments: dict[str, Any]) -> Any:
@@ -174,7 +224,9 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
     assert not support and support.reason == str(raised.value)
 
 
-@pytest.mark.parametrize(("arguments", "message"), WRONG_VALUES, ids=[text[:50] for _, text in WRONG_VALUES])
+@pytest.mark.parametrize(
+    ("arguments", "message"), WRONG_VALUES + WRONG_TABLES, ids=[text[:50] for _, text in WRONG_VALUES + WRONG_TABLES]
+)
 def test_wrong_values_on_the_cpu(arguments: dict[str, Any], message: str) -> None:
     before = arguments["k_cache"].clone()
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -297,3 +349,19 @@ def test_the_description() -> None:
     assert (ragged.batch, ragged.tokens, ragged.total_tokens, ragged.new_tokens) == (2, None, 2, 0)
     assert ragged.is_ragged and ragged.is_fp8 and ragged.page_size is None and ragged.capacity == S
     assert ragged.band.bounds == (None, None) and not ragged.has_new and ragged.rotary_dim == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_remedy"),
+    [({}, True), ({"k_new": NEW.half()}, False), ({"page_table": TABLES, "cache_seqlens": SEQLENS}, False)],
+    ids=["plain", "append", "tables"],
+)
+def test_cuda_has_no_kernel_for_one_cache(changes: dict[str, Any], has_remedy: bool) -> None:
+    arguments = latent(q=torch.zeros(B, T, H, D).half(), k_cache=CACHE.half(), **changes)
+    assert decode_supports(**arguments)
+    reason = decode_supports(**arguments, gpu="H100").reason
+    remedy = "; give v_cache=k_cache[..., :value_dim] instead"
+    assert reason == "value_dim=16 on cuda: there is no kernel yet" + remedy * has_remedy
+    if has_remedy:
+        del arguments["value_dim"]
+        assert decode_supports(**arguments | {"v_cache": CACHE.half()[..., :16]}, gpu="H100")

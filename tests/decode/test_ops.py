@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cute_flash import attn_decode, ops_decode
+from cute_flash import UnsupportedError, attn_decode, ops_decode
 from cute_flash.decode import bind
 from cute_flash.reference import decode as reference
 from cute_flash.spec.decode import SCHEMA, TENSOR_FIELDS, DecodeArgs, tensors_of
-from tests.decode.cases import DecodeCase, small_case
+from tests.decode.cases import DecodeCase, small_case, table_call
 from tests.fakes.cuda import claiming_cuda
 from tests.opchecks import assert_opcheck, each_part
 
@@ -26,6 +26,7 @@ CASES = {
     "fp8": small_case(page_size=8, new=(1, 1), fp8="heads", softcap=3.0, window=(9, 2), leftpad=(1, 0)),
     "out": small_case(page_size=8, new=(1, 1), has_out=True, kv_layout="hnd", storage="joined"),
     "joined": small_case(new=(1, 1), storage="joined", has_batch_idx=True),
+    "latent": small_case(is_latent=True, head_dim=24, page_size=8, new=(1, 1)),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -35,7 +36,7 @@ def results(function: Any, case: DecodeCase) -> list[torch.Tensor]:
     call = case.build()
     out, lse = function(*call.tensors, **call.options)
     assert "out" not in call.options or out is call.options["out"]
-    return [out, lse, call.k_cache, call.v_cache]
+    return [out, lse, *(x for x in (call.k_cache, call.v_cache) if x is not None)]
 
 
 def eager(*tensors: Any, **options: Any) -> Any:
@@ -66,12 +67,28 @@ def test_opcheck(name: str, part: tuple[str, ...]) -> None:
     assert_opcheck(part, ops_decode.decode_op, *tensors, *args)
 
 
+@each_part
+def test_opcheck_of_tables(part: tuple[str, ...]) -> None:
+    call = table_call(0, torch.float32)
+    *tensors, args = bind(*call.tensors, **call.options)
+    assert_opcheck(part, ops_decode.decode_op, *tensors, *args)
+
+
+@pytest.mark.compiles
+def test_compiled_tables() -> None:
+    torch._dynamo.reset()
+    call = table_call(0, torch.float32)
+    expected = eager(*call.tensors, **call.options)
+    found = torch.compile(eager, fullgraph=True, backend="aot_eager")(*call.tensors, **call.options)
+    torch.testing.assert_close(found, expected)
+
+
 @each_case
 def test_fake_tensors(case: DecodeCase) -> None:
     expected = results(eager, case)[:2]
     call = case.build()
     with FakeTensorMode() as mode:
-        tensors = [mode.from_tensor(x) for x in call.tensors]
+        tensors = [x if x is None else mode.from_tensor(x) for x in call.tensors]
         options = {n: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for n, x in call.options.items()}
         found = attn_decode(*tensors, return_lse=True, **options)
     for x, y in zip(found, expected, strict=True):
@@ -157,7 +174,7 @@ class Subclass(torch.Tensor):
     pass
 
 
-@each_case
+@pytest.mark.parametrize("case", [x for x in CASES.values() if not x.is_latent], ids=lambda case: case.id)
 def test_cuda_calls_bypass_the_dispatcher(launches: list[DecodeArgs], case: DecodeCase) -> None:
     found = results(eager, case)
     assert len(launches) == 1
@@ -183,3 +200,10 @@ def test_the_cuda_kernel_of_the_operator(launches: list[DecodeArgs]) -> None:
         out, lse = ops_decode._decode_cuda(*tensors, *args)
         assert (out.numel() == 0) == case.has_out and lse.shape == (2, 4, 1)
     assert len(launches) == 2
+
+
+def test_there_is_no_cuda_kernel_for_one_cache() -> None:
+    call = CASES["latent"].build(dtype=torch.bfloat16)
+    *tensors, args = bind(*call.tensors, **call.options)
+    with pytest.raises(UnsupportedError, match="value_dim=16 on cuda"):
+        ops_decode._decode_cuda(*tensors, *args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 import cute_flash
 from cute_flash import reference
 from cute_flash.decode import bind
-from tests.decode.cases import DecodeCase, random_cases, small_case
+from tests.decode.cases import LATENT_DIMS, DecodeCase, latent_cases, random_cases, small_case, table_call
 from tests.decode.oracle import oracle
 
 CASES = list(random_cases(7, 110, longest=40))
+LATENT = list(latent_cases(8, 40, longest=40))
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -41,15 +43,16 @@ def check(case: DecodeCase, dtype: torch.dtype) -> None:
             torch.testing.assert_close(call.k_cache, keys, rtol=1e-13, atol=1e-13, equal_nan=True)
         else:
             assert torch.equal(bits(call.k_cache), bits(keys))
-        assert torch.equal(bits(call.v_cache), bits(values))
+        if not case.is_latent:
+            assert torch.equal(bits(call.v_cache), bits(values))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES + LATENT, ids=lambda case: case.id)
 def test_against_the_oracle(case: DecodeCase) -> None:
     check(case, torch.float64)
 
 
-OTHERS = list(zip(CASES[:18], itertools.cycle([torch.float32, torch.bfloat16, torch.float16])))
+OTHERS = list(zip(CASES[:18] + LATENT[:6], itertools.cycle([torch.float32, torch.bfloat16, torch.float16])))
 
 
 @pytest.mark.parametrize(("case", "dtype"), OTHERS, ids=lambda x: getattr(x, "id", str(x)))
@@ -82,6 +85,14 @@ def test_the_cases_cover_everything() -> None:
     assert any(case.leftpad for case in chunked) and any(case.page_size for case in chunked)
     assert any(1 < case.chunk < max(case.tokens) for case in chunked if case.chunk)
     assert any(case.window[0] is not None for case in chunked) and any(case.rotary_dim for case in chunked)
+
+
+def test_latent_cases_cover_everything() -> None:
+    assert {(case.head_dim, case.head_dim_v) for case in LATENT} == set(LATENT_DIMS)
+    both = "is_ragged", "page_size", "fp8", "leftpad", "softcap", "has_sinks", "has_batch_idx", "has_out", "chunk"
+    for name in both:
+        assert {bool(getattr(case, name)) for case in LATENT} == {True, False}, name
+    assert {any(case.new) for case in LATENT} == {True, False} and {case.heads_kv for case in LATENT} >= {1, 2}
 
 
 # ---- parts of the definition
@@ -170,6 +181,86 @@ def test_attention_reads_what_is_stored() -> None:
     expected = call.v_cache[:2, :1].double() * call.options["v_scale"]
     torch.testing.assert_close(out, expected.repeat_interleave(2, dim=2), rtol=1e-6, atol=0)
     assert not torch.equal(expected, call.options["v_new"])
+
+
+# ---- one cache for keys and values
+
+
+def test_values_are_columns_of_the_keys() -> None:
+    call = small_case(is_latent=True, head_dim=24, page_size=8).build(dtype=torch.float64)
+    del call.options["value_dim"]
+    expected = cute_flash.attn_decode(call.q, call.k_cache, call.k_cache[..., :16].clone(), **call.options)
+    assert torch.equal(cute_flash.attn_decode(call.q, call.k_cache, value_dim=16, **call.options), expected)
+
+
+def test_a_head_dim_before_absorption() -> None:
+    """A layer with keys (compressed rows times W_k, rotated part) equals one that multiplies queries with W_k."""
+    heads, nope, turned, width, dim_v = 3, 16, 8, 24, 12
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    q_nope, q_turned, rows = normal(2, 1, heads, nope), normal(2, 1, heads, turned), normal(2, 9, width + turned)
+    w_k, w_v, scale = normal(heads, width, nope), normal(heads, width, dim_v), (nope + turned) ** -0.5
+    latent, k_turned = rows.split((width, turned), dim=-1)
+    k = torch.cat((torch.einsum("bsw,hwd->bhsd", latent, w_k), k_turned[:, None].expand(-1, heads, -1, -1)), dim=-1)
+    v = torch.einsum("bsw,hwd->bhsd", latent, w_v)
+    q = torch.cat((q_nope, q_turned), dim=-1).transpose(1, 2)
+    expected = cute_flash.attn(q, k, v, causal=True).transpose(1, 2)
+    absorbed = torch.cat((torch.einsum("bthd,hwd->bthw", q_nope, w_k), q_turned), dim=-1)
+    out = cute_flash.attn_decode(absorbed, rows[:, :, None], value_dim=width, cache_seqlens=9, scale=scale)
+    torch.testing.assert_close(torch.einsum("bthw,hwd->bthd", out, w_v), expected)
+
+
+TABLES = {
+    "plain": {},
+    "pages": {"page_size": 3},
+    "heads": {"heads_kv": 2, "softcap": 2.0},
+    "sinks": {"sinks": torch.linspace(-1, 1, 4), "causal": False},
+    "fp8": {"fp8": True, "k_scale": torch.tensor(0.5)},
+    "fp8 heads": {"fp8": True, "heads_kv": 2, "k_scale": torch.tensor([0.5, 2.0])},
+    "splits": {"num_splits": 3},
+}
+
+
+@pytest.mark.parametrize("options", TABLES.values(), ids=TABLES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_page_table_for_each_query(seed: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    call = table_call(seed, dtype, **options)
+    expected, expected_lse, *_ = oracle(*call.tensors, **call.options)
+    out, lse = cute_flash.attn_decode(*call.tensors, return_lse=True, **call.options)
+    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    if "sinks" not in options:
+        assert (lse[0, :, 0] == -torch.inf).all() and (lse[1, :, 0] == -torch.inf).all()
+    assert (out[0, 0] == 0).all() and (out[1, 0] == 0).all()
+
+
+def test_ways_to_store_a_call_with_tables() -> None:
+    call = table_call(0, torch.float64, page_size=3, heads_kv=2)
+    expected = cute_flash.attn_decode(*call.tensors, **call.options)
+    wide = torch.full((*expected.shape[:-1], 40), torch.nan, dtype=torch.float64)
+    heads_first = call.k_cache.transpose(1, 2).contiguous()
+    out = cute_flash.attn_decode(call.q, heads_first, kv_layout="hnd", out=wide[..., :32], **call.options)
+    assert torch.equal(out, expected) and wide[..., 32:].isnan().all()
+    table = call.options["page_table"]
+    call.options["page_table"] = table.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(cute_flash.attn_decode(*call.tensors, **call.options), expected)
+    call.options["page_table"] = table[:, :, :0]
+    call.options["cache_seqlens"] = 0
+    assert not cute_flash.attn_decode(*call.tensors, **call.options).any()
+
+
+def test_a_table_of_all_rows_is_the_cache() -> None:
+    call = small_case(is_latent=True, seqlens=(21, 21), tokens=(2, 2), causal=False).build(dtype=torch.float64)
+    expected = cute_flash.attn_decode(*call.tensors, **call.options)
+    rows = call.k_cache.flatten(0, 1)[:, None]  # pages of one row
+    order = torch.randperm(21, generator=torch.Generator().manual_seed(0))
+    table = order + torch.arange(2)[:, None, None] * call.k_cache.shape[1]
+    options = call.options | {"page_table": table.expand(2, 2, 21).int(), "cache_seqlens": 21}
+    torch.testing.assert_close(cute_flash.attn_decode(call.q, rows, None, **options), expected)
 
 
 def test_num_splits_does_not_matter() -> None:

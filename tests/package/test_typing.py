@@ -15,7 +15,8 @@ from cute_flash.spec.keywords import AttnKeywords, DecodeKeywords, VarlenKeyword
 ROOT = Path(__file__).parents[2]
 # These keywords decide the type of the result, so overloads name them.
 RESULTS = {"return_lse", "return_max_logit"}
-REQUIRED = {"cache_seqlens"}
+# Overloads name these too: the first is required, and the second replaces `v_cache`.
+NAMED = {"cache_seqlens", "value_dim"}
 
 
 def test_mypy_checks_the_types_of_results() -> None:
@@ -37,7 +38,7 @@ def test_mypy_checks_the_types_of_results() -> None:
 )
 def test_overloads_have_all_keywords(function, keywords) -> None:  # type: ignore[no-untyped-def]
     parameters = inspect.signature(function).parameters.values()
-    named = {x.name: x.annotation for x in parameters if x.kind == x.KEYWORD_ONLY and x.name not in RESULTS | REQUIRED}
+    named = {x.name: x.annotation for x in parameters if x.kind == x.KEYWORD_ONLY and x.name not in RESULTS | NAMED}
     assert named == {name: x.__forward_arg__ for name, x in keywords.__annotations__.items()}
 
 

@@ -28,6 +28,8 @@ assert_type(cute_flash.attn_nested(x, x, x, return_max_logit=True), tuple[Tensor
 assert_type(cute_flash.attn_decode(x, x, x, cache_seqlens=3, k_scale=0.5), Tensor)
 assert_type(cute_flash.attn_decode(x, x, x, cache_seqlens=x, return_lse=True), tuple[Tensor, Tensor])
 assert_type(cute_flash.attn_decode(x, x, x, cache_seqlens=x, return_lse=flag), Tensor | tuple[Tensor, Tensor])
+assert_type(cute_flash.attn_decode(x, x, value_dim=512, scale=0.1, cache_seqlens=x, return_lse=False), Tensor)
+assert_type(cute_flash.attn_decode(x, x, value_dim=512, cache_seqlens=x, return_lse=True), tuple[Tensor, Tensor])
 assert_type(cute_flash.flex_attention(x, x, x, None, None, 0.5, enable_gqa=True), Tensor)
 assert_type(cute_flash.flex_attention(x, x, x, return_lse=True), tuple[Tensor, Tensor])
 assert_type(cute_flash.flex_attention(x, x, x, return_aux=AuxRequest(lse=True)), tuple[Tensor, AuxOutput])
@@ -39,5 +41,7 @@ cute_flash.attn(x, x, x, layout="sbhd")  # type: ignore[call-overload]
 cute_flash.attn_varlen(x, x, x, x, x, layout="bshd")  # type: ignore[call-overload]
 cute_flash.attn_decode(x, x, x, cache_seqlens=x, kv_layout="NHD")  # type: ignore[call-overload]
 cute_flash.attn_decode(x, x, x)  # type: ignore[call-overload]
+cute_flash.attn_decode(x, x, cache_seqlens=x)  # type: ignore[call-overload]
+cute_flash.attn_decode(x, x, x, cache_seqlens=x, value_dim=8)  # type: ignore[call-overload]
 cute_flash.attn_decode(x, x, x, cache_seqlens=x, dropout=0.1)  # type: ignore[call-overload]
 missing = cute_flash.attention  # type: ignore[attr-defined]
