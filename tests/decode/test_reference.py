@@ -147,6 +147,14 @@ def test_rotated_rows_are_rounded_once(dtype: torch.dtype, fp8: str, interleaved
     assert (lse.double() - expected).abs().max() <= 1.5 * unit
 
 
+@pytest.mark.parametrize("left", [2, 5, 9])
+def test_a_window_inside_chunks(left: int) -> None:
+    """The first row that a query sees is not the first of its chunk."""
+    tokens = {"tokens": (7, 7), "window": (left, None), "chunk": 8, "leftpad": (3, 0)}
+    for rows in range(14, 22):
+        check(small_case(seqlens=(rows, rows + 1), seed=rows, **tokens), torch.float64)
+
+
 def test_queries_without_a_mask_are_rotated_by_the_old_length() -> None:
     case = small_case(tokens=(2, 2), new=(2, 2), rotary_dim=16, causal=False)
     call = case.build(dtype=torch.float64)

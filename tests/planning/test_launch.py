@@ -48,8 +48,13 @@ def test_a_backward_is_one_host_call_unless_it_has_mods() -> None:
     (chain,) = plan.host_calls
     assert chain.keys == plan.launches
     assert chain.kernel == "bwd_preprocess_then_bwd_sm90_then_bwd_postprocess_sm90"
-    with_mods = next(
-        case for case in cases() if isinstance(case, Case) and "bwd/sm90" in case.name and "score_mod" in case.name
-    )
-    plan = plan_of(with_mods)
+    plan = plan_of(backward_case("/full/score_mod"))
     assert plan.host_calls == plan.launches
+    # A bias compiles no function of the user.
+    plan = plan_of(backward_case("/full/bias"))
+    assert plan.problem.mods is not None and plan.host_calls == (LaunchChain(plan.launches),)
+
+
+def backward_case(part: str) -> Case:
+    """A case of a Hopper backward by a part of its name."""
+    return next(x for x in cases() if isinstance(x, Case) and x.name.startswith("bwd/sm90") and part in x.name)
