@@ -22,6 +22,7 @@ from examples import (
     document_mask,
     gemma_softcap,
     generate,
+    mla,
     ring_merge,
     t5_bias,
     train_gpt,
@@ -40,15 +41,16 @@ def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance:
 
 @contextmanager
 def plain_calls_by_sdpa() -> Iterator[None]:
-    """Compute calls of `attn` that have only `causal` and `layout` by torch's SDPA in fp32, for comparison."""
+    """Compute calls of `attn` that have only `causal`, `scale` and `layout` by torch's SDPA in fp32, for comparison."""
     attn = cute_flash.attn
 
     def attn_or_sdpa(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
-        if any(value is not None for name, value in keywords.items() if name not in ("causal", "layout")):
+        if any(value is not None for name, value in keywords.items() if name not in ("causal", "scale", "layout")):
             return attn(q, k, v, **keywords)
         dims = (1, 2) if keywords.get("layout") == "bshd" else (1, 1)
         inputs = (x.transpose(*dims).float() for x in (q, k, v))
-        out = F.scaled_dot_product_attention(*inputs, is_causal=keywords["causal"], enable_gqa=True)
+        options = {"is_causal": keywords["causal"], "scale": keywords.get("scale")}
+        out = F.scaled_dot_product_attention(*inputs, enable_gqa=True, **options)
         return out.transpose(*dims).to(q.dtype)
 
     with mock.patch.object(cute_flash, "attn", attn_or_sdpa):
@@ -115,6 +117,13 @@ def check_generate(tolerance: float) -> None:
     assert any(len(tokens) > 1 for tokens in followers.values()), "the next token depends on more than the last one"
 
 
+def check_mla(tolerance: float) -> None:
+    """The script compares the tokens; here its prefill is torch's SDPA."""
+    with plain_calls_by_sdpa():
+        generated = mla.main()
+    assert generated.shape == (3, 12) and len({tuple(tokens) for tokens in generated.tolist()}) == 3
+
+
 def check_ring_merge(tolerance: float) -> None:
     with plain_calls_by_sdpa():
         ring, whole = ring_merge.main()
@@ -124,7 +133,7 @@ def check_ring_merge(tolerance: float) -> None:
 MODULES = {
     module.__name__.rpartition(".")[2]: module
     for module in (
-        document_mask, gemma_softcap, generate, ring_merge, t5_bias, train_gpt, tree_mask, varlen_packing,
+        document_mask, gemma_softcap, generate, mla, ring_merge, t5_bias, train_gpt, tree_mask, varlen_packing,
         window_and_sinks,
     )
 }  # fmt: skip
