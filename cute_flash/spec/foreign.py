@@ -80,7 +80,7 @@ FOREIGN: dict[str, dict[str, str]] = {
     "attn_decode": {
         **_SHARED,
         "is_causal": _CAUSAL,
-        "qv": "concatenate qv and q, store values and keys as one row of k_cache, and write value_dim=",
+        "qv": "concatenate qv with q, and v with k in one cache, and write value_dim=",
         "head_dim_v": "write value_dim=",
         "indices": "write page_table= with a table for each query, (B, T, max_pages)",
         "k": "write k_new=",
