@@ -415,9 +415,9 @@ def without_autocast() -> AbstractContextManager:
 
 
 def report(q: Tensor, call: str, *arguments: Any) -> bool:
-    """Tell `cute_flash.warmup` about a call of fake tensors, if it made their mode.
+    """If `cute_flash.warmup` made the fake mode of q, record the call there.
 
-    Return whether it planned, and so checked, the call for a GPU.
+    Return whether the call was planned for a GPU, which also checks it.
     """
     recorder = getattr(getattr(q, "fake_mode", None), "cute_flash_recorder", None)
     return recorder is not None and getattr(recorder, call)(*arguments)

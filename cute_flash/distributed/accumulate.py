@@ -44,8 +44,8 @@ class Scores:
     """The arguments that all calls of a rank share.
 
     `args` has neither a mask nor tensors. `positions` are those of the rank's queries in the sequence; only ALiBi needs
-    them. `heads` is (first head of the rank, number of heads of the full call); only dropout needs it. No call has the
-    sinks: `Output` and `Gradients` add them to the sums.
+    them. `heads` is (first head of the rank, number of heads of the full call); only dropout needs it. With `sinks`,
+    `Output` and `Gradients` add them to the sums of all calls; the one call of a varlen batch has them itself.
     """
 
     args: AttentionArgs

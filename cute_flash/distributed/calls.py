@@ -9,8 +9,8 @@ relative to the bottom right are
 If `left` is negative, the last -left queries see no key of the segment; without them, `left` is 0. If `right` is
 negative, no query sees the last -right keys; without them, `right` is 0. So one call computes a band with any offset.
 
-Full and causal masks need one call for two zigzag shards. Dropout needs one call for each pair of segments, because the
-kernels compute the dropout mask from the positions of the first row and the first key of a call.
+Full and causal masks need one call for each pair of zigzag shards. Dropout needs one call for each pair of segments,
+because the kernels compute the dropout mask from the positions of the first row and the first key of a call.
 """
 
 from __future__ import annotations

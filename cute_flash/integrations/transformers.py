@@ -96,7 +96,8 @@ def mask(
     padding = None if attention_mask is None else attention_mask[:, -kv_length:]
     if padding is None or padding.shape[1] == kv_length:
         has_padding = padding is not None and (is_compiling or not bool(padding.all()))
-        # In a static cache, unused keys follow the last query. `local_size` of a causal mask is a window or a chunk.
+        # `is_causal` aligns the mask at the last key. In a static cache, unused keys follow the last query, so the full
+        # mask is needed. `local_size` of a causal mask is a window, which the layer passes, or a chunk.
         is_aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
         is_chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
         if allow_is_bidirectional_skip and local_size is None:

@@ -147,7 +147,8 @@ def _num_cached(common: base.CommonAttentionMetadata) -> tuple[int, int]:
     if common.seq_lens_cpu_upper_bound is None:
         return num_reqs, num_tokens
     starts = common.query_start_loc_cpu[: num_reqs + 1]
-    # The bound is at least the length. If it equals the number of queries, the request has no key in the cache.
+    # `seq_lens_cpu_upper_bound` is at least the length. If it equals the number of queries, the request has no key in
+    # the cache.
     has_keys = (common.seq_lens_cpu_upper_bound[:num_reqs] != starts.diff()).nonzero()
     num_cached = int(has_keys[-1]) + 1 if len(has_keys) else 0
     start, end = int(starts[num_cached]), int(starts[-1])

@@ -21,7 +21,7 @@ lock = threading.Lock()  # the DSL is a process-wide singleton that compiles one
 
 
 def cute_compile(key: LaunchKey, options: str = "") -> Any:
-    """Trace and compile a kernel, or a chain. The caller must hold `lock`."""
+    """Trace and compile a kernel, or a `LaunchChain`. The caller must hold `lock`."""
     check_installed()
     import cutlass.cute as cute
 
@@ -35,7 +35,7 @@ def cute_compile(key: LaunchKey, options: str = "") -> Any:
 
 
 def _kernel(key: CompileKey) -> Any:
-    """The object of a kernel's class (`KernelSpec.path`), whose call launches the kernel."""
+    """The instance of a kernel's class (`KernelSpec.path`), whose call launches the kernel."""
     module, name = KERNELS[key.kernel].path.split(":")
     return getattr(importlib.import_module(f"cute_flash.kernels.{module}"), name)(key.static, key.tile)
 

@@ -111,7 +111,7 @@ def _single_block(q: Tensor, k: Tensor, args: AttentionArgs, sequence: int, dtyp
     (batch, heads, sq, _), sk = q.shape, k.shape[2]
     sequences_here = range(sequence, sequence + batch)
     features = ScoreFeatures(args, sequences_here, range(heads), 1, (sq, sk), dtype, heads)
-    # With `in_band`, the block does not apply the band; `_mask` does.
+    # `in_band=True` says that all scores are in the band, so the block does not apply it; `_mask` applies it.
     return features.block(range(sq), range(sk), in_band=True)
 
 

@@ -26,7 +26,7 @@ def distances(rows: range, keys: range, sq: int, sk: int, device: torch.device) 
 def visible(band: Band, distance: Tensor, first_key: int = 0) -> Tensor:
     """The band's mask of a block, from its `distances`: true where the row sees the key.
 
-    `first_key`: the first key of the block, from which chunks count.
+    `first_key`: the index of the first key of the block, which tells where chunks begin.
     """
     mask = torch.ones_like(distance, dtype=torch.bool)
     if band.left is not None:

@@ -400,6 +400,7 @@ class Builder:
         return None
 
     def _simplified_cast(self, name: str, a: int, kind: str) -> int | None:
+        """The node that equals the cast of node `a`; None: there is none."""
         inner = self.nodes[a]
         if inner.kind == kind:
             return a
@@ -407,7 +408,7 @@ class Builder:
             return self.cast(inner.args[0], kind)  # the int64 has the value of its operand
         if name == "to_index" and inner.op in ("min", "max", "where"):
             *condition, x, y = inner.args
-            return self.op(inner.op, *condition, self.index(x), self.index(y))  # clamping is monotonic
+            return self.op(inner.op, *condition, self.index(x), self.index(y))  # clamping commutes with these
         return None
 
     def _is(self, i: int, value: Any) -> bool:

@@ -1,8 +1,8 @@
 """Calls that pass tensors of shape (B, S, H, D) without `layout="bshd"`: a warning, and a remedy for errors.
 
-A call with the dimensions S and H exchanged is valid if the lengths divide as heads must. It is reported if it is not
-a usual call: few queries over fewer keys, or numbers of heads that models do not have. Transposed views of
-(B, S, H, D) memory, which models pass and `layout="bshd"` makes, are never reported.
+A call with the dimensions S and H exchanged is valid if the number of queries is a multiple of the number of keys. It
+is reported if it is not a usual call: few queries over fewer keys, or numbers of heads that models do not have.
+Transposed views of (B, S, H, D) memory, which models pass and `layout="bshd"` makes, are never reported.
 """
 
 from __future__ import annotations
@@ -49,11 +49,15 @@ def mixed_layouts(k: Tensor, v: Tensor) -> str:
 
 
 def _fits_bshd(q: Tensor, k: Tensor) -> bool:
-    """Whether the tensors, whose memory order is (B, H, S, D), would be valid as (B, S, H, D)."""
+    """Whether q is stored in the order (B, H, S, D), and the call would be valid if both were (B, S, H, D)."""
     return q.stride(1) >= q.stride(2) and k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0
 
 
 def _looks_swapped(q: Tensor, k: Tensor) -> bool:
+    """Whether q and k have more heads than rows, would be valid as (B, S, H, D), and are unusual as (B, H, S, D).
+
+    Unusual are as many K/V heads as query heads with fewer keys than queries, and more heads than models have.
+    """
     (heads, seqlen_q), (heads_kv, seqlen_k) = q.shape[1:3], k.shape[1:3]
     if not (0 < seqlen_k <= seqlen_q < heads and seqlen_k < heads_kv and _fits_bshd(q, k)):
         return False

@@ -107,7 +107,8 @@ class BwdGraphs:
 class BwdModParams:
     """The bias and the user mods of a launch.
 
-    `score`, `mask` and `gradient` are the arguments of those graphs; None: the graph is absent or has none.
+    `score`, `mask` and `gradient` are the captured values of the graphs of the score_mod, of the mask_mod and of the
+    gradient; None: there is no such graph, or it captures nothing.
     """
 
     graphs: cutlass.Constexpr  # BwdGraphs

@@ -281,9 +281,9 @@ class BlockScores(NoMods):
                 store_pair(rP, ProbPair(*pair), cute.crd2idx((r, c), S_mn.layout), mask)
 
     def prob_after_dropout(self, S_mn: cute.Tensor, r: int, c: int, rLSE: cute.Tensor) -> Float32:
-        """P of one element. The register of S then holds P, P (1 - t²) or t.
+        """P of one element. With softcap or ALiBi, it is P after dropout; otherwise `exponentiate` applies dropout.
 
-        Dropout is applied here if there is a score transform. Otherwise `exponentiate` applies it to pairs.
+        The register of S then holds P, P (1 - t²) or t.
         """
         x = S_mn[r, c]
         P = self.prob(x, r, c, rLSE)

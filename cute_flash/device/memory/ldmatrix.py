@@ -1,6 +1,6 @@
 """ldmatrix loads of MMA operands from swizzled shared memory, and stores of fragments to such tiles.
 
-An address takes one XOR. In a 16x16 sub-tile, the 16 bytes of a thread are in row r at chunk c ^ (r mod 8), by the
+One XOR computes each address. In a 16x16 sub-tile, the 16 bytes of a thread are in row r at chunk c ^ (r mod 8), by the
 swizzle. A step of 16 columns only flips bits of c, so the address is XORed with a constant. A step to the next
 sub-tile of rows, to the next atom of columns or to another stage adds a multiple of 8 rows, after which the swizzle
 repeats. The distances are immediate offsets, except that of a stage, which is added at run time. Without this, the

@@ -22,7 +22,7 @@ class Rotary:
 
     @cute.jit
     def load(self, row: cute.Tensor, vector: Int32, position: Int32, x: cute.Tensor):
-        """Load columns 8 v ... 8 v + 7 of a row as fp32, and rotate them if they are among the first `dim`."""
+        """Load 8 columns of a row as fp32, from 8 `vector` on; rotate them if they are among the first `dim`."""
         load_floats(row, vector, x)
         if vector * VECTOR < self.dim:
             self.rotate(row, vector, cutlass.max(cutlass.min(position, self.cos.shape[0] - 1), 0), x)

@@ -40,7 +40,7 @@ OF_LOW_BYTES, OF_HIGH_BYTES = 0xAA88, 0xBB99
 
 
 class StepRange(NamedTuple):
-    """Steps of a word."""
+    """Steps `first` to `last` - 1 of a word."""
 
     first: int
     last: int
@@ -128,7 +128,11 @@ class DropoutBits(KeepBits):
         return word if missing == 0 else (word >> missing) & (0xFFFF >> missing) * LOW_BITS
 
     def step_word(self, dropout: Dropout, position: TilePosition, step: Int32, parity: Int32) -> Int32:
-        """The bits of one step, at the low end of both halves: bit 2 q + k is for the q-th query and the k-th key."""
+        """The bits of one step, at the low end of both halves of the word.
+
+        Bit 2 q + k is for the thread's q-th query of this parity, and for its k-th even key in the low half, or its
+        k-th odd key in the high half.
+        """
         tile, k = step // self.steps_of_row, step % self.steps_of_row
         query = dropout.first_query(query_index(position.column(0))) + Uint32(parity + CALL_STRIDE * k)
         words = dropout.words(position.batch_head, query, dropout.first_key(key_index(position.row(2 * tile))))

@@ -1,12 +1,12 @@
 """The interface of a score formula, such as softcap or ALiBi: from Q K^T to scores, before the mask.
 
-The Hopper forward transforms the scores of a block on one of three paths. `Score` asks every formula of the call on all
-of them:
+The Hopper forward transforms the scores of a block on one of three paths. On each of them, `Score` calls a method of
+every formula of the call:
 
 | path     | method           | blocks                                                                              |
 |----------|------------------|-------------------------------------------------------------------------------------|
 | in place | `apply`          | the first block of a tile; every block with a bias or user mods, unless fused       |
-| relative | `apply_relative` | other blocks, if the row max is exact: the row max so far is subtracted too         |
+| relative | `apply_relative` | other blocks, if the row max is not speculative: the row max so far is subtracted   |
 | fused    | `fused_exp2`     | other blocks, if the row max is speculative: one pass computes P from Q K^T         |
 
 The mma.sync forward and decode use the first path only. A new formula must define `apply`; the other two paths then use
@@ -58,7 +58,7 @@ class ScoreFormula:
             S_mn[r, None].store(S_mn[r, None].load() - reference[r])
 
     def fused_exp2(self, S_mn: cute.Tensor, tile: ScoreTile, scale: Float32 | None) -> FusedExp2:
-        """The fused pass of a block. Scores for which it has no formula are transformed in place here."""
+        """The pass that computes P. By default, the scores are transformed in place first, here."""
         self.apply(S_mn, tile, scale)
         return TransformedExp2()
 

@@ -347,7 +347,10 @@ class BwdSm90(Kernel):
         iteration: Int32,
         blocks_before: cutlass.Constexpr,
     ):
-        """Write dS of the previous block, and dQ of the block before it when complete, to shared memory."""
+        """Write dS of the previous block to shared memory. First wait for dQ of the block before it, and write it too.
+
+        When dQ is complete, the buffer of dS that it was computed from is free.
+        """
         if cutlass.const_expr(blocks_before > 1):
             warpgroup.wait_group(1)
             state.storage.ds.release(iteration - 2)

@@ -99,9 +99,9 @@ class Config:
 
 
 class BlockVisit(NamedTuple):
-    """The visit of a K/V tile to an m_block of a head."""
+    """One m_block of one query head that a K/V tile processes."""
 
-    number: Int32  # of the block within its head, or in the list of a block mask
+    number: Int32  # position among the m_blocks of the head, or in the list of a block mask
     head: Int32 | None = None  # the query head; None if scores do not depend on it, or with a block mask
     index_bits: Int32 | None = None  # with a block mask, the bits of its `BwdBlockIndex`
 

@@ -26,7 +26,7 @@ class BwdPostprocessSm90(BwdPostprocess):
         acc = cute.make_rmem_tensor(rows * columns // WARPGROUP_THREADS, Float32)
         acc.fill(0.0)
         block = seqlen.padded_q_block(m_block, self.tile.tile_m)
-        # If no K/V tile sees the block, it is uninitialised, and its gradient is 0.
+        # If no K/V tile sees the block, its part of `dq_accum` is uninitialised, and its gradient is 0.
         is_written = Boolean(seqlen.slice_head(p.dq_progress, head)[block] != 0)
         if cutlass.const_expr(not self.static.deterministic):
             is_written = is_written or seqlen.q_len > self.tile.max_queries_claimed

@@ -71,7 +71,8 @@ class BwdTileSm90(Tile):
         halves = rows * self.head_dim + 2 * self.tile_m * self.tile_n
         floats = self.tile_m * self.head_dim + 2 * self.stages * self.tile_m
         halves += self.bias_stages * self.tile_m * self.tile_n
-        # Two slots of 16 bytes, in which the producer publishes tiles.
+        # Two slots of 16 bytes, in which the producer publishes tiles (longer slots of varlen batches are not counted),
+        # and room for barriers of 8 bytes.
         return ELEMENT_BYTES * halves + 4 * floats + 32 + 8 * (16 + 4 * self.stages + 8 * self.bias_stages)
 
     @property
