@@ -12,6 +12,7 @@ from tests.random_calls import FP64, check, drawn, kinds
 CALLS = 120
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::cute_flash.LayoutWarning")
 def test_random_calls(request: pytest.FixtureRequest) -> None:
     """Every other call is fp64, where no rounding hides an error. Short sequences look like (B, S, H, D)."""

@@ -317,6 +317,7 @@ def test_empty_calls(shape: tuple[int, int, int]) -> None:
     assert out.shape == (*shape, 16) and lse.shape == (batch, heads, tokens)
 
 
+@pytest.mark.slow
 def test_the_reference_in_fp64_is_an_oracle() -> None:
     """`forward(dtype=torch.float64)` computes 16-bit inputs exactly: the oracle of the GPU tests."""
     for case in CASES[:20]:

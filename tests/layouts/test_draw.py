@@ -72,6 +72,7 @@ def test_main_reports_errors(arguments: list[str], message: str, capsys) -> None
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_readme_shows_what_the_commands_print(capsys, monkeypatch, tmp_path) -> None:
     text = README.read_text()
     monkeypatch.chdir(tmp_path)

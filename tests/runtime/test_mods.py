@@ -383,6 +383,7 @@ VARLEN_CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", VARLEN_CASES.values(), ids=VARLEN_CASES)
 def test_varlen_gradients(gpu: FakeGpu, case: Case) -> None:
     """Positions count from the start of the sequence, and b is its index; tables get the sum over all sequences."""
@@ -484,6 +485,7 @@ def test_tensors_on_another_device_are_refused(gpu: FakeGpu, change: Callable, m
     assert gpu.keys == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_calls_are_refused_after_a_right_one(gpu: FakeGpu, name: str) -> None:
     change, message = WRONG[name]

@@ -66,6 +66,7 @@ def test_another_length_of_the_row() -> None:
         torch.testing.assert_close(attn(q, q, q, score_mod=mod), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.compiles
 def test_torch_compile_breaks_the_graph() -> None:
     q, mod = queries(torch.float32), MODS["dot"](row_table())
 

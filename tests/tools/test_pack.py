@@ -87,6 +87,7 @@ def test_the_pack_covers_common_calls(arch: ArchSpec) -> None:
         assert {*plan_attention(Problem(batch, 32, 8, 1, 5000, 128), arch).host_calls} <= keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
 @pytest.mark.parametrize("page_size", [None, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn], ids=str)

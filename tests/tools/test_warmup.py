@@ -145,6 +145,7 @@ def launched(step: Callable[[], Any], arch: str) -> list[LaunchKey]:
     return list(dict.fromkeys(gpu.host_calls))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", STEPS)
 def test_kernels_are_those_of_the_call(name: str, arch: str) -> None:
