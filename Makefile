@@ -20,9 +20,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 test: lint
 	$(PYTEST) -m "not gpu"
 
-# The tests that compile nothing, start no processes that import torch and do not compute for seconds.
+# The tests that compile nothing, start no processes that import torch and do not compute for seconds. `make test` also
+# imports tests/gpu.
 test-fast: $(INSTALLED)
-	$(PYTEST) -m "not compiles and not processes and not slow and not gpu"
+	$(PYTEST) --ignore=tests/gpu -m "not compiles and not processes and not slow and not gpu"
 
 # The tests that depend on torch's behaviour (compile, functorch, autocast, arguments, torch.distributed), on the oldest
 # torch that pyproject.toml allows: a step of releases, and of .ci/run where CUTE_FLASH_FLOOR=1. On x86_64, PyPI has the
