@@ -125,6 +125,7 @@ def test_output_layout_follows_q_in_bshd() -> None:
 # ---- masks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sq", "sk"), [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("left", [None, 0, 2, 100])

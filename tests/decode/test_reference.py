@@ -47,6 +47,7 @@ def check(case: DecodeCase, dtype: torch.dtype) -> None:
             assert torch.equal(bits(call.v_cache), bits(values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES + LATENT, ids=lambda case: case.id)
 def test_against_the_oracle(case: DecodeCase) -> None:
     check(case, torch.float64)

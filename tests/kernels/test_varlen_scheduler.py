@@ -45,6 +45,7 @@ def test_classes_are_ordered_and_few() -> None:
     assert length_class((1 << 24) - 1) == length_class((1 << 31) - 1) == NUM_LENGTH_CLASSES - 1
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10**6),

@@ -102,6 +102,7 @@ def brute_force(variant: str, rows: int, cols: int) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("rows", "cols"), [(64, 64), (32, 128), (32, 96), (32, 32), (16, 160), (48, 192)])
 def test_addresses_and_report_agree_with_brute_force(rows: int, cols: int, variant: str) -> None:

@@ -212,6 +212,7 @@ def test_what_cannot_run_is_refused_alone_and_left_out_of_a_set():
         choose(Selection(head_dims=(300,)), FAMILY, SM_80)
 
 
+@pytest.mark.slow
 @runnable
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_neighbours_respect_the_limits_and_begin_with_the_rows(family, arch, head_dim):

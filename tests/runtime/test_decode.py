@@ -42,6 +42,7 @@ def supported(case: DecodeCase) -> DecodeCase:
     return case if is_aligned or not case.fp8 else replace(case, head_dim=64, head_dim_v=64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_kernel_gets_the_arguments_that_it_is_compiled_for(gpu: FakeGpu, seed: int) -> None:
     for i, drawn in enumerate(random_cases(seed, 40)):

@@ -56,6 +56,7 @@ def main_keys(gpu: FakeGpu) -> list[CompileKey]:
 # ---- arguments of the kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "chunk", "scale"),
     [

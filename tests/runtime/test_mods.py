@@ -228,6 +228,7 @@ def run_gradients(case: Case, inputs: list[Tensor] | None = None, has_dlse: bool
     return run_backward(inputs, case.args(inputs, **fields), dlse=dlse, atol=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients(gpu: FakeGpu, case: Case) -> None:
     for has_dlse in (False, True):

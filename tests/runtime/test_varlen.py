@@ -49,6 +49,7 @@ def douts(lengths: Lengths, has_dlse: bool, width_v: int = D) -> dict[str, Tenso
 # ---- forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_random_batches(gpu: FakeGpu, seed: int) -> None:
     lengths, window, chunk = Lengths.drawn(seed), WINDOWS[seed % 4], (None, None, 50)[seed % 3]

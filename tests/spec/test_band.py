@@ -54,6 +54,7 @@ def check_band(band: Band, visible: list[list[bool]], sk: int) -> None:
             check_blocks(band.blocks(m_block, tile_m, tile_n, sq, sk), rows, tile_n, sk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", SIDES)
 @pytest.mark.parametrize("right", SIDES)
 def test_bounds_and_blocks_are_exact(left: int | None, right: int | None) -> None:
