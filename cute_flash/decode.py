@@ -11,6 +11,7 @@ from cute_flash import ops_decode
 from cute_flash.spec.arch import by_name
 from cute_flash.spec.decode import DecodeArgs
 from cute_flash.spec.foreign import bind_keywords, refuse_foreign, without_foreign
+from cute_flash.spec.latent import has_query_tables
 from cute_flash.spec.problem import Support
 from cute_flash.spec.values import as_bool, as_chunk, as_float, as_int, as_window, check_are_tensors
 
@@ -111,10 +112,10 @@ def attn_decode(
             call has `scale`, and no `v_cache`, `v_new`, `v_scale` and rotary tables. There is no CUDA kernel yet.
         page_table: (B, max_pages), int32: row j of sequence b is row ``j % page_size`` of page
             ``page_table[b, j // page_size]``. Pages can have any size. Entries past the end of a sequence are not used.
-            With `value_dim` also (B, T, max_pages), a table for each query, which sees all of its rows. Then
-            `cache_seqlens` is (B, T) or a number, and counts the rows of a table, also those on pages -1, which do
-            not exist. A page counts as often as it is named. `causal` has no effect, and the other arguments that
-            concern positions or sequences are refused.
+            With `value_dim` also (B, T, max_pages), a table for each query. A query then sees all rows of its table,
+            and a page counts as often as the table names it. Page -1 is skipped. `cache_seqlens` is then (B, T) or a
+            number: the rows of a table, including those of skipped pages. `causal` has no effect, and other arguments
+            about positions or sequences raise an error.
         cache_batch_idx: (B), int32: the index of sequence b along dimension 0 of the caches, or of `page_table`, which
             then may have any number of rows; None: b.
         leftpad: (B), int32: the number of rows to skip at the start of each sequence.
@@ -241,9 +242,9 @@ def _canonical(
         rotary_interleaved, cu_seqlens_q, _left, _right, attention_chunk, softcap, alibi, sinks, k_scale, v_scale,
         num_splits, value_dim, out,
     ) = given  # fmt: skip
-    if type(v_cache) is int:
-        raise ValueError(f"v_cache={v_cache} is a number: give a torch.Tensor, or write value_dim={v_cache}")
     if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
+        if type(v_cache) is int:
+            raise ValueError(f"v_cache={v_cache} is a number: give a torch.Tensor, or write value_dim={v_cache}")
         check_are_tensors(q=q, k_cache=k_cache, **{} if v_cache is None else {"v_cache": v_cache})
     for x in (
         page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin, cu_seqlens_q, alibi, sinks, out
@@ -257,7 +258,7 @@ def _canonical(
     if kv_layout != "nhd":
         k_cache, v_cache = _to_nhd(k_cache, v_cache, kv_layout)
     if not isinstance(cache_seqlens, Tensor):
-        cache_seqlens = _seqlens_tensor(cache_seqlens, q, cu_seqlens_q, page_table)
+        cache_seqlens = _seqlens_tensor(q, given)
     q = _with_contiguous_rows(q)
     if k_new is not None:
         k_new = _with_contiguous_rows(k_new)
@@ -311,14 +312,15 @@ def _to_nhd(k_cache: Tensor, v_cache: Tensor | None, kv_layout: Any) -> tuple[Te
     return k_cache, v_cache
 
 
-def _seqlens_tensor(value: Any, q: Tensor, cu_seqlens_q: Tensor | None, page_table: Tensor | None) -> Tensor:
+def _seqlens_tensor(q: Tensor, given: DecodeArgs) -> Tensor:
     """One length for all sequences as a tensor (B), or (B, T) with a page table for each query."""
-    seqlen = as_int("cache_seqlens", value, "give a whole number, or an int32 tensor of shape (B)")
+    seqlen = as_int("cache_seqlens", given.cache_seqlens, "give a whole number, or an int32 tensor of shape (B)")
     # `describe_decode` raises an error if q or cu_seqlens_q has the wrong number of dimensions.
-    batch = q.shape[:1] if cu_seqlens_q is None else (max(cu_seqlens_q.numel() - 1, 0),)
-    if page_table is not None and page_table.dim() == 3:
-        batch = q.shape[:2]
-    return torch.full(batch, seqlen, dtype=torch.int32, device=q.device)
+    if given.cu_seqlens_q is not None:
+        shape: tuple[int, ...] = (max(given.cu_seqlens_q.numel() - 1, 0),)
+    else:
+        shape = q.shape[: 2 if has_query_tables(given) else 1]
+    return torch.full(shape, seqlen, dtype=torch.int32, device=q.device)
 
 
 def _with_contiguous_rows(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ COUNTED = {
 STALLS = {"loads from L2 or HBM": "long_scoreboard", "shared memory": "short_scoreboard"}
 COPIES = "sass_ldgsts_wavefronts"
 LOADS = ("sass_ldsm_wavefronts", "sass_ldsm_conflicts")
-# What the kernels of a rung with several compute, in the order of their launches.
+# Rungs with several kernels: what each kernel computes, in launch order.
 KERNELS = {"0": ("scores", "softmax", "output"), "B1": ("dK, dV", "dQ")}
 BYTES_PER_SCORE = 24  # of rung 0: fp32, written twice and read four times
 
@@ -138,12 +138,12 @@ def _of(record: Record, name: str) -> list[Record]:
 
 
 def _labels(name: str) -> list[str]:
-    """The names of the kernels of a rung: that of the rung, followed by what the kernel computes if it has several."""
+    """A label for each kernel of a rung: the rung's name and, if it has several kernels, what the kernel computes."""
     return [" ".join((name, what)) for what in KERNELS[name]] if name in KERNELS else [name]
 
 
 def _plain(record: Record) -> list[str]:
-    """The rungs at the one length, as they are in their files."""
+    """The names of the unmodified rungs at the common length: not "3 padded" or "0 S=4096"."""
     return [name for name in sorted(record["rungs"]) if " " not in name]
 
 

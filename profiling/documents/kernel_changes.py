@@ -66,7 +66,7 @@ def changed(measured: dict[str, Any], patterns: tuple[str, ...] = ("*",), lock: 
 
 
 def changed_plans(measured: dict[str, Any], patterns: tuple[str, ...] = ("*",), lock: Path = LOCK) -> tuple[int, int]:
-    """(number of published shapes that the patterns select, number of those that are launched otherwise now)."""
+    """(number of launch plans whose names match one of the patterns, number of these plans that have changed)."""
     now = _plans(lock)
     chosen = {
         name: plan
@@ -77,7 +77,7 @@ def changed_plans(measured: dict[str, Any], patterns: tuple[str, ...] = ("*",), 
 
 
 def sentence(measured: dict[str, Any], patterns: tuple[str, ...] = ("*",), lock: Path = LOCK) -> str:
-    """The commit of measurements, and what changed of their kernels and launch plans since, as a part of a sentence."""
+    """Part of a sentence: the commit of measurements, and which kernels and launch plans have changed since."""
     num_plans, num_changed = changed_plans(measured, patterns, lock)
     launched = ""
     if num_plans:

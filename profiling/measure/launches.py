@@ -1,5 +1,4 @@
-"""Kernel launches of cute_flash: recorded with or without running them, repeated without the call around them, and
-planned as for another GPU."""
+"""Kernel launches of cute_flash: recording, repeating them without the call around them, and tiles of another GPU."""
 
 from __future__ import annotations
 
@@ -58,8 +57,8 @@ def recorded_launches(is_dry: bool = False) -> Iterator[list[Launch]]:
 def tiles_of(gpu_name: str) -> Iterator[None]:
     """Plan as on another GPU, such as "A100", and compile the kernels for the GPU here.
 
-    Tiles, warps and stages are those that the other GPU has shared memory for. The number of SMs, L2 and the clocks
-    are those of the GPU here.
+    The other GPU decides the tiles, by its architecture and its shared memory. The number of SMs, the size of L2 and
+    the bandwidth of HBM are those of the GPU here.
     """
     from cute_flash.runtime.gpu import current_gpu, use_gpu
 

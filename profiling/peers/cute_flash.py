@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ def _tiles_of(gpu: str) -> AbstractContextManager[Any]:
 
 def peer_with_tiles_of(gpu: str) -> Peer:
     """`cute_flash.attn` with the tiles that another GPU takes, such as "A100"."""
-    return Peer(f"cute_flash-{gpu}", _load, context=partial(_tiles_of, gpu), is_ours=True)
+    return replace(our_peer(f"cute_flash-{gpu}"), context=partial(_tiles_of, gpu))
 
 
 def our_peer(name: str = "cute_flash", kernels: str = "auto") -> Peer:

@@ -98,67 +98,52 @@ def oracle(
     is_dense = cu_seqlens_q is None
     shape = (batch, heads, q.shape[1]) if is_dense else (heads, q.shape[0])
     lse = torch.full(shape, -torch.inf, dtype=torch.float64)
-    for b in range(batch):
+
+    def seen(b: int, i: int) -> tuple[Tensor, list[tuple[int, int]], list[int]]:
+        """Query i of sequence b, rotated, and of each row that it sees the place and the distance."""
         queries = tokens(q, b)
-        for i in range(len(queries) if has_tables else 0):
-            # Only these rows exist for the query, in any order.
-            rows = [
-                (int(page), j % keys.shape[1])
-                for j in range(int(cache_seqlens[b, i]))
-                if (page := page_table[b, i, j // keys.shape[1]]) != -1
-            ]
-            for h in range(heads):
-                group = h // (heads // heads_kv)
-                K, V = (
-                    torch.stack([x[row][group].double() for row in rows]) * factor(k_scale).expand(heads_kv, 1)[group]
-                    if rows
-                    else None
-                    for x in (keys, values)
-                )
-                logits = torch.zeros(0).double() if K is None else scale * (K @ queries[i, h].to(rounded_to).double())
-                if softcap:
-                    logits = softcap * torch.tanh(logits / softcap)
-                if sinks is not None:
-                    logits = torch.cat([logits, sinks[h : h + 1].double()])
-                lse[b, h, i] = torch.logsumexp(logits, dim=0) if len(logits) else -torch.inf
-                if V is not None:
-                    out[b, i, h] = torch.exp(logits[: len(rows)] - lse[b, h, i]) @ V
-        if has_tables:
-            continue
-        length = lengths[b]
-        skipped = 0 if leftpad is None else int(leftpad[b])
-        # (keys, Hkv, D); rows that are masked for all queries may be NaN, and are never multiplied.
-        K, V = (
-            torch.stack([x[place(b, j)].double() * factor(given) for j in range(length)]) if length else None
-            for x, given in ((keys, k_scale), (values, v_scale))
-        )
-        for i in range(len(queries)):
-            position = length - len(queries) + i
-            is_masked = causal or left is not None or right is not None or attention_chunk is not None
-            turn = position if is_masked else int(cache_seqlens[b])
-            query = rotated(queries[i], turn).to(rounded_to).double()
-            visible = [
-                j
-                for j in range(skipped, length)
-                if (left is None or j >= position - left) and (right is None or j <= position + right)
-                if not attention_chunk or (position - skipped) // attention_chunk == (j - skipped) // attention_chunk
-            ]
+        if page_table is not None and page_table.dim() == 3:
+            rows = range(int(cache_seqlens[b, i]))
+            places = [(int(page_table[b, i, j // keys.shape[1]]), j % keys.shape[1]) for j in rows]
+            places = [where for where in places if where[0] != -1]
+            return queries[i], places, [0] * len(places)
+        length, skipped = lengths[b], 0 if leftpad is None else int(leftpad[b])
+        position = length - len(queries) + i
+        is_masked = causal or left is not None or right is not None or attention_chunk is not None
+        visible = [
+            j
+            for j in range(skipped, length)
+            if (left is None or j >= position - left) and (right is None or j <= position + right)
+            if not attention_chunk or (position - skipped) // attention_chunk == (j - skipped) // attention_chunk
+        ]
+        query = rotated(queries[i], position if is_masked else int(cache_seqlens[b]))
+        return query, [place(b, j) for j in visible], [abs(position - j) for j in visible]
+
+    for b in range(batch):
+        for i in range(len(tokens(q, b))):
+            query, places, distances = seen(b, i)
+            query = query.to(rounded_to).double()
+            # (rows, Hkv, D); other rows may be NaN, and are never multiplied.
+            K, V = (
+                torch.stack([x[where].double() * factor(given) for where in places]) if places else None
+                for x, given in ((keys, k_scale), (values, v_scale))
+            )
             for h in range(heads):
                 logits = torch.zeros(0, dtype=torch.float64)
-                if visible:
-                    logits = scale * (K[visible, h // (heads // heads_kv)] @ query[h])
+                if K is not None:
+                    logits = scale * (K[:, h // (heads // heads_kv)] @ query[h])
                 if softcap:
                     logits = softcap * torch.tanh(logits / softcap)
                 if alibi is not None:
                     slope = float(alibi[b, h] if alibi.dim() == 2 else alibi[h])
-                    logits = logits - slope * torch.tensor([abs(position - j) for j in visible], dtype=torch.float64)
+                    logits = logits - slope * torch.tensor(distances, dtype=torch.float64)
                 if sinks is not None:
                     logits = torch.cat([logits, sinks[h : h + 1].double()])
                 if not len(logits):
                     continue
                 total = torch.logsumexp(logits, dim=0)
-                if visible:
-                    weights = torch.exp(logits[: len(visible)] - total)
-                    tokens(out, b)[i, h] = weights @ V[visible, h // (heads // heads_kv)]
+                if V is not None:
+                    weights = torch.exp(logits[: len(places)] - total)
+                    tokens(out, b)[i, h] = weights @ V[:, h // (heads // heads_kv)]
                 (lse[b] if is_dense else lse[:, int(cu_seqlens_q[b]) :])[h, i] = total
     return out, lse, k_cache, v_cache

@@ -1,4 +1,4 @@
-"""Kernel families that the GPU here can run, or the GPU whose tiles `--tiles-of` asks for."""
+"""Kernel families that can run here. With `--tiles-of`, these are the families of that GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -347,9 +347,9 @@ class BwdSm90(Kernel):
         iteration: Int32,
         blocks_before: cutlass.Constexpr,
     ):
-        """Write dS of the previous block to shared memory. First wait for dQ of the block before it, and write it too.
+        """Write dS of the previous block to shared memory, and dQ of the block before the previous one.
 
-        When dQ is complete, the buffer of dS that it was computed from is free.
+        dQ comes first: when its products are complete, the buffer of dS that they read is free.
         """
         if cutlass.const_expr(blocks_before > 1):
             warpgroup.wait_group(1)
