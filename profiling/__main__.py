@@ -12,17 +12,7 @@ from profiling.counters import ncu_run, sanitize
 from profiling.documents import command as plots
 from profiling.documents import every_run
 from profiling.measure.study import NOT_MEASURED, Command
-from profiling.studies import (
-    context_parallel,
-    decode,
-    features,
-    fp32,
-    host,
-    mods,
-    numerics_gpu,
-    standard_bytes,
-    training,
-)
+from profiling.studies import context_parallel, features, fp32, host, mla, mods, numerics_gpu, standard_bytes, training
 from profiling.tune import tune, versions
 
 DESCRIPTION = "Measure cute_flash beside other libraries, tune its tiles, and compare counters with predictions."
@@ -32,7 +22,7 @@ COMMANDS: tuple[Command, ...] = (
     features.STUDY.command,
     mods.COMMAND,
     fp32.STUDY.command,
-    decode.STUDY.command,
+    mla.COMMAND,
     training.STUDY.command,
     context_parallel.STUDY.command,
     standard_bytes.COMMAND,

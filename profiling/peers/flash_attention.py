@@ -50,6 +50,19 @@ def fa3_forward() -> BshdForward:
     return forward
 
 
+def fa3_latent(
+    q: Tensor, cache: Tensor, value_dim: int, scale: float, causal: bool, page_table: Tensor | None = None
+) -> Tensor:
+    """Decoding over one full cache whose first columns are the values (MLA), with automatic splits.
+
+    FlashAttention-3 computes the scores as q kᵀ + q_v vᵀ. So its keys are the columns that are not values.
+    """
+    return fa3_ops().fwd(
+        q[..., value_dim:], cache[..., value_dim:], cache[..., :value_dim], q_v=q[..., :value_dim],
+        page_table=page_table, softmax_scale=scale, is_causal=causal, num_splits=0,
+    )[0]  # fmt: skip
+
+
 def fa3_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any) -> Gradients:
     """dq, dk and dv. They are passed to the op, as its package does: its return values differ between versions."""
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))

@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 
 import torch
+from torch import Tensor
 
 from cute_flash.planning.launch import LaunchKey
 from profiling.measure.accuracy import nan_in_new_memory
@@ -88,12 +89,18 @@ def kernels(settings: Settings, tools: Tools) -> list[LaunchKey]:
 # -------------------------------------------------------------------------------------------------------
 
 
-def error_of(call: Call, sizes: Sizes) -> float | None:
-    """The relative error of a sample against fp64; None if an element of the whole output is not finite."""
+def checked_output(call: Call) -> Tensor | None:
+    """The output of a call in memory that held NaN; None if an element is not finite."""
     with call.context(), nan_in_new_memory(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about operators that are not deterministic
         out = call.call()
-    if not bool(out.isfinite().all()):
+    return out if bool(out.isfinite().all()) else None
+
+
+def error_of(call: Call, sizes: Sizes) -> float | None:
+    """The relative error of a sample against fp64; None if an element of the whole output is not finite."""
+    out = checked_output(call)
+    if out is None:
         return None
     difference = size = 0.0
     places = {(b, h) for b, h in product((0, out.shape[0] - 1), (0, sizes.heads_kv - 1))}
@@ -117,22 +124,36 @@ def _timing(samples: Samples, num_bytes: int) -> Record:
     }
 
 
-def measure_calls(shape: Shape, made: Mapping[str, Call], settings: Settings, tools: Tools) -> Record:
+def check_and_time(
+    made: Mapping[str, Call],
+    error: Callable[[Call], float | None],
+    bytes_of: Mapping[str, int],
+    tools: Tools,
+    rounds: int,
+    ms: float,
+) -> Record:
     """Check all calls, then time them. A call with a wrong result is timed too, and listed as wrong."""
-    errors, failures = attempt_each(
-        {name: partial(error_of, call, settings.sizes) for name, call in made.items()}, tools.timer
-    )
+    errors, failures = attempt_each({name: partial(error, call) for name, call in made.items()}, tools.timer)
     timed_calls = {name: TimedCall(made[name].call, made[name].context) for name in errors}
-    measured = measure(timed_calls, tools.timer, settings.rounds, settings.ms)
-    bytes_of = {name: shape.kv_bytes(settings.sizes, 1 if name == decode_cases.FP8_CACHE else 2) for name in made}
+    measured = measure(timed_calls, tools.timer, rounds, ms)
+    return {
+        "sides": {name: _timing(samples, bytes_of[name]) for name, samples in measured.samples.items()},
+        "errors": errors,
+        "wrong": [name for name, value in errors.items() if value is None or value > MAX_ERROR],
+        "failures": failures | measured.errors,
+    }
+
+
+def measure_calls(shape: Shape, made: Mapping[str, Call], settings: Settings, tools: Tools) -> Record:
+    """The result of a cell."""
+    sizes = settings.sizes
+    bytes_of = {name: shape.kv_bytes(sizes, 1 if name == decode_cases.FP8_CACHE else 2) for name in made}
+    error = partial(error_of, sizes=sizes)
     return {
         "batch": shape.batch,
         "length": shape.length,
-        "bytes": shape.kv_bytes(settings.sizes),
-        "sides": {name: _timing(samples, bytes_of[name]) for name, samples in measured.samples.items()},
-        "errors": errors,
-        "wrong": [name for name, error in errors.items() if error is None or error > MAX_ERROR],
-        "failures": failures | measured.errors,
+        "bytes": shape.kv_bytes(sizes),
+        **check_and_time(made, error, bytes_of, tools, settings.rounds, settings.ms),
     }
 
 
@@ -185,9 +206,13 @@ def measure_host(settings: Settings, tools: Tools) -> Record:
     inputs, names = inputs_of(settings.host_cell, settings, tools), _available()
     made = {name: call for name, call in decode_cases.library_calls(inputs).items() if name in names}
     made[APPENDED] = decode_cases.variants(inputs, settings.seed)[decode_cases.APPEND]
+    return time_host(made, settings.seed, tools)
+
+
+def time_host(made: Mapping[str, Call], seed: int, tools: Tools) -> Record:
+    """Host time of calls by name, and the failures of others."""
     timed_calls = {("decode", name): TimedCall(call.call, call.context) for name, call in made.items()}
-    order = random.Random(settings.seed)
-    times = host_times(timed_calls, tools.events, tools.clock, HOST_CALLS, HOST_LOOPS, order)
+    times = host_times(timed_calls, tools.events, tools.clock, HOST_CALLS, HOST_LOOPS, random.Random(seed))
     return {
         "us": {name: us for (_, name), us in times.us.items()},
         "failures": {name: error for (_, name), error in times.errors.items()},
@@ -318,17 +343,21 @@ def _title(cell: Record) -> str:
     return Shape(cell["batch"], cell["length"]).id
 
 
-def failures(record: Record) -> list[CellFailure]:
-    cells = [*record["cells"], *record["variants"]]
+def failures_of(cells: Sequence[Record], title: Callable[[Record], str], host: Record) -> list[CellFailure]:
+    """The calls of cells that failed, those with wrong results, and those that failed in `measure_host`."""
     wrong = [(cell, name, cell["errors"][name]) for cell in cells for name in cell["wrong"]]
     return [
-        *failures_in(cells, _title),
+        *failures_in(cells, title),
         *(
-            CellFailure(_title(cell), name, "not finite" if error is None else f"error {error:.1e}")
+            CellFailure(title(cell), name, "not finite" if error is None else f"error {error:.1e}")
             for cell, name, error in wrong
         ),
-        *failures_in([record["host"]], lambda host: "host"),
+        *failures_in([host], lambda _: "host"),
     ]
+
+
+def failures(record: Record) -> list[CellFailure]:
+    return failures_of([*record["cells"], *record["variants"]], _title, record["host"])
 
 
 STUDY = Study(

@@ -101,12 +101,12 @@ class Inputs:
         return Inputs(_normal((shape.batch, 1, sizes.heads, sizes.head_dim), generator), k, v, lengths)
 
 
-def exact_rows(q: Tensor, k: Tensor, v: Tensor, sequence: int, head_kv: int) -> Tensor:
+def exact_rows(q: Tensor, k: Tensor, v: Tensor, sequence: int, head_kv: int, scale: float | None = None) -> Tensor:
     """Attention of all query heads of one K/V head in fp64, causal, aligned at the last key."""
     tokens, num_keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     rows = q[sequence, :, head_kv * group : (head_kv + 1) * group].double()
     keys, values = (x[sequence, :, head_kv].double() for x in (k, v))
-    scores = rows @ keys.mT * q.shape[-1] ** -0.5
+    scores = rows @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     position = torch.arange(num_keys - tokens, num_keys, device=q.device)[:, None, None]
     masked = torch.arange(num_keys, device=q.device) > position
     return scores.masked_fill(masked, -torch.inf).softmax(-1) @ values
