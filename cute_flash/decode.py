@@ -109,7 +109,7 @@ def attn_decode(
         v_cache: Values, in the same form and dtype, with head dim Dv. None with `value_dim`.
         cache_seqlens: (B), int32: the number of rows of each sequence before the append; or one number for all.
         value_dim: Dv, if the values are the first Dv columns of k_cache, which is then the only cache (MLA). Such a
-            call has `scale`, and no `v_cache`, `v_new`, `v_scale` and rotary tables. There is no CUDA kernel yet.
+            call has `scale`, and no `v_cache`, `v_new`, `v_scale` and rotary tables.
         page_table: (B, max_pages), int32: row j of sequence b is row ``j % page_size`` of page
             ``page_table[b, j // page_size]``. Pages can have any size. Entries past the end of a sequence are not used.
             With `value_dim` also (B, T, max_pages), a table for each query. A query then sees all rows of its table,

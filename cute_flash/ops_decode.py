@@ -91,7 +91,9 @@ def is_direct(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeAr
     """Whether the dispatcher can be bypassed, because it would only call the operator's CUDA implementation."""
     if not q.is_cuda or is_observed():
         return False
-    if type(q) not in PLAIN_TYPES or type(k_cache) not in PLAIN_TYPES or type(v_cache) not in PLAIN_TYPES:
+    if type(q) not in PLAIN_TYPES or type(k_cache) not in PLAIN_TYPES:
+        return False
+    if v_cache is not None and type(v_cache) not in PLAIN_TYPES:
         return False
     for x in args:
         if x is not None and type(x) not in _DIRECT_TYPES:
@@ -131,8 +133,6 @@ def _results(out: Tensor, lse: Tensor, args: DecodeArgs) -> tuple[Tensor, Tensor
 
 def _decode_cuda(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, *values: Any) -> Any:
     args = DecodeArgs(*values)
-    if v_cache is None:
-        describe_decode(q, k_cache, v_cache, args, "cuda")  # raises an error
     out, lse = _cuda.run(q, k_cache, v_cache, args)
     return _results(out, lse, args)
 

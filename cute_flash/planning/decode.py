@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cute_flash.errors import UnsupportedError
+from cute_flash.planning.decode_tiles import DecodeTile, decode_tile, latent_tile, num_head_groups
 from cute_flash.planning.launch import CompileKey
-from cute_flash.planning.tiles.common import align_smem
-from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.arch import ArchSpec
-from cute_flash.spec.band import ceil_div
+from cute_flash.spec.band import Band, ceil_div
 from cute_flash.spec.decode import DecodeProblem
 from cute_flash.spec.dtypes import DTYPE_BYTES
 from cute_flash.spec.family import AMPERE
@@ -23,11 +22,6 @@ from cute_flash.spec.problem import Problem
 
 # Rows of a page that are loaded after one lookup in the page table.
 CHUNK = 16
-# The width of a swizzle atom. Rows of K and V in shared memory are padded to a multiple of it.
-ATOM_BYTES = 128
-NUM_WARPS = 4
-# Rows of the output that the warps of a CTA exchange at a time.
-EXCHANGE_ROWS = 8
 SCORE_FEATURES = {"softcap", "alibi", "sinks"}
 # `attn` with at most this many query rows of a K/V head, and at least this many keys, may use the decode kernel.
 MAX_SPLIT_ROWS = 64
@@ -73,6 +67,8 @@ class DecodeStatic:
     rotary_dim: int = 0
     rotary_dtype: str = "float32"
     has_fp8_cvt: bool = False  # the architecture converts FP8 to fp16 in one instruction; only with FP8 caches
+    is_latent: bool = False  # one cache, whose first head_dim_v columns are the values (`spec/latent.py`)
+    has_query_tables: bool = False  # a page table for each query, in which pages -1 have no rows
     overlaps_previous: bool = False  # the kernel starts early (programmatic dependent launch), on sm_90
 
     @property
@@ -99,7 +95,7 @@ class DecodeStatic:
     @property
     def tags(self) -> tuple[str, ...]:
         """The features that differ from plain decode, for kernel names."""
-        flags = ("ragged", "varlen", "has_leftpad", "has_batch_idx", "appends")
+        flags = ("ragged", "varlen", "has_leftpad", "has_batch_idx", "appends", "has_query_tables")
         pages = (f"page_{self.page_lookup}",) if self.page_lookup else ()
         rotary = (f"rotary_{self.rotary}",) if self.rotary else ()
         fp8 = ("fp8",) if self.is_fp8 else ()
@@ -115,65 +111,6 @@ class DecodeStatic:
 
 
 @dataclass(frozen=True)
-class DecodeTile:
-    """`tile_m` query rows against blocks of `num_warps` x `tile_n` keys; each warp has its own keys and pipeline."""
-
-    head_dim: int  # width of the tile; smaller head dims are padded to it
-    tile_m: int  # 16 or 32
-    tile_n: int  # keys of one warp in a block: 16 or 32
-    num_warps: int
-    stages: int
-    element_bytes: int = 2  # of the caches
-    least_keys: int = 128  # the fewest keys of a CTA, without `num_splits`
-    # Whether warps exchange outputs through separate shared memory, so that the loads of the next split start before
-    # the exchange. Else the exchange reuses the stages.
-    own_exchange: bool = False
-
-    @property
-    def num_threads(self) -> int:
-        return 32 * self.num_warps
-
-    @property
-    def block_keys(self) -> int:
-        return self.num_warps * self.tile_n
-
-    @property
-    def q_smem(self) -> SmemTile:
-        return SmemTile(self.tile_m, self.head_dim)
-
-    @property
-    def kv_smem(self) -> SmemTile:
-        """One warp's share of a block of K or V. Rows are a multiple of 128 bytes long."""
-        row_bytes = ceil_div(self.head_dim * self.element_bytes, ATOM_BYTES) * ATOM_BYTES
-        return SmemTile(self.tile_n, row_bytes // self.element_bytes, self.element_bytes)
-
-    @property
-    def kv_bytes(self) -> int:
-        """All stages of K and V of all warps."""
-        return 2 * self.num_warps * self.stages * self.kv_smem.bytes
-
-    @property
-    def exchange_bytes(self) -> int:
-        """The outputs of all warps in fp32, eight rows at a time."""
-        return self.num_warps * EXCHANGE_ROWS * self.head_dim * 4
-
-    @property
-    def merged_rows(self) -> int:
-        """Rows of the output that a CTA merges at once: a thread merges four columns."""
-        return max(1, 4 * self.num_threads // self.head_dim)
-
-    @property
-    def smem_bytes(self) -> int:
-        statistics = 2 * 4 * self.num_warps * EXCHANGE_ROWS
-        exchange = self.exchange_bytes if self.own_exchange else 0
-        # The queries twice: as in global memory, and as the operand of the MMA.
-        return 2 * align_smem(self.q_smem.bytes) + align_smem(self.kv_bytes) + exchange + statistics + 64
-
-    def ctas_per_sm(self, arch: ArchSpec) -> int:
-        return min(arch.smem_per_sm // (self.smem_bytes + 1024), arch.max_threads_per_sm // self.num_threads)
-
-
-@dataclass(frozen=True)
 class DecodePlan:
     """The launch of a call that splits its keys: `attn_decode`, or `attn` with few queries."""
 
@@ -185,6 +122,9 @@ class DecodePlan:
     heads_at_once: int
     num_query_tiles: int  # an upper bound of the number of (sequence, K/V head, row tile)
     num_splits: int | None
+    # Groups into which the query heads of a K/V head are divided. Each group counts as a K/V head in the division of
+    # the keys, so that CTAs of all groups read the same keys at the same time.
+    head_groups: int = 1
     problem: Any = None  # the DecodeProblem of `attn_decode`
 
     @property
@@ -193,7 +133,8 @@ class DecodePlan:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"num_ctas": self.num_ctas, "heads_at_once": self.heads_at_once, "num_splits": self.num_splits or 0}
+        sizes = {"num_ctas": self.num_ctas, "heads_at_once": self.heads_at_once, "num_splits": self.num_splits or 0}
+        return sizes | ({"head_groups": self.head_groups} if self.key.static.is_latent else {})
 
     @property
     def workspace(self) -> tuple[Buffer, ...]:
@@ -204,7 +145,7 @@ class DecodePlan:
         """
         rows, is_shared = (self.num_slots, self.tile.tile_m), not self.num_splits
         return (
-            Buffer("partial_out", (*rows, self.tile.head_dim), is_shared=is_shared),
+            Buffer("partial_out", (*rows, self.tile.width_v), is_shared=is_shared),
             Buffer("partial_stats", (*rows, 2), is_shared=is_shared),
             Buffer("arrivals", (self.num_counters,), "int32", "zeros", is_shared=is_shared),
         )
@@ -222,40 +163,6 @@ class DecodePlan:
         return self.num_ctas if self.num_splits else 2 * self.num_ctas
 
 
-def decode_tile(static: DecodeStatic, rows: int, num_heads: int, arch: ArchSpec) -> DecodeTile:
-    """The tile for `rows` query rows of a K/V head: tokens times query heads of a group.
-
-    `num_heads`: K/V heads of all sequences.
-    """
-    widest = max(static.head_dim, static.width_v)
-    head_dim = ceil_div(widest, 64) * 64
-    # With 32 rows, more queries share the loads of K and V. Above head dim 128 their accumulators would spill.
-    tile_m = 32 if rows > 16 and head_dim <= 128 else 16
-    # 32 keys for each warp if three stages fit. Else 16 keys: two CTAs on an SM with at least three stages, or one CTA
-    # with as many stages as fit.
-    wide = DecodeTile(head_dim, tile_m, 32, NUM_WARPS, 3, static.cache_bytes)
-    tiles = [replace(wide, tile_n=16, stages=stages) for stages in range(2, 7)]
-    pairs = [tile for tile in tiles[1:] if tile.ctas_per_sm(arch) >= 2]
-    fitting = [tile for tile in tiles if tile.smem_bytes <= arch.smem_per_cta]
-    # Half the warps if two stages do not fit.
-    tile = (pairs or fitting or [replace(tiles[0], num_warps=NUM_WARPS // 2)])[-1]
-    # Few query tiles of 32 rows: one CTA on an SM, because two would double the number of splits to merge.
-    if tile_m == 32 and fitting and num_heads * ceil_div(rows, tile_m) <= arch.num_sms:
-        tile = fitting[-1]
-    # 32 rows with 32 keys per warp would spill.
-    if wide.smem_bytes <= arch.smem_per_cta and tile_m == 16:
-        tile = wide
-    own = replace(tile, own_exchange=True)
-    # With `own_exchange`, the output of a split stays in registers while the next split begins. This leaves no
-    # registers for an append; nor for head dim 256, which has half the warps on GPUs with 99 KB, on sm_120.
-    has_registers = tile_m == 16 and not static.appends and tile.num_warps == NUM_WARPS
-    if has_registers and own.smem_bytes <= arch.smem_per_cta and own.ctas_per_sm(arch) == tile.ctas_per_sm(arch):
-        tile = own
-    if tile.smem_bytes > arch.smem_per_cta:
-        raise UnsupportedError(f"attn_decode with head_dim={widest} on {arch.name}: not enough shared memory")
-    return tile
-
-
 class SplitSizes(NamedTuple):
     """The sizes of a call that splits its keys."""
 
@@ -270,15 +177,15 @@ def plan_decode(problem: DecodeProblem, arch: ArchSpec, family: str = "") -> Dec
     """Plan a call of `attn_decode`; raise `UnsupportedError` if it is too large."""
     # The family sm80 uses only instructions of Ampere.
     capability = min(arch.capability, AMPERE) if family == "sm80" else arch.capability
-    page = problem.page_size
+    page, band = problem.page_size, Band() if problem.has_query_tables else problem.band
     static = DecodeStatic(
         dtype=problem.dtype,
         head_dim=problem.head_dim,
         cache_dtype=problem.cache_dtype if problem.is_fp8 else "",
         head_dim_v=None if problem.head_dim_v == problem.head_dim else problem.head_dim_v,
-        has_left=problem.band.has_left,
-        has_right=problem.band.has_right,
-        has_chunk=problem.band.chunk is not None,
+        has_left=band.has_left,
+        has_right=band.has_right,
+        has_chunk=band.chunk is not None,
         features=problem.features,
         page_lookup="" if page is None else "row" if page % CHUNK else "chunk",
         ragged=problem.is_ragged,
@@ -289,11 +196,17 @@ def plan_decode(problem: DecodeProblem, arch: ArchSpec, family: str = "") -> Dec
         rotary_dim=problem.rotary_dim,
         rotary_dtype=problem.rotary_dtype,
         has_fp8_cvt=problem.is_fp8 and capability >= FP8_CVT,
+        is_latent=problem.is_latent,
+        has_query_tables=problem.has_query_tables,
         overlaps_previous=capability >= DEPENDENT_LAUNCH,
     )
-    tokens = problem.total_tokens if problem.tokens is None else problem.tokens
-    sizes = SplitSizes(problem.batch, tokens, problem.heads, problem.heads_kv, problem.capacity)
-    return replace(plan_splits("decode", static, sizes, arch, problem.num_splits), problem=problem)
+    batch, tokens = problem.batch, problem.total_tokens if problem.tokens is None else problem.tokens
+    if problem.has_query_tables:
+        # The kernel computes each query as a sequence of its own.
+        batch, tokens = batch * tokens, 1
+    sizes = SplitSizes(batch, tokens, problem.heads, problem.heads_kv, problem.capacity)
+    kernel = "decode_latent" if problem.is_latent else "decode"
+    return replace(plan_splits(kernel, static, sizes, arch, problem.num_splits), problem=problem)
 
 
 def plan_split_kv(problem: Problem, arch: ArchSpec) -> DecodePlan:
@@ -321,9 +234,14 @@ def plan_splits(
 ) -> DecodePlan:
     """Choose the tile and the grid of a kernel that splits keys; raise `UnsupportedError` if the call is too large."""
     batch, tokens, heads, heads_kv, capacity = sizes
-    group = heads // heads_kv
-    rows = group * (tokens if not static.ragged else ceil_div(tokens, max(batch, 1)))
-    tile = decode_tile(static, rows, batch * heads_kv, arch)
+    group, head_groups = heads // heads_kv, 1
+    tokens_of_sequence = tokens if not static.ragged else ceil_div(tokens, max(batch, 1))
+    if static.is_latent:
+        tile: DecodeTile = latent_tile(static, group * tokens_of_sequence, arch)
+        head_groups = num_head_groups(group, tokens_of_sequence, tile.tile_m)
+        heads_kv, group = heads_kv * head_groups, group // head_groups
+    else:
+        tile = decode_tile(static, group * tokens_of_sequence, batch * heads_kv, arch)
     if static.ragged:
         row_tiles = ceil_div(tokens * group, tile.tile_m) + batch
     else:
@@ -335,7 +253,7 @@ def plan_splits(
         heads_at_once, num_ctas = heads_kv, num_ctas // heads_kv * heads_kv
     if num_splits is not None:
         # Fewer parts than asked for, if the kernel could not count their keys or elements in 32 bits.
-        elements_of_split = num_query_tiles * tile.tile_m * tile.head_dim
+        elements_of_split = num_query_tiles * tile.tile_m * tile.width_v
         counted = (MAX_COUNT - 1) // max(elements_of_split, ceil_div(capacity, UNIT_KEYS), 1)
         num_splits = max(min(num_splits, MAX_SPLITS, counted), 1)
         # A unit is then one of the `num_splits` parts of a query tile's keys, and each CTA computes one unit.
@@ -349,10 +267,11 @@ def plan_splits(
         heads_at_once=heads_at_once,
         num_query_tiles=num_query_tiles,
         num_splits=num_splits,
+        head_groups=head_groups,
     )
     units = num_query_tiles * (num_splits or ceil_div(capacity, UNIT_KEYS))
     # The kernel counts keys, units and elements of the workspace in 32 bits.
-    elements = plan.num_slots * tile.tile_m * tile.head_dim
+    elements = plan.num_slots * tile.tile_m * tile.width_v
     products = ceil_div(capacity, UNIT_KEYS) * (num_splits or 1)
     if max(capacity, units, elements, products) >= MAX_COUNT:
         raise UnsupportedError(

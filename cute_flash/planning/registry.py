@@ -160,6 +160,12 @@ _DECODE = (
     *_SPLITS,
 )
 
+# One cache, whose first columns are the values. `head_groups`: see `DecodePlan`.
+_DECODE_LATENT = (
+    *[x for x in _DECODE if x.name not in ("v_cache", "v_new", "v_scale", "rotary_cos", "rotary_sin")],
+    Operand("head_groups", "i32"),
+)
+
 # Merging partial outputs. The last three are lists, with an entry for each partial output.
 _MERGE = (
     _rows("out", "B", "H", "S", "Dv", element="out"),
@@ -189,6 +195,7 @@ KERNELS = {
         "decode.kernel:Decode", (Q, K, V, OUT, LSE, SCALE, *_SPLIT_WINDOW, *_SPLIT_FEATURES, *_OFFSETS, *_SPLITS)
     ),
     "decode": KernelSpec("decode.kernel:Decode", _DECODE),
+    "decode_latent": KernelSpec("decode.kernel:Decode", _DECODE_LATENT),
     "merge_partials": KernelSpec("common.merge:MergePartials", _MERGE),
     "varlen_scheduler_fwd": KernelSpec("common.varlen_scheduler:VarlenScheduler", (*_OFFSETS, Q_TILES, *_SCHEDULER)),
     "varlen_scheduler_bwd": KernelSpec(

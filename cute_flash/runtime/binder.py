@@ -419,10 +419,13 @@ def bind_decode(
     """
     problem = plan.problem
     f = FunctionSource.of_plan("run_decode", "q, k_cache, v_cache, args", plan, device)
-    f.assign("k_address, v_address", "k_cache.data_ptr(), v_cache.data_ptr()")
     # Strides were checked when the function was bound; addresses may differ from call to call.
-    is_same = " or k_address == v_address" if problem.has_new else ""
-    f.add(f"if (k_address | v_address) % {ROW_ALIGN_BYTES}{is_same}:\n    check_caches(k_cache, v_cache, args)")
+    if problem.is_latent:
+        f.add(f"if k_cache.data_ptr() % {ROW_ALIGN_BYTES}:\n    check_caches(k_cache, v_cache, args)")
+    else:
+        f.assign("k_address, v_address", "k_cache.data_ptr(), v_cache.data_ptr()")
+        is_same = " or k_address == v_address" if problem.has_new else ""
+        f.add(f"if (k_address | v_address) % {ROW_ALIGN_BYTES}{is_same}:\n    check_caches(k_cache, v_cache, args)")
     f.scale()
     f.align(("q",), copies_q)
     renamed = dict(values)

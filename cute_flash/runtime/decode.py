@@ -19,7 +19,7 @@ from cute_flash.runtime.gpu import bound, current_gpu, remember
 from cute_flash.runtime.operands import cache_operand, check_caches, has_aligned_strides
 from cute_flash.runtime.suggest import decode_warmup, suggesting
 from cute_flash.spec.arch import ArchSpec
-from cute_flash.spec.decode import DecodeArgs, describe_decode
+from cute_flash.spec.decode import DecodeArgs, describe_decode, width_of_values
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.family import current_family
 
@@ -28,15 +28,16 @@ Outputs = tuple[Tensor, Tensor]
 VALUE_TYPES = frozenset((bool, int, float))
 
 
-def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, return_lse: bool = True) -> Outputs:
+def run(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs, return_lse: bool = True) -> Outputs:
     """Compute out and lse, and append new keys and values to the caches.
 
     Without `return_lse`, the values of lse are undefined: calls share its memory.
     """
     arguments: Any = args
     signature = (
-        "decode", q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype, v_cache.shape,
-        v_cache.stride(), v_cache.dtype, q.get_device(), return_lse, current_family(),
+        "decode", q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype,
+        v_cache if v_cache is None else (v_cache.shape, v_cache.stride(), v_cache.dtype),
+        q.get_device(), return_lse, current_family(),
         *[x if x is None or type(x) in VALUE_TYPES else (x.shape, x.stride(), x.dtype) for x in arguments],
     )  # fmt: skip
     launch = bound.get(signature)
@@ -46,7 +47,7 @@ def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, return_ls
 
 
 def _bind(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, return_lse: bool = True
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs, return_lse: bool = True
 ) -> Callable[..., Outputs]:
     plan = plan_call(q, k_cache, v_cache, args)
     if plan is None:
@@ -67,7 +68,7 @@ def _bind(
 def plan_call(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     args: DecodeArgs,
     gpu: ArchSpec | None = None,
     has_addresses: bool = True,
@@ -84,18 +85,22 @@ def plan_call(
     return plan_decode(problem, gpu or current_gpu().arch(q.device.index), current_family())
 
 
-def _values(plan: DecodePlan, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> dict[str, str]:
+def _values(plan: DecodePlan, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs) -> dict[str, str]:
     """The expressions of the operands that come from the caches and from `args`.
 
     Strides and dtypes are those of the signature, so conversions that a tensor does not need are left out.
     """
     values = {}
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        values[name] = name if cache_operand(cache) is cache else f"cache_operand({name})"
+        if cache is not None:
+            values[name] = name if cache_operand(cache) is cache else f"cache_operand({name})"
     for name in ("cache_seqlens", "cu_seqlens_q", "cache_batch_idx", "leftpad", "page_table"):
         x = getattr(args, name)
         is_plain = x is None or name == "page_table" or x.is_contiguous()
         values[name] = f"args.{name}" if is_plain else f"args.{name}.contiguous()"
+    if plan.problem.has_query_tables:
+        values["cache_seqlens"] += ".view(-1)"
+        values["page_table"] = "args.page_table.flatten(0, 1)"
     if args.page_table is not None and args.cache_batch_idx is not None:
         values["page_table"] = "rows_of_table(args.page_table, args.cache_batch_idx)"
     for name in ("k_new", "v_new"):
@@ -117,7 +122,7 @@ def only_appends(q: Tensor, args: DecodeArgs) -> bool:
     return args.k_new is not None and args.k_new.numel() > 0 and not q.numel()
 
 
-def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:
+def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs) -> Outputs:
     """Append without queries."""
     queries, own_row = append_call(args)
     run(queries, k_cache, v_cache, own_row, return_lse=False)
@@ -136,9 +141,9 @@ def append_call(args: DecodeArgs) -> tuple[Tensor, DecodeArgs]:
     return torch.zeros_like(args.k_new), own_row  # type: ignore[arg-type]
 
 
-def _empty(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:
+def _empty(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs) -> Outputs:
     """A call without queries, or whose caches have no rows: out is 0, and the LSE of a row is its sink or -inf."""
-    shape = (*q.shape[:-1], v_cache.shape[-1])
+    shape = (*q.shape[:-1], width_of_values(v_cache, args))
     out = torch.zeros(shape, dtype=q.dtype, device=q.device) if args.out is None else args.out.zero_()
     lse_shape = (q.shape[1], q.shape[0]) if args.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.full(lse_shape, -math.inf, dtype=torch.float32, device=q.device)

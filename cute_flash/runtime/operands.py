@@ -103,12 +103,14 @@ def pack_gqa(tensor: Tensor, group: int) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def check_caches(k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None:
+def check_caches(k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs) -> None:
     """Raise `UnsupportedError` for caches that the kernel cannot address, and `ValueError` if it cannot append to them.
 
     Caches are never copied.
     """
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache is None:
+            continue
         step = ROW_ALIGN_BYTES // cache.element_size()
         if cache.shape[-1] % step:
             raise UnsupportedError(f"{name} in FP8 with head dim {cache.shape[-1]} on cuda: use a multiple of {step}")

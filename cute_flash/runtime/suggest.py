@@ -54,11 +54,12 @@ def decode_warmup(q: Tensor, args: DecodeArgs) -> str:
     options += _window(args.window_left, args.window_right)
     options += [
         f"{name}={value!r}"
-        for name in ("attention_chunk", "softcap", "num_splits")
-        if (value := getattr(args, name)) is not None
+        for name in ("value_dim", "scale", "attention_chunk", "softcap", "num_splits")
+        if (value := getattr(args, name)) is not None and (name != "scale" or args.value_dim is not None)
     ]
     options += ["rotary_interleaved=True"] * args.rotary_interleaved
-    return _of_step(f"cute_flash.attn_decode({', '.join(['q', 'k_cache', 'v_cache', *options])})", "", False, False)
+    caches = ("q", "k_cache", "v_cache") if args.value_dim is None else ("q", "k_cache")
+    return _of_step(f"cute_flash.attn_decode({', '.join([*caches, *options])})", "", False, False)
 
 
 def _of_step(call: str, family: str, has_backward: bool, has_dlse: bool) -> str:

@@ -109,6 +109,8 @@ class DecodeProblem(NamedTuple):
     rotary_dtype: str  # in which kernels read the tables
     has_leftpad: bool
     has_batch_idx: bool  # of contiguous caches; that of a page table selects its rows before the launch
+    is_latent: bool  # one cache, whose first head_dim_v columns are the values
+    has_query_tables: bool  # a page table for each query
     features: tuple[str, ...]  # of softcap, alibi and sinks
     num_splits: int | None
     band: Band
@@ -158,7 +160,7 @@ def describe_decode(
     _check_dtypes(q, k_cache, v_cache, device)
     heads, heads_kv, head_dim, head_dim_v = q.shape[-2], k_cache.shape[2], q.shape[-1], width_of_values(v_cache, args)
     check_heads(heads, heads_kv)
-    if device == "cuda":
+    if device == "cuda" and v_cache is not None:
         check_head_dim(head_dim)
         check_head_dim(head_dim_v)
     batch, tokens = _check_queries(q, args)
@@ -192,6 +194,8 @@ def describe_decode(
         rotary_dtype=_rotary_dtype(args.rotary_cos),
         has_leftpad=args.leftpad is not None,
         has_batch_idx=args.cache_batch_idx is not None and args.page_table is None,
+        is_latent=args.value_dim is not None,
+        has_query_tables=has_query_tables(args),
         features=tuple([name for name in DECODE_FEATURES if getattr(args, name) is not None]),
         num_splits=args.num_splits,
         band=args.band,

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.spec.problem import MAX_HEAD_DIM
+from cute_flash.spec.problem import HEAD_DIM_STEP
 
 if TYPE_CHECKING:
     from cute_flash.spec.decode import DecodeArgs
+
+# The widest rows and values that the CUDA kernel takes.
+MAX_LATENT_DIM, MAX_VALUE_DIM = 576, 512
 
 # Arguments that a call with value_dim excludes, and what to do instead.
 _EXCLUDED = {
@@ -78,10 +81,23 @@ def check_latent(k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs, devi
         )
     if has_query_tables(args):
         _check_tables(args)
-    if device == "cuda":
-        has_view = k_cache.shape[-1] <= MAX_HEAD_DIM and args.k_new is None and not has_query_tables(args)
-        remedy = "; give v_cache=k_cache[..., :value_dim] instead" * has_view
-        raise UnsupportedError(f"value_dim={args.value_dim} on cuda: there is no kernel yet{remedy}")
+    if device == "cuda" and k_cache.dim() == 4:
+        _check_kernel(k_cache, args)
+
+
+def _check_kernel(k_cache: Tensor, args: DecodeArgs) -> None:
+    """Raise `UnsupportedError` if the CUDA kernel does not take the widths or the dtype."""
+    widths = (("head_dim", k_cache.shape[-1], MAX_LATENT_DIM), ("value_dim", args.value_dim, MAX_VALUE_DIM))
+    for name, width, most in widths:
+        if width is not None and (width % HEAD_DIM_STEP or width > most):
+            raise UnsupportedError(
+                f"{name}={width} with one cache on cuda: kernels take multiples of {HEAD_DIM_STEP} up to {most}; pad "
+                "the columns of q and the cache with zeros"
+            )
+    if k_cache.element_size() == 1:
+        raise UnsupportedError(
+            f"a cache of {k_cache.dtype} with value_dim on cuda: there is no kernel yet; use 16 bits"
+        )
 
 
 def _check_tables(args: DecodeArgs) -> None:

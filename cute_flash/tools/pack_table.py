@@ -93,6 +93,8 @@ class DecodeSet:
                 rotary_dtype="float32",
                 has_leftpad=False,
                 has_batch_idx=False,
+                is_latent=False,
+                has_query_tables=False,
                 features=features,
                 num_splits=None,
                 band=band,

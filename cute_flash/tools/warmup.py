@@ -183,7 +183,7 @@ class Recorder:
     def backward(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
         return self._planned(q, lambda gpu: launcher.backward_plan(dlse, q, k, v, args, gpu))
 
-    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> bool:
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs) -> bool:
         if decode.only_appends(q, args):
             q, args = decode.append_call(args)
         return self._planned(q, lambda gpu: decode.plan_call(q, k_cache, v_cache, args, gpu, has_addresses=False))

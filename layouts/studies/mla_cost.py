@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cute_flash.planning.decode import DecodePlan, DecodeTile
+from cute_flash.planning.decode import DecodePlan
+from cute_flash.planning.decode_tiles import DecodeTile
 from cute_flash.spec.arch import H200, KIB, SM_80, SM_89, ArchSpec
 from cute_flash.spec.band import ceil_div
 from cute_flash.tools.explain_decode import DecodeExplanation, DecodeShape

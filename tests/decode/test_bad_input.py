@@ -352,16 +352,30 @@ def test_the_description() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "has_remedy"),
-    [({}, True), ({"k_new": NEW.half()}, False), ({"page_table": TABLES, "cache_seqlens": SEQLENS}, False)],
+    "changes",
+    [{}, {"k_new": NEW.half()}, {"page_table": TABLES, "cache_seqlens": SEQLENS}],
     ids=["plain", "append", "tables"],
 )
-def test_cuda_has_no_kernel_for_one_cache(changes: dict[str, Any], has_remedy: bool) -> None:
+def test_kernels_take_one_cache(changes: dict[str, Any]) -> None:
     arguments = latent(q=torch.zeros(B, T, H, D).half(), k_cache=CACHE.half(), **changes)
     assert decode_supports(**arguments)
-    reason = decode_supports(**arguments, gpu="H100").reason
-    remedy = "; give v_cache=k_cache[..., :value_dim] instead"
-    assert reason == "value_dim=16 on cuda: there is no kernel yet" + remedy * has_remedy
-    if has_remedy:
-        del arguments["value_dim"]
-        assert decode_supports(**arguments | {"v_cache": CACHE.half()[..., :16]}, gpu="H100")
+    assert decode_supports(**arguments, gpu="H100") and decode_supports(**arguments, gpu="A100")
+
+
+@pytest.mark.parametrize(
+    ("width", "value_dim", "reason"),
+    [
+        (
+            584,
+            512,
+            "head_dim=584 with one cache on cuda: kernels take multiples of 8 up to 576; pad the columns of q and ",
+        ),
+        (36, 32, "head_dim=36 with one cache on cuda"),
+        (576, 520, "value_dim=520 with one cache on cuda: kernels take multiples of 8 up to 512"),
+    ],
+)
+def test_widths_of_one_cache_on_cuda(width: int, value_dim: int, reason: str) -> None:
+    arguments = latent(q=torch.zeros(B, T, H, width).half(), k_cache=torch.zeros(B, S, 2, width).half())
+    arguments["value_dim"] = value_dim
+    assert decode_supports(**arguments)
+    assert (decode_supports(**arguments, gpu="H100").reason or "").startswith(reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,6 +40,47 @@ def random_group(family: str, group: int) -> list[Case]:
             case = replace(case, head_dim=64, head_dim_v=64)
         cases.append((case, DTYPES[group % 2]))
     return cases
+
+
+# ---- latent caches
+
+# Widths of rows and values, query heads, and tokens. Each pair of them has kernels of its own.
+LATENT_WIDTHS = ((576, 512), (576, 512), (512, 512), (320, 256), (192, 128), (48, 32))
+LATENT_HEADS, LATENT_TOKENS = (1, 8, 16, 20, 64, 128), (1, 1, 2, 3, 8)
+LATENT_GROUPS, LATENT_CASES = 20, 10
+MLA = DecodeCase(
+    seed=5, seqlens=(1000, 77, 0), tokens=(1, 1, 1), new=(0, 0, 0), heads_kv=1, group=16, head_dim=576, head_dim_v=512,
+    page_size=64, is_latent=True, scale=192**-0.5,
+)  # fmt: skip
+
+
+def latent_group(family: str, group: int) -> list[Case]:
+    """Random calls with latent caches, of one kind, different for each family."""
+    seed = 1000 * list(FAMILIES).index(family) + 500 + group
+    cases = []
+    for i, case in enumerate(random_cases(seed, LATENT_CASES, kind=seed)):
+        rng = random.Random(seed * 1000 + i)
+        head_dim, head_dim_v = LATENT_WIDTHS[group % len(LATENT_WIDTHS)]
+        heads_kv = rng.choice((1, 1, 1, 2))
+        changes: dict[str, Any] = {"heads_kv": heads_kv, "group": rng.choice(LATENT_HEADS) // heads_kv or 1}
+        if not case.is_ragged:
+            tokens = (rng.choice(LATENT_TOKENS),) * case.batch
+            changes |= {"tokens": tokens, "new": tokens if any(case.new) else case.new}
+        latent = replace(case, is_latent=True, head_dim=head_dim, head_dim_v=head_dim_v, rotary_dim=0, fp8="")
+        cases.append((replace(latent, **changes), DTYPES[group % 2]))
+    return cases
+
+
+def long_latent_case(page_size: int | None, heads: int) -> Case:
+    case = replace(MLA, seqlens=(100_003, 1), tokens=(2,) * 2, new=(2,) * 2, page_size=page_size, group=heads)
+    return case, torch.bfloat16
+
+
+def latent_cases() -> Iterator[Case]:
+    """The cases of latent caches that are not random."""
+    yield from (long_latent_case(page_size, heads) for page_size in (None, 1, 64) for heads in (16, 128))
+    for heads in LATENT_HEADS:
+        yield replace(MLA, group=heads), torch.bfloat16
 
 
 BASE = DecodeCase(
@@ -198,7 +240,8 @@ def split_keys(arch: ArchSpec) -> Iterator[CompileKey]:
 
 def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
     for family in runnable:
-        random = [case for group in range(GROUPS) for case in random_group(family, group)]
-        for case, dtype in (*fixed_cases(), *random):
+        drawn = [case for group in range(GROUPS) for case in random_group(family, group)]
+        latent = [case for group in range(LATENT_GROUPS) for case in latent_group(family, group)]
+        for case, dtype in (*fixed_cases(), *drawn, *latent_cases(), *latent):
             yield from decode_keys(case, dtype, family, arch)
     yield from split_keys(arch)

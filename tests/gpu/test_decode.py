@@ -47,11 +47,14 @@ def assert_decoded(out: Tensor, lse: Tensor, call: DecodeCall, before: DecodeCal
     sequences = reference.decode.read_sequences(q, keys, args)
     reference.decode.append(expected_keys, expected_values, args, sequences)
     assert_appended("k_cache", keys, expected_keys)
-    assert_appended("v_cache", values, expected_values)
+    if values is not None:
+        assert_appended("v_cache", values, expected_values)
 
     exact, exact_lse = reference.decode.attend(q, keys, values, args, sequences, torch.float64)
     # Σ p |v|, which bounds the error of rounded weights.
-    sizes, _ = reference.decode.attend(q, keys, values.double().abs(), args, sequences, torch.float64)
+    latent = {} if args.value_dim is None else {"v_scale": args.k_scale}
+    magnitudes = (keys[..., : args.value_dim] if values is None else values).to(torch.float64).abs()
+    sizes, _ = reference.decode.attend(q, keys, magnitudes, args._replace(**latent), sequences, torch.float64)
     assert out.shape == exact.shape and out.dtype == q.dtype
     assert lse.shape == exact_lse.shape and lse.dtype == torch.float32
     empty = exact_lse == -torch.inf

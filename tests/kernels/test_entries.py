@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_flash.kernels.common.fakes import fake_arguments
-from cute_flash.planning.decode import DecodeStatic, decode_tile
+from cute_flash.planning.decode import DecodeStatic
+from cute_flash.planning.decode_tiles import decode_tile
 from cute_flash.planning.merge import MergeStatic, MergeTile
 from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
 from cute_flash.planning.registry import KERNELS

@@ -26,7 +26,7 @@ BATCH, MANY = 2, 100
 # Names in `DecodeCase.features`. "attn" and "attn_varlen": calls of these functions with few queries, which split keys.
 FEATURES = (
     "page16", "page1", "fp8", "append", "rotary_halves", "rotary_pairs", "ragged", "leftpad", "batch_idx", "softcap",
-    "alibi", "sinks", "rows32", "many_sequences", "attn", "attn_varlen",
+    "alibi", "sinks", "rows32", "many_sequences", "attn", "attn_varlen", "tables",
 )  # fmt: skip
 
 
@@ -42,10 +42,12 @@ class DecodeCase:
     mask: str = "causal"
     features: tuple[str, ...] = ()
     direction: str = "decode"
+    value_dim: int | None = None  # of a latent cache
 
     @property
     def name(self) -> str:
-        widths = f"d{self.head_dim}" + ("" if self.head_dim_v is None else f"v{self.head_dim_v}")
+        width_v = "" if self.head_dim_v is None else f"v{self.head_dim_v}"
+        widths = f"d{self.head_dim}{width_v}" + ("" if self.value_dim is None else f"latent{self.value_dim}")
         what = "+".join(self.features) or "plain"
         return "/".join((self.direction, self.family, self.arch, widths, self.dtype, self.mask, what))
 
@@ -79,6 +81,24 @@ def decode_cases() -> Iterator[DecodeCase]:
     yield case(("sm90", "sm_90"), 128, "many_sequences", "page16", "append", "rotary_halves")
     # The sm80 kernels do not use this instruction on sm_90 either.
     yield case(("sm80", "sm_90"), 128, "fp8")
+    yield from latent_cases()
+
+
+def latent_cases() -> Iterator[DecodeCase]:
+    """Calls with value_dim: the tiles of three amounts of shared memory, and the features."""
+    mla, score = {"value_dim": 512}, ("softcap", "alibi", "sinks")
+    for place in (("sm90", "sm_90"), ("sm80", "sm_90"), ("sm80", "sm_80"), ("sm80", "sm_89")):
+        yield case(place, 576, **mla)
+        yield case(place, 576, "rows32", **mla)
+        yield case(place, 576, "page16", *score, mask="window", **mla)
+        yield case(place, 576, "page1", "tables", mask="full", **mla)
+        yield case(place, 576, "page1", "append", **mla)
+        yield case(place, 320, value_dim=256)
+    yield case(("sm90", "sm_90"), 576, "rows32", "page1", *score, mask="chunk", **mla)
+    yield case(("sm90", "sm_90"), 512, "leftpad", "batch_idx", dtype="fp16", **mla)
+    yield case(("sm90", "sm_90"), 192, "ragged", "append", "page16", value_dim=128)
+    yield case(("sm80", "sm_80"), 576, "rows32", "page16", *score, mask="window", **mla)
+    yield case(("sm80", "sm_80"), 576, "rows32", "page1", "tables", mask="full", **mla)
 
 
 def decode_key(case: DecodeCase) -> CompileKey:
@@ -99,11 +119,15 @@ def decode_key(case: DecodeCase) -> CompileKey:
     options["cache_seqlens"] = integers
     if page is not None:
         options["page_table"] = torch.zeros(batch, LENGTH // page, dtype=torch.int32)
+    if "tables" in names:
+        options["page_table"] = options["page_table"][:, None].expand(batch, tokens, -1).contiguous()
+        options["cache_seqlens"] = torch.zeros(batch, tokens, dtype=torch.int32)
     if ragged:
         options["cu_seqlens_q"] = torch.zeros(batch + 1, dtype=torch.int32)
     if "append" in names:
         options["k_new"] = torch.empty(*leading, HEADS_KV, case.head_dim, dtype=dtype)
-        options["v_new"] = torch.empty(*leading, HEADS_KV, width_v, dtype=dtype)
+        if case.value_dim is None:
+            options["v_new"] = torch.empty(*leading, HEADS_KV, width_v, dtype=dtype)
     if names & {"rotary_halves", "rotary_pairs"}:
         options |= {name: torch.empty(LENGTH, case.head_dim // 2) for name in ("rotary_cos", "rotary_sin")}
         options["rotary_interleaved"] = "rotary_pairs" in names
@@ -112,6 +136,8 @@ def decode_key(case: DecodeCase) -> CompileKey:
     options |= {{"batch_idx": "cache_batch_idx"}.get(name, name): x for name, x in made.items() if name in names}
     stored = torch.float8_e4m3fn if "fp8" in names else dtype
     caches = [torch.empty(*rows, HEADS_KV, width, dtype=stored) for width in (case.head_dim, width_v)]
+    if case.value_dim is not None:
+        caches, options = caches[:1], options | {"value_dim": case.value_dim, "scale": 0.1}
     call = bind(torch.empty(*leading, HEADS, case.head_dim, dtype=dtype), *caches, **options)
     gpu = RecordingGpu(ARCHS[case.arch])
     with use_gpu(gpu), use_kernels(case.family):

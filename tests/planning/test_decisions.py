@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cute_flash.planning import varlen
-from cute_flash.planning.decode import DecodeStatic, decode_tile, plan_split_kv, splits_keys
+from cute_flash.planning.decode import DecodeStatic, plan_split_kv, splits_keys
+from cute_flash.planning.decode_tiles import decode_tile
 from cute_flash.planning.plan import Plan, plan_backward, plan_forward
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band, ceil_div

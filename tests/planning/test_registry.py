@@ -49,6 +49,7 @@ READERS = {
     "bwd_postprocess_sm90": ("common.kernel", "common.postprocess"),
     "bwd_sum_dbias": ("common.kernel",),
     "decode": ("common.kernel",),
+    "decode_latent": ("common.kernel",),
     "fwd_split_kv": ("common.kernel",),
     "merge_partials": ("common.kernel",),
     "varlen_scheduler_fwd": (),

@@ -19,7 +19,7 @@ from cute_flash.runtime.operands import MAX_WINDOW
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.family import use_kernels
-from tests.decode.cases import DecodeCall, DecodeCase, random_cases, small_case
+from tests.decode.cases import DecodeCall, DecodeCase, latent_cases, random_cases, small_case, table_call
 from tests.fakes.cuda import claiming_cuda
 from tests.fakes.gpu import FakeGpu
 from tests.fakes.recording import RecordingGpu
@@ -45,8 +45,8 @@ def supported(case: DecodeCase) -> DecodeCase:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_kernel_gets_the_arguments_that_it_is_compiled_for(gpu: FakeGpu, seed: int) -> None:
-    for i, drawn in enumerate(random_cases(seed, 40)):
-        case = supported(drawn)
+    for i, drawn in enumerate((*random_cases(seed, 40), *latent_cases(seed, 20))):
+        case = replace(drawn, fp8="") if drawn.is_latent else supported(drawn)
         call = case.build("cpu", (torch.bfloat16, torch.float16)[i % 2])
         before = len(gpu.launches)
         out, lse = run(call)
@@ -58,14 +58,51 @@ def test_a_kernel_gets_the_arguments_that_it_is_compiled_for(gpu: FakeGpu, seed:
             assert len(gpu.launches) == before
             continue
         launched, key = gpu.launches[-1], gpu.keys[-1]
-        assert len(gpu.launches) == before + 1 and key.kernel == "decode"
+        assert len(gpu.launches) == before + 1 and key.kernel == "decode" + "_latent" * case.is_latent
         # Caches are never copied.
         assert launched["k_cache"].data_ptr() == call.k_cache.data_ptr()
-        assert launched["v_cache"].data_ptr() == call.v_cache.data_ptr()
+        assert case.is_latent or launched["v_cache"].data_ptr() == call.v_cache.data_ptr()
         assert "out" not in call.options or out is call.options["out"]
         assert launched["num_splits"] == (case.num_splits or 0)
         assert launched["arrivals"].numel() >= 1 and not launched["arrivals"].any()
         assert launched["scale"] > 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "tile_m", "head_groups"),
+    [
+        (1, 1, 16, 1),
+        (16, 1, 16, 1),
+        (16, 2, 32, 1),
+        (20, 1, 32, 1),
+        (64, 1, 32, 2),
+        (128, 1, 32, 4),
+        (127, 1, 32, 1),
+        (128, 2, 32, 8),
+        (16, 8, 32, 4),
+    ],
+)
+def test_query_heads_of_a_latent_cache_are_divided_into_groups(
+    heads: int, tokens: int, tile_m: int, head_groups: int
+) -> None:
+    """A group has as many heads as fit a tile with their tokens, and counts as a K/V head."""
+    call = build(is_latent=True, heads_kv=1, group=heads, tokens=(tokens,) * 2, head_dim=576, head_dim_v=512)
+    with use_gpu(FakeGpu("sm_80")) as ampere:
+        run(call)
+        launched, key = ampere.launches[-1], ampere.keys[-1]  # type: ignore[attr-defined]
+    assert (key.tile.tile_m, launched["head_groups"]) == (tile_m, head_groups)
+    assert launched["num_ctas"] % launched["heads_at_once"] == 0
+    assert launched["heads_at_once"] in (1, head_groups)
+
+
+def test_tables_of_queries_are_sequences(sm_90: FakeGpu) -> None:
+    call = table_call(0, torch.bfloat16)
+    run(call)
+    launched, options = sm_90.launches[-1], call.options
+    assert torch.equal(launched["page_table"], options["page_table"].flatten(0, 1))
+    assert torch.equal(launched["cache_seqlens"], options["cache_seqlens"].flatten())
+    assert launched["q"].data_ptr() == call.q.data_ptr()
+    assert sm_90.keys[-1].static.has_query_tables and not sm_90.keys[-1].static.has_right
 
 
 def test_the_number_of_ctas(sm_90: FakeGpu) -> None:

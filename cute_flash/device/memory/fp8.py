@@ -18,7 +18,7 @@ from cutlass import Float16, Float32, Int32
 
 from cute_flash.device.memory.ldmatrix import MmaOperand
 from cute_flash.device.ptx import chosen_bytes, instruction
-from cute_flash.planning.decode import ATOM_BYTES
+from cute_flash.planning.decode_tiles import ATOM_BYTES
 
 LARGEST = 448.0
 RUN = 64  # `query_column` permutes columns within runs of 64

@@ -12,7 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_flash.planning.decode import ATOM_BYTES, CHUNK
+from cute_flash.planning.decode import CHUNK
+from cute_flash.planning.decode_tiles import ATOM_BYTES
 
 LANES_PER_ROW = 8
 ROWS_AT_ONCE = 32 // LANES_PER_ROW
@@ -72,12 +73,16 @@ class CacheHeads(NamedTuple):
     """The keys and the values of one sequence and K/V head."""
 
     k: CacheHead
-    v: CacheHead
+    v: CacheHead | None  # None: the keys hold the values (a latent cache)
+
+    @property
+    def present(self) -> tuple[CacheHead, ...]:
+        return (self.k,) if self.v is None else (self.k, self.v)
 
 
 @dataclass(frozen=True)
 class WarpLoader:
-    """Copies K and V of the same keys to a warp's stages, in chunks of 16 keys."""
+    """Copies K and V of the same keys to a warp's stages, in chunks of 16 keys, or less if a warp loads less."""
 
     caches: CacheHeads
     tile: cutlass.Constexpr  # DecodeTile
@@ -85,11 +90,18 @@ class WarpLoader:
     first_key: Int32  # the first and the last key that are read
     last_key: Int32
     key_offset: Int32  # of the warp's first key in a block
-    stages: Int32  # address of the warp's stages: K, then V, of each
+    stages: Int32  # address of the warp's first row in its stages: K, then V, of each
+    # (stage, keys of a block): whether a key exists, if a page can be -1; None: all keys of a sequence exist
+    sExists: cute.Tensor | None = None
 
     @property
     def lookup(self) -> str:
         return self.caches.k.lookup
+
+    @property
+    def chunk(self) -> int:
+        """Keys that are copied after one lookup in the page table."""
+        return min(self.tile.load_keys, CHUNK)
 
     @cute.jit
     def look_up(self, block_key: Int32) -> cute.Tensor | None:
@@ -99,30 +111,36 @@ class WarpLoader:
         """
         pages, key = None, block_key + self.key_offset
         if cutlass.const_expr(self.lookup != ""):
-            pages = cute.make_rmem_tensor(self.tile.tile_n // CHUNK, Int32)
-            for chunk in cutlass.range_constexpr(self.tile.tile_n // CHUNK):
-                pages[chunk] = self.caches.k.page(self.existing(key + chunk * CHUNK))
+            pages = cute.make_rmem_tensor(self.tile.load_keys // self.chunk, Int32)
+            for chunk in cutlass.range_constexpr(self.tile.load_keys // self.chunk):
+                pages[chunk] = self.caches.k.page(self.existing(key + chunk * self.chunk))
         return pages
 
     @cute.jit
     def load(self, block_key: Int32, stage: Int32, pages: cute.Tensor | None):
         """Start to copy the warp's keys in the block that begins at `block_key`. `pages`: from `look_up`."""
-        smem = self.tile.kv_smem
-        key, memory = block_key + self.key_offset, self.stages + stage * (2 * smem.bytes)
-        targets = memory, memory + smem.bytes
+        smem, caches, chunk_keys = self.tile.kv_smem, self.caches.present, self.chunk
+        key, memory = block_key + self.key_offset, self.stages + stage * (len(caches) * smem.bytes)
+        targets = tuple(memory + i * smem.bytes for i in range(len(caches)))
         lane_row, lane_chunk = self.lane // LANES_PER_ROW, self.lane % LANES_PER_ROW
         first_offset, num_keys = key - self.first_key + lane_row, cutlass.max(self.last_key - self.first_key + 1, 0)
-        for chunk in cutlass.range_constexpr(self.tile.tile_n // CHUNK):
+        for chunk in cutlass.range_constexpr(self.tile.load_keys // chunk_keys):
             starts = self.chunk_addresses(key, chunk, pages)
-            for i in cutlass.range_constexpr(CHUNK // ROWS_AT_ONCE):
-                row = chunk * CHUNK + i * ROWS_AT_ONCE
+            for i in cutlass.range_constexpr(chunk_keys // ROWS_AT_ONCE):
+                row = chunk * chunk_keys + i * ROWS_AT_ONCE
+                has_page = self.has_page(pages, chunk, i * ROWS_AT_ONCE)
+                if cutlass.const_expr(has_page is not None):
+                    if lane_chunk == 0:
+                        self.sExists[stage, self.key_offset + row + lane_row] = Int32(has_page)
                 # The swizzle of the tile: the 16-byte chunk c of row r is at c ^ (r mod 8).
                 swizzled = (lane_chunk ^ ((i * ROWS_AT_ONCE + lane_row) % 8)) * VECTOR_BYTES
-                for cache, start, target in zip(self.caches, starts, targets, strict=True):
+                for cache, start, target in zip(caches, starts, targets, strict=True):
                     row_bytes = cache.width * cache.element_bytes
                     source = self.row_address(cache, start, i * ROWS_AT_ONCE) + lane_chunk * VECTOR_BYTES
                     for j in cutlass.range_constexpr(smem.cols * cache.element_bytes // ATOM_BYTES):
                         begin, key_offset = j * ATOM_BYTES, first_offset + row
+                        if cutlass.const_expr(has_page is not None):
+                            key_offset = cutlass.select_(has_page, key_offset, Int32(-1))
                         if cutlass.const_expr(begin + ATOM_BYTES > row_bytes):
                             # As an unsigned number -1 exceeds `num_keys`, so `copy_if_less` writes zeros.
                             exists = begin + lane_chunk * VECTOR_BYTES < row_bytes
@@ -138,8 +156,20 @@ class WarpLoader:
         """
         key = first
         if cutlass.const_expr(self.lookup == "row"):
-            key = first + self.lane % CHUNK
+            key = first + self.lane % self.chunk
         return cutlass.max(cutlass.min(cutlass.max(key, self.first_key), self.last_key), 0)
+
+    @cute.jit
+    def has_page(
+        self, pages: cute.Tensor | None, chunk: cutlass.Constexpr, row: cutlass.Constexpr
+    ) -> cutlass.Boolean | None:
+        """Whether row `row + lane // 8` of a chunk has a page; None if all rows have one."""
+        if cutlass.const_expr(self.sExists is None):
+            return None
+        page = pages[chunk]
+        if cutlass.const_expr(self.lookup == "row"):
+            page = cute.arch.shuffle_sync(page, row + self.lane // LANES_PER_ROW)
+        return page >= 0
 
     @cute.jit
     def chunk_addresses(self, key: Int32, chunk: cutlass.Constexpr, pages: cute.Tensor | None) -> list[Int64]:
@@ -147,7 +177,7 @@ class WarpLoader:
 
         The address of a key that does not exist is not used. With one lookup for a chunk, all its keys are in one page.
         """
-        first = key + chunk * CHUNK
+        first = key + chunk * self.chunk
         if cutlass.const_expr(self.lookup == "row"):
             row = self.caches.k.row(self.existing(first))
         else:
@@ -156,7 +186,7 @@ class WarpLoader:
             page = pages[chunk]
         else:
             page = self.caches.k.page(first)
-        return [cache.address_in(page, row) for cache in self.caches]
+        return [cache.address_in(page, row) for cache in self.caches.present]
 
     @cute.jit
     def row_address(self, cache: CacheHead, start: Int64, row: cutlass.Constexpr) -> Int64:

@@ -96,6 +96,31 @@ class MmaOperand:
         return pointer + (added + self.offset)
 
 
+@dataclass(frozen=True)
+class ShortOperand:
+    """Operand B of few columns, which are rows of a tile: one ldmatrix.x4 loads two k-steps of 8 columns.
+
+    `MmaOperand` loads one k-step of 16 columns.
+    """
+
+    address: Int32  # of this thread's 16 bytes in the first k-steps of the first stage, swizzled
+    tile: SmemTile
+
+    @staticmethod
+    def of(sX: cute.Tensor, tile: SmemTile, first_row: Int32, lane: Int32) -> "ShortOperand":
+        """The operand in the rows of sX from `first_row` on, a multiple of 8."""
+        offset = (first_row + lane % 8) * tile.row_stride + lane // 8 * tile.chunk_cols
+        return ShortOperand(swizzled(Int32(sX.iterator.toint()) + offset * tile.element_bytes, tile), tile)
+
+    def load(self, step: int, first_row: int, stage: Int32) -> tuple:
+        """The registers of the k-steps `step` and `step + 1` of 8 rows: two of the first, then two of the second."""
+        flipped, added = self.tile.column(step * STEP)
+        address = (self.address + stage * self.tile.bytes) ^ (flipped * self.tile.element_bytes)
+        address = address + (added + first_row * self.tile.row_stride) * self.tile.element_bytes
+        text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
+        return cute.arch.inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[address])
+
+
 def _by_instruction(view: cute.Tensor) -> cute.Tensor:
     """((registers, loads), 1, k) -> ((registers, 1), loads, k): one ldmatrix per entry of the second mode.
 

@@ -27,7 +27,7 @@ class WarpPair:
 
     def any(self, condition: Boolean) -> Boolean:
         """Wait for all threads of the CTA. Returns whether the condition holds for any of them."""
-        return _barrier_any(condition, 64 * self.num_pairs)
+        return barrier_any(condition, 64 * self.num_pairs)
 
     def load_p(self) -> cute.Tensor:
         """P of all keys, as operand A. Both warps must have stored their halves and waited."""
@@ -50,7 +50,7 @@ class WarpPair:
 
 
 @dsl_user_op
-def _barrier_any(condition: Boolean, num_threads: int, *, loc=None, ip=None) -> Boolean:
+def barrier_any(condition: Boolean, num_threads: int, *, loc=None, ip=None) -> Boolean:
     """The barrier of a CTA. Returns whether the condition holds in any thread."""
     result = nvvm.barrier_cta_red(
         condition.ir_value(loc=loc, ip=ip),

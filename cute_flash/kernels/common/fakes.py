@@ -120,7 +120,7 @@ class Fakes:
 
     def partial_out(self, operand: Operand) -> cute.Tensor:
         """Outputs of the splits of a decode call, in fp32."""
-        return _compact(Float32, (*self.shape(operand.dims), self.tile.tile_m, self.tile.head_dim), ROW_ALIGN_BYTES)
+        return _compact(Float32, (*self.shape(operand.dims), self.tile.tile_m, self.tile.width_v), ROW_ALIGN_BYTES)
 
     def partial_stats(self, operand: Operand) -> cute.Tensor:
         """The maximum and the sum of each row of a split."""

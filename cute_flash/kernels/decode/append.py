@@ -24,21 +24,23 @@ def append(p: Params, split: Split, sequence: Lengths, thread: Int32):
     if cutlass.const_expr(static.ragged):
         first_token, batch = p.splits.first_token(split.batch), Int32(0)
     keys, values = p.cache_heads(split)
+    head = p.cache_head(split)
     vectors = tile.head_dim // VECTOR
     x = cute.make_rmem_tensor(VECTOR, Float32)
     for index in cutlass.range(thread, cutlass.max(end - begin, 0) * vectors, tile.num_threads, unroll=1):
         key, vector = begin + index // vectors, index % vectors
         token = first_token + key - old_len
         if vector * VECTOR < static.head_dim:
-            row = p.k_new[batch, token, split.head_kv, None]
+            row = p.k_new[batch, token, head, None]
             if cutlass.const_expr(p.rotary is None):
                 load_floats(row, vector, x)
             else:
                 p.rotary.load(row, vector, key, x)
-            write_vector(p.config, keys.address(key), vector, x, p.k_scale, split.head_kv)
-        if vector * VECTOR < static.width_v:
-            load_floats(p.v_new[batch, token, split.head_kv, None], vector, x)
-            write_vector(p.config, values.address(key), vector, x, p.v_scale, split.head_kv)
+            write_vector(p.config, keys.address(key), vector, x, p.k_scale, head)
+        if cutlass.const_expr(values is not None):
+            if vector * VECTOR < static.width_v:
+                load_floats(p.v_new[batch, token, head, None], vector, x)
+                write_vector(p.config, values.address(key), vector, x, p.v_scale, head)
     cute.arch.sync_threads()
 
 

@@ -5,7 +5,6 @@ barrier, because a warp reads only keys that it has copied itself.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -18,22 +17,14 @@ from cute_flash.device.memory.views import as_mn, as_operand_a
 from cute_flash.device.mma.warp_gemm import gemm, gemm_rs
 from cute_flash.device.mma.warp_grid import WarpGrid
 from cute_flash.device.scheduling.kv_splits import Lengths, Split
-from cute_flash.device.scores import alibi
-from cute_flash.device.scores.mask import column_offset
-from cute_flash.device.softmax.softmax import LOG2_E, Softmax
+from cute_flash.device.softmax.softmax import Softmax
+from cute_flash.kernels.decode.score_rows import KeyRange, ScoreRows, common_keys, score_rows
 from cute_flash.kernels.decode.storage import Output, Params, SharedStorage
-
-
-class KeyRange(NamedTuple):
-    """Keys from the first to the last, inclusive."""
-
-    first: Int32
-    last: Int32
 
 
 @dataclass(frozen=True)
 class WarpState:
-    """The operands, accumulators and row parameters of one warp."""
+    """The operands and accumulators of one warp."""
 
     warp: Int32
     lane: Int32
@@ -43,11 +34,8 @@ class WarpState:
     v: MmaOperand | None
     acc_O: cute.Tensor
     softmax: Softmax
-    tScS: cute.Tensor
-    bounds: cute.Tensor  # (2, rows of this thread): first and last key that a row sees
-    visible: KeyRange  # the keys that all rows see
-    slopes: cute.Tensor | None  # (rows of this thread), in units of log2
-    positions: cute.Tensor | None  # (rows of this thread), among the keys; None without slopes
+    rows: ScoreRows
+    common: KeyRange  # the keys that all rows see
     k_scale: Float32 | None  # of an FP8 cache
 
 
@@ -67,7 +55,7 @@ def start(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, th
 def attend(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, output: Output, thread: Int32):
     """Add the keys of a split to each warp's output. `start` has started the first loads."""
     state = warp_state(p, storage, split, sequence, output, thread)
-    loader, tile, q_steps = warp_loader(p, storage, split, sequence, thread), p.config.tile, p.config.q_steps
+    loader, tile, q_steps = warp_loader(p, storage, split, sequence, thread), p.config.tile, p.config.tile.q_steps
     for k in cutlass.range_constexpr(q_steps):
         state.q.load(k, 0)
     stage = Int32(0)
@@ -111,18 +99,7 @@ def warp_state(
     grid = WarpGrid(p.config.dtype, 1, 1)
     thr_mma = p.tiled_mma.get_slice(lane)
     tScS = thr_mma.partition_C(cute.make_identity_tensor((tile.tile_m, tile.tile_n)))
-    rows = cute.size(output.softmax.row_max)
-    bounds = cute.make_rmem_tensor((2, rows), Int32)
-    slopes = positions = None
-    if cutlass.const_expr(p.alibi_slopes is not None):
-        slopes, positions = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Int32)
-    for r in cutlass.range_constexpr(rows):
-        row = cutlass.min(as_mn(tScS)[r, 0][0], p.num_rows(split, sequence) - 1)
-        query = p.query_row(split, row)
-        position = sequence.key_len - sequence.tokens + query.token_in_sequence
-        bounds[0, r], bounds[1, r] = visible_keys(p, split, sequence, position, position)
-        if cutlass.const_expr(slopes is not None):
-            slopes[r], positions[r] = p.alibi_slopes[split.batch, query.head] * LOG2_E, position
+    rows = score_rows(p, split, sequence, tScS, Int32(0))
     return WarpState(
         warp=warp,
         lane=lane,
@@ -132,27 +109,10 @@ def warp_state(
         v=None if is_fp8 else grid.b(p.tiled_mma, lane, storage.sKV, tile.kv_smem, is_transposed=True),
         acc_O=output.acc_O,
         softmax=output.softmax,
-        tScS=tScS,
-        bounds=bounds,
-        visible=visible_keys(p, split, sequence, sequence.key_len - sequence.tokens, sequence.key_len - 1),
-        slopes=slopes,
-        positions=positions,
+        rows=rows,
+        common=common_keys(p, split, sequence),
         k_scale=p.k_scale[split.head_kv] if is_fp8 else None,
     )
-
-
-@cute.jit
-def visible_keys(p: Params, split: Split, sequence: Lengths, first: Int32, last: Int32) -> KeyRange:
-    """The keys of a split that all queries at the positions from `first` to `last` see."""
-    low, high = sequence.first_key, cutlass.min(sequence.key_len, split.end) - 1
-    if cutlass.const_expr(p.window_left is not None):
-        low = cutlass.max(low, last - p.window_left)
-    if cutlass.const_expr(p.window_right is not None):
-        high = cutlass.min(high, first + p.window_right)
-    if cutlass.const_expr(p.splits.chunk is not None):
-        low = cutlass.max(low, p.splits.chunk_begin(split.batch, last))
-        high = cutlass.min(high, p.splits.chunk_begin(split.batch, first) + p.splits.chunk - 1)
-    return KeyRange(low, high)
 
 
 @cute.jit
@@ -163,13 +123,12 @@ def process_block(p: Params, state: WarpState, key: Int32, keys_seen: Int32, sta
     acc_S.fill(0.0)
     index = (state.warp * tile.stages + stage) * 2
     if cutlass.const_expr(config.static.is_fp8):
-        fp8.add_scores(p.tiled_mma, acc_S, state.q, fp8_tile(p, state, index), tile.head_dim // 16, config.q_steps)
+        fp8.add_scores(p.tiled_mma, acc_S, state.q, fp8_tile(p, state, index), tile.head_dim // 16, tile.q_steps)
         acc_S.store(acc_S.load() * state.k_scale)
     else:
-        gemm(p.tiled_mma, acc_S, state.q, state.k, index, config.q_steps)
-    transform(p, state, as_mn(acc_S), key)
-    if key < state.visible.first or key + tile.tile_n - 1 > state.visible.last:
-        mask(state, as_mn(acc_S), key)
+        gemm(p.tiled_mma, acc_S, state.q, state.k, index, tile.q_steps)
+    state.rows.transform(p, as_mn(acc_S), key)
+    state.rows.mask(as_mn(acc_S), key, tile.tile_n, state.common)
     state.softmax.step(as_mn(acc_S), as_mn(state.acc_O), keys_seen)
     rP = cute.make_fragment_like(acc_S, config.dtype)
     rP.store(acc_S.load().to(config.dtype))
@@ -183,27 +142,3 @@ def fp8_tile(p: Params, state: WarpState, index: Int32) -> fp8.Fp8Tile:
     """The `index`-th tile of FP8 keys or values in shared memory."""
     tile, static = p.config.tile, p.config.static
     return fp8.Fp8Tile(state.memory + index * tile.kv_smem.bytes, state.lane, tile.tile_n, static.has_fp8_cvt)
-
-
-@cute.jit
-def transform(p: Params, state: WarpState, acc_S_mn: cute.Tensor, key: Int32):
-    """Apply softcap and ALiBi, whose slope differs from row to row; the results are in units of log2."""
-    has_softcap = p.score is not None and p.score.softcap is not None
-    if cutlass.const_expr(has_softcap):
-        p.score.softcap.apply_cap(acc_S_mn, False)
-    if cutlass.const_expr(state.slopes is not None):
-        first, scale = key + as_mn(state.tScS)[0, 0][1], None if has_softcap else p.score.scale_log2
-        for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
-            alibi.apply_to_row(acc_S_mn, r, scale, state.slopes[r], Float32(state.positions[r] - first))
-
-
-@cute.jit
-def mask(state: WarpState, acc_S_mn: cute.Tensor, key: Int32):
-    """Set the scores of keys that a row does not see to -inf."""
-    first = key + as_mn(state.tScS)[0, 0][1]
-    for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
-        low, high = state.bounds[0, r] - first, state.bounds[1, r] - first
-        for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
-            offset = column_offset(c)
-            is_masked = offset > high or offset < low
-            acc_S_mn[r, c] = -Float32.inf if is_masked else acc_S_mn[r, c]

@@ -20,10 +20,12 @@ A CTA computes its splits one after the other:
 | queries.py      | load Q, rotate it, write the MMA operand    |
 | append.py       | new keys and values to the cache            |
 | attend.py       | the main loop of a warp                     |
+| latent.py       | the main loop of a latent cache (MLA)       |
+| score_rows.py   | mask and score features                     |
 | merge_splits.py | combine warps, merge splits, write out, LSE |
 """
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
@@ -36,9 +38,8 @@ from cute_flash.device.scheduling.kv_splits import Division, KvSplits, Lengths, 
 from cute_flash.device.scores.score import Score
 from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.kernels.common.kernel import Grid, Kernel
-from cute_flash.kernels.decode import queries
+from cute_flash.kernels.decode import attend, latent, queries
 from cute_flash.kernels.decode.append import append
-from cute_flash.kernels.decode.attend import attend, start
 from cute_flash.kernels.decode.merge_splits import finish
 from cute_flash.kernels.decode.storage import Config, Output, Params, SharedStorage, vector_at
 from cute_flash.planning.decode import UNIT_KEYS
@@ -49,23 +50,27 @@ class Decode(Kernel):
     """The decode kernel, and the kernel of `attn` with few queries, whose keys and values are the caches."""
 
     def read_operands(self, operands: dict) -> SimpleNamespace:
-        """The operands of "decode" by name; those of "fwd_split_kv" as operands of "decode", (B, S, H, D)."""
-        args = super().read_operands(operands)
+        """The operands of "decode" and "decode_latent" by name, those of "fwd_split_kv" as such, (B, S, H, D).
+
+        Operands that the kernel does not have are None.
+        """
+        args, all_names = super().read_operands(operands), (*KERNELS["decode"].names, *KERNELS["decode_latent"].names)
         if not self.static.heads_first:
-            args.cu_seqlens_k = None
-            return args
+            return SimpleNamespace(**(dict.fromkeys((*all_names, "cu_seqlens_k")) | vars(args)))
 
         def rows_first(mX: cute.Tensor) -> cute.Tensor:
             return cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[0, 2, 1, 3]))
 
         views = {"k_cache": rows_first(args.k), "v_cache": rows_first(args.v), "cache_seqlens": args.seqused_k}
         views |= {"q": rows_first(args.q), "out": rows_first(args.out)}
-        return SimpleNamespace(**(dict.fromkeys(KERNELS["decode"].names) | vars(args) | views))
+        return SimpleNamespace(**(dict.fromkeys(all_names) | vars(args) | views))
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
         tile, static, args = self.tile, self.static, self.read_operands(operands)
         heads, heads_kv = args.q.shape[2], args.k_cache.shape[2]
+        if cutlass.const_expr(static.is_latent):
+            heads_kv = heads_kv * args.head_groups
         capacity = args.k_cache.shape[1]
         if cutlass.const_expr(args.page_table is not None):
             capacity = capacity * args.page_table.shape[1]
@@ -78,7 +83,7 @@ class Decode(Kernel):
             num_sequences=self.num_sequences(args),
             cu_seqlens_q=args.cu_seqlens_q,
             leftpad=args.leftpad,
-            tokens=args.q.shape[1],
+            tokens=Int32(1) if static.has_query_tables else args.q.shape[1],
             new_tokens=new_tokens,
             appends=static.appends,
             window_left=args.window_left,
@@ -123,14 +128,23 @@ class Decode(Kernel):
             partial_stats=args.partial_stats,
             arrivals=args.arrivals,
             tiled_mma=WarpGrid(self.dtype, 1, 1).mma(),
+            head_groups=args.head_groups,
         )
-        symbol, overlaps = self.symbol("decode"), static.overlaps_previous
+        symbol = self.symbol("decode_latent" if static.is_latent else "decode")
+        overlaps = static.overlaps_previous
         self.launch(symbol, params, Grid(args.num_ctas), tile.num_threads, stream, use_pdl=overlaps)
 
     def num_sequences(self, args: SimpleNamespace) -> Int32:
         if args.cu_seqlens_q is not None:
             return args.cu_seqlens_q.shape[0] - 1
+        if self.static.has_query_tables:
+            return args.page_table.shape[0]
         return args.q.shape[0]
+
+    @property
+    def loop(self) -> ModuleType:
+        """The module of the main loop, with the functions `start` and `attend`."""
+        return latent if self.static.is_latent else attend
 
     @property
     def size_name(self) -> str:
@@ -171,7 +185,7 @@ class Decode(Kernel):
 
         The store keeps the compiler from removing the reads. The value is not used.
         """
-        strides = (*p.mQ.stride[:3], *p.mK.stride[:3], *p.mV.stride[:3])
+        strides = (*p.mQ.stride[:3], *p.mK.stride[:3], *(() if p.mV is None else p.mV.stride[:3]))
         word = Int32(p.splits.num_sequences)
         for value in (p.mQ.iterator.toint(), *strides, p.partial_out.iterator.toint()):
             word ^= Int32(value)
@@ -189,7 +203,7 @@ class Decode(Kernel):
             queries.load(p, storage, split, sequence, thread)
             if cutlass.const_expr(self.static.appends):
                 append(p, split, sequence, thread)
-            start(p, storage, split, sequence, thread)
+            self.loop.start(p, storage, split, sequence, thread)
         return exists, split
 
     @cute.jit
@@ -200,7 +214,7 @@ class Decode(Kernel):
         if thread == 0:
             storage.store_split(split, p.splits.ctas(split, division))
         queries.stage(p, storage, split, sequence, thread)
-        attend(p, storage, split, sequence, output, thread)
+        self.loop.attend(p, storage, split, sequence, output, thread)
 
     @cute.jit
     def zero_padding(self, p: Params, cta: Int32):

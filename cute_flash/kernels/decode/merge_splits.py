@@ -16,7 +16,8 @@ from cute_flash.device.scheduling.kv_splits import Split, TileCtas, quotient
 from cute_flash.device.scores.mask import column_offset
 from cute_flash.device.softmax.softmax import THREADS_PER_ROW, normalisation
 from cute_flash.kernels.decode.storage import Output, Params, SharedStorage, vector_at
-from cute_flash.planning.decode import EXCHANGE_ROWS
+from cute_flash.planning.decode_tiles import EXCHANGE_ROWS
+from cute_flash.planning.tiles.common import WARP_ROWS
 
 FLOATS = 4  # floats of O that a thread combines at once
 # The first bits of the second and the third field of an arrival counter (`counter`).
@@ -67,16 +68,22 @@ def finish(p: Params, storage: SharedStorage, split: Split, ctas: TileCtas, outp
 def exchange(p: Params, storage: SharedStorage, output: Output, thread: Int32, part: cutlass.Constexpr, rows: Int32):
     """Write eight rows of every warp's output and statistics to shared memory: the `part`-th row of each thread."""
     warp, lane = thread // 32, thread % 32
-    acc, row = as_mn(output.acc_O), lane // THREADS_PER_ROW
+    tile, acc, row = p.config.tile, as_mn(output.acc_O), lane // THREADS_PER_ROW
     first = coordinates(p, lane)[0, 0][1]
-    total = output.softmax.row_sum[part]
+    own_part, own_sum = part % cute.size(acc, mode=[0]), warp
+    if cutlass.const_expr(tile.num_sums == 1):
+        # The warps that share 16 rows have different columns of them.
+        row_tile, warp = warp // tile.num_stats, warp % tile.num_stats
+        first, own_sum = first + warp * tile.output_shape[1], Int32(0)
+        row = cutlass.select_(row_tile == part * EXCHANGE_ROWS // WARP_ROWS, row, Int32(EXCHANGE_ROWS))
+    total = output.softmax.row_sum[own_part]
     for offset in cutlass.range_constexpr(1, 3):
         total += cute.arch.shuffle_sync_bfly(total, offset=offset)
     if row < rows:
         for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-            storage.exchange[output_column(p, first, c), row, warp] = acc[part, c]
+            storage.exchange[output_column(p, first, c), row, own_sum] = acc[own_part, c]
         if lane % THREADS_PER_ROW == 0:
-            storage.stats[0, row, warp] = output.softmax.row_max[part]
+            storage.stats[0, row, warp] = output.softmax.row_max[own_part]
             storage.stats[1, row, warp] = total
     cute.arch.sync_threads()
 
@@ -88,24 +95,25 @@ def output_column(p: Params, first: Int32, c: int) -> Int32:
 
 def coordinates(p: Params, lane: Int32) -> cute.Tensor:
     """(row, column) of every element of the output accumulator."""
-    identity = cute.make_identity_tensor((p.config.tile.tile_m, p.config.tile.head_dim))
+    identity = cute.make_identity_tensor(p.config.tile.output_shape)
     return as_mn(p.tiled_mma.get_slice(lane).partition_C(identity))
 
 
 @cute.jit
 def combined(p: Params, storage: SharedStorage, row: Int32, column: Int32, columns: cute.Tensor) -> RowSums:
     """The sums of a row over all warps, with `columns` as their memory."""
-    num_warps = p.config.tile.num_warps
+    tile = p.config.tile
     m = storage.stats[0, row, 0]
-    for w in cutlass.range_constexpr(1, num_warps):
+    for w in cutlass.range_constexpr(1, tile.num_stats):
         m = cute.arch.fmax(m, storage.stats[0, row, w])
     total, part = Float32(0.0), cute.make_rmem_tensor(FLOATS, Float32)
     columns.fill(0.0)
-    for w in cutlass.range_constexpr(num_warps):
+    for w in cutlass.range_constexpr(tile.num_stats):
         factor = cute.math.exp2(storage.stats[0, row, w] - or_zero(m), fastmath=True)
         total += storage.stats[1, row, w] * factor
-        cute.autovec_copy(vector_at(storage.exchange[None, row, w], column, FLOATS), part)
-        columns.store(columns.load() + part.load() * factor)
+        if cutlass.const_expr(w < tile.num_sums):
+            cute.autovec_copy(vector_at(storage.exchange[None, row, w], column, FLOATS), part)
+            columns.store(columns.load() + part.load() * factor)
     return RowSums(columns, m, total)
 
 
@@ -124,7 +132,7 @@ def combine(
 
     If the split has all keys of its query tile (`is_whole`), write the output; else write to the workspace slot.
     """
-    vectors, columns = p.config.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
+    vectors, columns = p.config.tile.width_v // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
     for index in cutlass.range(thread, num_rows * vectors, p.config.tile.num_threads, unroll=1):
         row = quotient(index, vectors)
         column = (index - row * vectors) * FLOATS
@@ -145,8 +153,9 @@ def write_row(p: Params, split: Split, row: Int32, column: Int32, sums: RowSums)
     columns, m, row_sum = sums
     query = p.query_row(split, row)
     lse, inverse = normalisation(m, row_sum, None if p.sinks is None else p.sinks[query.head])
-    if cutlass.const_expr(p.v_scale is not None):
-        inverse = inverse * p.v_scale[split.head_kv]
+    v_scale = p.k_scale if p.config.static.is_latent else p.v_scale
+    if cutlass.const_expr(v_scale is not None):
+        inverse = inverse * v_scale[p.cache_head(split)]
     if column < p.config.static.width_v:
         rounded = cute.make_rmem_tensor(FLOATS, p.mO.element_type)
         rounded.store((columns.load() * inverse).to(p.mO.element_type))
@@ -227,7 +236,7 @@ def leave(p: Params, split: Split, thread: Int32, num_shares: Int32):
 def merge(p: Params, split: Split, ctas: TileCtas, num_rows: Int32, thread: Int32, share: Int32, num_shares: Int32):
     """Merge a share of the rows of a query tile, and write their output."""
     tile = p.config.tile
-    vectors, sums = tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
+    vectors, sums = tile.width_v // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
     at_once = 16 if tile.tile_m == 16 else 8  # splits that a thread loads at once; more would spill with 32 rows
     parts = [cute.make_rmem_tensor(FLOATS, Float32) for _ in range(at_once)]
     stats = [cute.make_rmem_tensor(2, Float32) for _ in range(at_once)]
@@ -243,7 +252,7 @@ def merge(p: Params, split: Split, ctas: TileCtas, num_rows: Int32, thread: Int3
                 cta = cutlass.min(first + i, ctas.last)
                 slot = workspace_slot(p, cta, first == ctas.first if i == 0 else cutlass.Boolean(False))
                 load_from(p.partial_stats, slot, 2 * row, stats[i])
-                load_from(p.partial_out, slot, tile.head_dim * row + column, parts[i])
+                load_from(p.partial_out, slot, tile.width_v * row + column, parts[i])
             largest = m
             for i in cutlass.range_constexpr(at_once):
                 # A statistic of -inf excludes a split that was loaded again.

@@ -9,7 +9,8 @@ from cute_flash.device.memory.kv_cache import copy_if_less
 from cute_flash.device.memory.rotary import VECTOR, load_floats
 from cute_flash.device.scheduling.kv_splits import Lengths, Split
 from cute_flash.kernels.decode.storage import Params, SharedStorage
-from cute_flash.planning.decode import ATOM_BYTES
+from cute_flash.planning.decode_tiles import ATOM_BYTES
+from cute_flash.spec.band import ceil_div
 
 
 @cute.jit
@@ -18,8 +19,8 @@ def load(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thr
     tile = p.config.tile
     vectors, num_rows = tile.head_dim // VECTOR, p.num_rows(split, sequence)
     memory = Int32(storage.raw_q.iterator.toint())
-    for i in cutlass.range_constexpr(tile.tile_m * vectors // tile.num_threads):
-        index = i * tile.num_threads + thread
+    for i in cutlass.range_constexpr(ceil_div(tile.tile_m * vectors, tile.num_threads)):
+        index = vector_index(p, i, thread)
         row, vector = index // vectors, index % vectors
         query = p.query_row(split, cutlass.min(row, num_rows - 1))
         source = p.mQ[query.batch, query.token, query.head, None].iterator.toint() + vector * (2 * VECTOR)
@@ -38,8 +39,8 @@ def stage(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, th
     cute.arch.cp_async_wait_group(tile.stages - 1)
     cute.arch.sync_threads()
     x, rounded = cute.make_rmem_tensor(VECTOR, Float32), cute.make_rmem_tensor(VECTOR, dtype)
-    for i in cutlass.range_constexpr(tile.tile_m * vectors // tile.num_threads):
-        index = i * tile.num_threads + thread
+    for i in cutlass.range_constexpr(ceil_div(tile.tile_m * vectors, tile.num_threads)):
+        index = vector_index(p, i, thread)
         row, vector = index // vectors, index % vectors
         raw = storage.raw_q[row, None]
         load_floats(raw, vector, x)
@@ -63,3 +64,10 @@ def stage(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, th
             target = cute.make_ptr(dtype, address, cutlass.AddressSpace.smem, assumed_align=16)
             cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(VECTOR)))
     cute.arch.sync_threads()
+
+
+def vector_index(p: Params, i: int, thread: Int32) -> Int32:
+    """The i-th vector of eight columns that a thread copies; threads without an i-th one repeat the last."""
+    tile, index = p.config.tile, i * p.config.tile.num_threads + thread
+    num = tile.tile_m * tile.head_dim // VECTOR
+    return index if (i + 1) * tile.num_threads <= num else cutlass.min(index, num - 1)

@@ -11,13 +11,14 @@ from cutlass.memory import SmemAllocator
 from cute_flash.device.memory.copies import assume_aligned
 from cute_flash.device.memory.kv_cache import CacheHead, CacheHeads
 from cute_flash.device.memory.rotary import Rotary
-from cute_flash.device.memory.smem import allocate_stages
+from cute_flash.device.memory.smem import allocate_stages, tile_at
 from cute_flash.device.memory.views import as_mn
-from cute_flash.device.scheduling.kv_splits import KvSplits, Lengths, Split, TileCtas
+from cute_flash.device.scheduling.kv_splits import KvSplits, Lengths, Split, TileCtas, quotient
 from cute_flash.device.scores.score import Score
 from cute_flash.device.softmax.softmax import Softmax
-from cute_flash.planning.decode import EXCHANGE_ROWS, DecodeStatic, DecodeTile
-from cute_flash.planning.tiles.common import SMEM_ALIGN
+from cute_flash.planning.decode import DecodeStatic
+from cute_flash.planning.decode_tiles import EXCHANGE_ROWS, DecodeTile
+from cute_flash.planning.tiles.common import SMEM_ALIGN, WARP_ROWS
 
 # Fields of `Split` and of `TileCtas` that shared memory holds during the main loop, which does not need them.
 SPLIT_FIELDS = ("batch", "head_kv", "row_tile", "query_tile", "unit_end", "is_first")
@@ -31,12 +32,6 @@ class Config:
     static: DecodeStatic
     tile: DecodeTile
     dtype: type  # of the MMA operands
-
-    @property
-    def q_steps(self) -> int:
-        """k-steps of Q that stay in registers during the main loop."""
-        tile = self.tile
-        return tile.head_dim // 16 if tile.tile_m * tile.head_dim <= 16 * 128 else 0
 
 
 class QueryRow(NamedTuple):
@@ -55,7 +50,7 @@ class Params:
     config: cutlass.Constexpr  # Config
     mQ: cute.Tensor
     mK: cute.Tensor  # (B, S, Hkv, D) or (num_pages, page_size, Hkv, D)
-    mV: cute.Tensor
+    mV: cute.Tensor | None  # None: the keys hold the values (a latent cache)
     mO: cute.Tensor
     mLSE: cute.Tensor  # (B, H, T)
     splits: KvSplits
@@ -77,6 +72,7 @@ class Params:
     partial_stats: cute.Tensor  # (slot, tile_m, 2) fp32: m in units of log2, and l
     arrivals: cute.Tensor  # (query tiles), 0 before and after the launch
     tiled_mma: cute.TiledMma
+    head_groups: Int32 | None = None  # of a latent cache (`DecodePlan.head_groups`); None: 1
 
     def query_row(self, split: Split, row: Int32) -> QueryRow:
         """A row of the split's query tile."""
@@ -84,6 +80,11 @@ class Params:
         group = self.splits.group
         token, index_in_group = divmod(index, group)
         head = split.head_kv * group.divisor + index_in_group
+        if self.config.static.has_query_tables:
+            # Each query is a sequence.
+            tokens = Int32(self.mQ.shape[1])
+            batch = quotient(split.batch, tokens)
+            return QueryRow(batch, split.batch - batch * tokens, head, Int32(0))
         if self.splits.cu_seqlens_q is None:
             return QueryRow(split.batch, token, head, token)
         return QueryRow(Int32(0), self.splits.first_token(split.batch) + token, head, token)
@@ -93,6 +94,10 @@ class Params:
         tile_m = self.config.tile.tile_m
         return cutlass.min(sequence.tokens * self.splits.group.divisor - split.row_tile * tile_m, tile_m)
 
+    def cache_head(self, split: Split) -> Int32:
+        """The K/V head of the cache that a split reads."""
+        return split.head_kv if self.head_groups is None else quotient(split.head_kv, self.head_groups)
+
     def cache_heads(self, split: Split) -> CacheHeads:
         """The keys and the values of the split's sequence and K/V head."""
         static, batch = self.config.static, split.batch
@@ -100,42 +105,82 @@ class Params:
             # Clamp, so that an invalid index stays within the cache.
             batch = cutlass.min(cutlass.max(self.batch_idx[batch], 0), self.mK.shape[0] - 1)
         first_row = self.splits.first_row(split.batch) if static.varlen else None
-        common = split.head_kv, batch, first_row, self.page_table, self.page_size, static.page_lookup
-        widths = (self.mK, static.head_dim), (self.mV, static.width_v)
-        return CacheHeads(*(CacheHead(mX, *common, width, static.cache_bytes) for mX, width in widths))
+        head = self.cache_head(split)
+        common = head, batch, first_row, self.page_table, self.page_size, static.page_lookup
+        keys = CacheHead(self.mK, *common, static.head_dim, static.cache_bytes)
+        values = None if self.mV is None else CacheHead(self.mV, *common, static.width_v, static.cache_bytes)
+        return CacheHeads(keys, values)
+
+
+@dataclass(frozen=True)
+class LatentStorage:
+    """Shared memory of a latent cache's kernel. The warps that share 16 rows are numbered within them."""
+
+    sP: cute.Tensor  # (tile_m, tile_n, 1)
+    row_max: cute.Tensor  # (warp, row) fp32: the maxima of a block
+    q_tail: cute.Tensor  # (word of a fragment, lane, k-step, 16 rows): the k-steps of Q that are not in registers
+    sExists: cute.Tensor | None  # (stage, key): whether a key has a page, if a page can be -1
+
+    @staticmethod
+    def allocate(smem: SmemAllocator, config: Config) -> "LatentStorage":
+        tile, row_tiles = config.tile, config.tile.tile_m // WARP_ROWS
+        tail = cute.make_layout((4, 32, max(tile.head_dim // 16 - tile.q_steps, 1), row_tiles))
+        exists = None
+        if config.static.has_query_tables:
+            layout = cute.make_layout((tile.stages, tile.tile_n), stride=(tile.tile_n, 1))
+            exists = smem.allocate_tensor(Int32, layout, 16)
+        return LatentStorage(
+            sP=allocate_stages(smem, config.dtype, tile.p_smem, 1),
+            row_max=smem.allocate_tensor(Float32, cute.make_layout((tile.warps_per_row, tile.tile_m)), 16),
+            q_tail=smem.allocate_tensor(Int32, tail, 16),
+            sExists=exists,
+        )
 
 
 @dataclass(frozen=True)
 class SharedStorage:
     sQ: cute.Tensor  # (tile_m, tile_d, 1)
     raw_q: cute.Tensor  # (tile_m, tile_d): the queries of the next split, as in global memory
-    sKV: cute.Tensor  # (tile_n, tile_d, stage): K and V alternate; all stages of warp 0, then of warp 1, ...
-    exchange: cute.Tensor  # (tile_d, 8 rows, warp) fp32
+    # (tile_n, tile_d, stage): K and V alternate; all stages of warp 0, then of warp 1, ... Of a latent cache, the
+    # stages of all warps.
+    sKV: cute.Tensor
+    exchange: cute.Tensor  # (tile_v, 8 rows, sum) fp32
     stats: cute.Tensor  # (2, 8 rows, warp) fp32: m and l
     merge_share: cute.Tensor  # (1): the index of this CTA's share of a merge (`merge_splits.arrive`); -1: none
     # SPLIT_FIELDS and TILE_CTAS_FIELDS of the split, which would occupy registers during the main loop.
     split_fields: cute.Tensor
+    latent: LatentStorage | None
 
     @staticmethod
     def allocate(config: Config, q_dtype: type) -> "SharedStorage":
-        smem, tile = SmemAllocator(), config.tile
-        sQ = allocate_stages(smem, config.dtype, tile.q_smem, 1)
+        smem, tile, is_latent = SmemAllocator(), config.tile, config.static.is_latent
         raw_layout = cute.make_layout((tile.tile_m, tile.head_dim), stride=(tile.head_dim, 1))
-        raw_q = smem.allocate_tensor(q_dtype, raw_layout, SMEM_ALIGN)
         cache_dtype = config.dtype if tile.element_bytes == 2 else cutlass.Uint8
-        sKV = allocate_stages(smem, cache_dtype, tile.kv_smem, 2 * tile.num_warps * tile.stages)
-        floats = cute.make_layout((tile.head_dim, EXCHANGE_ROWS, tile.num_warps))
+        latent = None
+        if is_latent:
+            sKV = allocate_stages(smem, cache_dtype, tile.kv_smem, tile.stages)
+            # The first loads leave the last stage free, so the queries pass through it to registers.
+            last = Int32(sKV.iterator.toint()) + (tile.stages - 1) * tile.kv_smem.bytes
+            sQ, raw_q = tile_at(last, config.dtype, tile.q_smem), None
+            pointer = cute.make_ptr(q_dtype, last + tile.q_smem.bytes, cutlass.AddressSpace.smem, assumed_align=16)
+            raw_q = cute.make_tensor(pointer, raw_layout)
+            latent = LatentStorage.allocate(smem, config)
+        else:
+            sQ = allocate_stages(smem, config.dtype, tile.q_smem, 1)
+            raw_q = smem.allocate_tensor(q_dtype, raw_layout, SMEM_ALIGN)
+            sKV = allocate_stages(smem, cache_dtype, tile.kv_smem, 2 * tile.num_warps * tile.stages)
+        floats = cute.make_layout((tile.width_v, EXCHANGE_ROWS, tile.num_sums))
         if tile.own_exchange:
             exchange = smem.allocate_tensor(Float32, floats, 16)
         else:
             address = Int32(sKV.iterator.toint())
             pointer = cute.make_ptr(Float32, address, cutlass.AddressSpace.smem, assumed_align=SMEM_ALIGN)
             exchange = cute.make_tensor(pointer, floats)
-        stats = smem.allocate_tensor(Float32, cute.make_layout((2, EXCHANGE_ROWS, tile.num_warps)), 8)
+        stats = smem.allocate_tensor(Float32, cute.make_layout((2, EXCHANGE_ROWS, tile.num_stats)), 8)
         merge_share = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
         num_fields = len(SPLIT_FIELDS) + len(TILE_CTAS_FIELDS)
         split_fields = smem.allocate_tensor(Int32, cute.make_layout(num_fields), 4)
-        return SharedStorage(sQ, raw_q, sKV, exchange, stats, merge_share, split_fields)
+        return SharedStorage(sQ, raw_q, sKV, exchange, stats, merge_share, split_fields, latent)
 
     def store_split(self, split: Split, ctas: TileCtas):
         """Write `split_fields`. Called by one thread, before a barrier."""
@@ -165,7 +210,7 @@ class Output:
     def allocate(p: Params) -> "Output":
         thread, _, _ = cute.arch.thread_idx()
         tile = p.config.tile
-        shape = p.tiled_mma.get_slice(thread % 32).partition_shape_C((tile.tile_m, tile.head_dim))
+        shape = p.tiled_mma.get_slice(thread % 32).partition_shape_C(tile.output_shape)
         acc_O = cute.make_rmem_tensor(shape, Float32)
         output = Output(acc_O, Softmax.start(as_mn(acc_O), p.scale_log2))
         output.reset()

@@ -1,0 +1,255 @@
+"""Attend for a latent cache (MLA): one row per key, whose first columns are the value.
+
+O of 16 rows has up to 512 columns, too many for the registers of one warp. So the warps that share 16 rows divide the
+keys of a block for S = Q K^T, and the value columns for O += P V:
+
+    wait       the block has landed, and every warp is done with the last one; start to load the next block
+    scores     S of the warp's keys; score features; mask; P = exp(S - m) with the m of the last block, to shared memory
+    vote       barrier with a vote: if a row has outgrown m, the warps combine their row maxima, and write P again
+    output     O += P V, with P of all keys and the warp's columns of V
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_flash.device.memory.kv_cache import WarpLoader
+from cute_flash.device.memory.ldmatrix import FragmentStore, MmaOperand, ShortOperand, swizzled
+from cute_flash.device.memory.smem import part_of
+from cute_flash.device.memory.views import as_mn
+from cute_flash.device.mma.warp_gemm import gemm_rs
+from cute_flash.device.mma.warp_grid import WarpGrid
+from cute_flash.device.mma.warp_pair import barrier_any
+from cute_flash.device.scheduling.kv_splits import Lengths, Split
+from cute_flash.device.softmax.softmax import THREADS_PER_ROW, Softmax
+from cute_flash.kernels.decode.score_rows import KeyRange, ScoreRows, common_keys, score_rows
+from cute_flash.kernels.decode.storage import LatentStorage, Output, Params, SharedStorage
+from cute_flash.planning.decode_tiles import ATOM_BYTES
+from cute_flash.planning.tiles.common import WARP_ROWS
+
+
+@dataclass(frozen=True)
+class WarpState:
+    """The operands and accumulators of one warp."""
+
+    warp: Int32  # among the warps that share its 16 rows
+    row_tile: Int32  # its 16 rows among those of the query tile
+    lane: Int32
+    q: MmaOperand
+    k: ShortOperand  # the warp's keys
+    v: MmaOperand  # the warp's columns
+    p: MmaOperand  # P of all keys
+    store_p: FragmentStore  # P of the warp's keys
+    acc_O: cute.Tensor
+    softmax: Softmax
+    rows: ScoreRows
+    common: KeyRange  # the keys that all rows see
+    shared: LatentStorage
+
+
+@cute.jit
+def start(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32):
+    """Start to load the first blocks of a split. All warps are done with the stages."""
+    tile, loader = p.config.tile, warp_loader(p, storage, split, sequence, thread)
+    blocks = [split.begin + i * tile.block_keys for i in range(tile.stages - 1)]
+    pages = [loader.look_up(key) for key in blocks]
+    for i in cutlass.range_constexpr(tile.stages - 1):
+        load_block(loader, split, blocks[i], Int32(i), pages[i])
+
+
+@cute.jit
+def attend(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, output: Output, thread: Int32):
+    """Add the keys of a split to each warp's output. `start` has started the first loads."""
+    state = warp_state(p, storage, split, sequence, output, thread)
+    loader, tile = warp_loader(p, storage, split, sequence, thread), p.config.tile
+    load_queries(p, state)
+    stage = Int32(0)
+    ahead_keys = (tile.stages - 1) * tile.block_keys
+    pages = loader.look_up(split.begin + ahead_keys)
+    for key in cutlass.range(split.begin, split.end, tile.block_keys, unroll=1):
+        cute.arch.cp_async_wait_group(tile.stages - 2)
+        # Wait until the data of all warps has landed, and all warps have read the stage that is loaded next.
+        cute.arch.sync_threads()
+        ahead = stage - 1 if stage > 0 else Int32(tile.stages - 1)
+        load_block(loader, split, key + ahead_keys, ahead, pages)
+        if cutlass.const_expr(pages is not None):
+            pages.store(loader.look_up(key + ahead_keys + tile.block_keys).load())
+        process_block(p, state, key, key - split.begin, stage)
+        stage = stage + 1 if stage < tile.stages - 1 else Int32(0)
+    cute.arch.cp_async_wait_group(0)
+
+
+def warp_loader(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32) -> WarpLoader:
+    tile, warp = p.config.tile, cute.arch.make_warp_uniform(thread // 32)
+    first = warp * tile.load_keys
+    return WarpLoader(
+        caches=p.cache_heads(split),
+        tile=tile,
+        lane=thread % 32,
+        first_key=sequence.first_key,
+        last_key=cutlass.min(sequence.key_len, split.end) - 1,
+        key_offset=first,
+        stages=Int32(storage.sKV.iterator.toint()) + first * ATOM_BYTES,
+        sExists=storage.latent.sExists,
+    )
+
+
+@cute.jit
+def load_block(loader: WarpLoader, split: Split, first_key: Int32, stage: Int32, pages: cute.Tensor | None):
+    """Start to load a warp's part of a block, if the block begins before the end of the split."""
+    if first_key < split.end:
+        loader.load(first_key, stage, pages)
+    cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def warp_state(
+    p: Params, storage: SharedStorage, split: Split, sequence: Lengths, output: Output, thread: Int32
+) -> WarpState:
+    tile, shared, lane = p.config.tile, storage.latent, thread % 32
+    warp = cute.arch.make_warp_uniform(thread // 32)
+    row_tile, warp = warp // tile.warps_per_row, warp % tile.warps_per_row
+    grid, first_row, columns = WarpGrid(p.config.dtype, 1, 1), row_tile * WARP_ROWS, tile.output_shape[1]
+    sQ = part_of(storage.sQ, tile.q_smem, first_row, WARP_ROWS, 0, tile.head_dim)
+    sP = part_of(shared.sP, tile.p_smem, first_row, WARP_ROWS, 0, tile.tile_n)
+    sV = part_of(storage.sKV, tile.kv_smem, 0, tile.tile_n, warp * columns, columns)
+    first_key = warp * tile.score_keys
+    # The first pair of columns of this thread in P.
+    pair = (first_row + lane // THREADS_PER_ROW) * tile.p_smem.row_stride + first_key + lane % THREADS_PER_ROW * 2
+    identity = cute.make_identity_tensor((WARP_ROWS, tile.score_keys))
+    tScS = score_fragment(tile.score_keys, p.tiled_mma.get_slice(lane).partition_C(identity))
+    return WarpState(
+        warp=warp,
+        row_tile=row_tile,
+        lane=lane,
+        q=grid.a(p.tiled_mma, lane, sQ, tile.q_smem),
+        k=ShortOperand.of(storage.sKV, tile.kv_smem, first_key, lane),
+        v=grid.b(p.tiled_mma, lane, sV, tile.kv_smem, is_transposed=True),
+        p=grid.a(p.tiled_mma, lane, sP, tile.p_smem),
+        store_p=FragmentStore(swizzled(Int32(shared.sP.iterator.toint()) + 2 * pair, tile.p_smem), tile.p_smem, 0),
+        acc_O=output.acc_O,
+        softmax=output.softmax,
+        rows=score_rows(p, split, sequence, tScS, first_row),
+        common=common_keys(p, split, sequence),
+        shared=shared,
+    )
+
+
+@cute.jit
+def load_queries(p: Params, state: WarpState):
+    """Load Q to registers, and write the k-steps that do not stay there to `q_tail`, as fragments."""
+    tile = p.config.tile
+    for k in cutlass.range_constexpr(tile.head_dim // 16):
+        state.q.load(k, 0)
+        if cutlass.const_expr(k >= tile.q_steps):
+            words = cute.recast_tensor(state.q.fragment[None, None, k], Int32)
+            if state.warp == 0:
+                cute.autovec_copy(words, q_tail(p, state, k))
+
+
+def q_tail(p: Params, state: WarpState, k: int) -> cute.Tensor:
+    """The words of this thread's fragment of Q's k-step k."""
+    words = state.shared.q_tail[None, state.lane, k - p.config.tile.q_steps, state.row_tile]
+    pointer = cute.make_ptr(Int32, words.iterator.toint(), cutlass.AddressSpace.smem, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout(4))
+
+
+@cute.jit
+def process_block(p: Params, state: WarpState, block_key: Int32, keys_seen: Int32, stage: Int32):
+    """S = Q K^T, P = exp(S - m), O += P V for a block of keys."""
+    tile, softmax = p.config.tile, state.softmax
+    key = block_key + state.warp * tile.score_keys
+    acc_S = scores(p, state, stage)
+    state.rows.transform(p, as_mn(acc_S), key)
+    state.rows.mask(as_mn(acc_S), key, tile.score_keys, state.common)
+    if cutlass.const_expr(state.shared.sExists is not None):
+        mask_missing(state, as_mn(acc_S), stage, tile.score_keys)
+    block_max, threshold = cute.make_fragment_like(softmax.row_max), softmax.threshold(keys_seen)
+    softmax.block_max(as_mn(acc_S), block_max)
+    scores_copy, sum_before = cute.make_fragment_like(acc_S), cute.make_fragment_like(softmax.row_sum)
+    scores_copy.store(acc_S.load())
+    sum_before.store(softmax.row_sum.load())
+    write_probs(p, state, acc_S)
+    if barrier_any(softmax.is_outgrown(block_max, threshold), tile.num_threads):
+        combine_max(p, state, block_max)
+        softmax.row_sum.store(sum_before.load())
+        softmax.raise_max(block_max, as_mn(state.acc_O))
+        acc_S.store(scores_copy.load())
+        write_probs(p, state, acc_S)
+        cute.arch.sync_threads()
+    for k in cutlass.range_constexpr(tile.tile_n // 16):
+        state.p.load(k, 0)
+    gemm_rs(p.tiled_mma, state.acc_O, state.p.fragment, state.v, stage)
+
+
+def score_fragment(num_keys: int, tScS: cute.Tensor) -> cute.Tensor:
+    """The first n8 tiles of a partition in steps of 16 columns."""
+    return tScS if num_keys >= 16 else cute.logical_divide(tScS, (None, None, 1))[None, None, (None, 0)]
+
+
+@cute.jit
+def scores(p: Params, state: WarpState, stage: Int32) -> cute.Tensor:
+    """S = Q K^T for the warp's keys."""
+    tile, tiles = p.config.tile, p.config.tile.score_keys // 8
+    # Even and odd k-steps have their own sums, which halves the chain of dependent MMAs.
+    layout = cute.make_layout(((2, 2), 1, 1))
+    sums = [[cute.make_rmem_tensor(layout, Float32) for _ in range(2)] for _ in range(tiles)]
+    fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2), 1)), p.config.dtype)
+    registers = cute.recast_tensor(fragment, Int32)
+    for n in cutlass.range_constexpr(tiles):
+        for parity in cutlass.range_constexpr(2):
+            sums[n][parity].fill(0.0)
+    for step in cutlass.range_constexpr(0, tile.head_dim // 16, 2):
+        for parity in cutlass.range_constexpr(2):
+            if cutlass.const_expr(step + parity >= tile.q_steps):
+                words = cute.recast_tensor(state.q.fragment[None, None, step + parity], Int32)
+                cute.autovec_copy(q_tail(p, state, step + parity), words)
+        for n in cutlass.range_constexpr(tiles):
+            loaded = state.k.load(step, 8 * n, stage)
+            for parity in cutlass.range_constexpr(2):
+                registers[0], registers[1] = loaded[2 * parity], loaded[2 * parity + 1]
+                q = state.q.fragment[None, None, step + parity]
+                cute.gemm(p.tiled_mma, sums[n][parity], q, fragment, sums[n][parity])
+    acc_S = cute.make_rmem_tensor(cute.make_layout(((2, 2), 1, tiles)), Float32)
+    for n in cutlass.range_constexpr(tiles):
+        for i in cutlass.range_constexpr(4):
+            acc_S[4 * n + i] = sums[n][0][i] + sums[n][1][i]
+    return acc_S
+
+
+@cute.jit
+def mask_missing(state: WarpState, acc_S_mn: cute.Tensor, stage: Int32, num_keys: cutlass.Constexpr):
+    """Set the scores of keys without a page to -inf."""
+    first = state.warp * num_keys + as_mn(state.rows.tScS)[0, 0][1]
+    for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
+        exists = state.shared.sExists[stage, first + c % 2 + c // 2 * 8] != 0
+        for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
+            acc_S_mn[r, c] = acc_S_mn[r, c] if exists else -Float32.inf
+
+
+@cute.jit
+def write_probs(p: Params, state: WarpState, acc_S: cute.Tensor):
+    """P = exp(S - m) to shared memory, and l += rowsum P."""
+    state.softmax.exponentiate(as_mn(acc_S))
+    rP = cute.make_fragment_like(acc_S, p.config.dtype)
+    rP.store(acc_S.load().to(p.config.dtype))
+    state.store_p.store(rP)
+
+
+@cute.jit
+def combine_max(p: Params, state: WarpState, block_max: cute.Tensor):
+    """Combine the row maxima of the warps that share rows. All threads of the CTA call it."""
+    row_max, tile = state.shared.row_max, p.config.tile
+    for r in cutlass.range_constexpr(2):
+        row = state.row_tile * WARP_ROWS + state.lane // THREADS_PER_ROW + 8 * r
+        for offset in cutlass.range_constexpr(1, 3):
+            block_max[r] = cute.arch.fmax(block_max[r], cute.arch.shuffle_sync_bfly(block_max[r], offset=offset))
+        if state.lane % THREADS_PER_ROW == 0:
+            row_max[state.warp, row] = block_max[r]
+    cute.arch.sync_threads()
+    for r in cutlass.range_constexpr(2):
+        row = state.row_tile * WARP_ROWS + state.lane // THREADS_PER_ROW + 8 * r
+        for w in cutlass.range_constexpr(tile.warps_per_row):
+            block_max[r] = cute.arch.fmax(block_max[r], row_max[w, row])

@@ -1,0 +1,252 @@
+"""Tiles of the kernels that split keys: `DecodeTile`, `LatentTile` of latent caches (MLA), and their choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cute_flash.errors import UnsupportedError
+from cute_flash.planning.tiles.common import WARP_ROWS, align_smem
+from cute_flash.smem.tile import SmemTile
+from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.band import ceil_div
+
+if TYPE_CHECKING:
+    from cute_flash.planning.decode import DecodeStatic
+
+# The width of a swizzle atom. Rows of K and V in shared memory are padded to a multiple of it.
+ATOM_BYTES = 128
+NUM_WARPS = 4
+# Rows of the output that the warps of a CTA exchange at a time.
+EXCHANGE_ROWS = 8
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """`tile_m` query rows against blocks of `num_warps` x `tile_n` keys; each warp has its own keys and pipeline."""
+
+    head_dim: int  # width of the tile; smaller head dims are padded to it
+    tile_m: int  # 16 or 32
+    tile_n: int  # keys of one warp in a block: 16 or 32
+    num_warps: int
+    stages: int
+    element_bytes: int = 2  # of the caches
+    least_keys: int = 128  # the fewest keys of a CTA, without `num_splits`
+    # Whether warps exchange outputs through separate shared memory, so that the loads of the next split start before
+    # the exchange. Else the exchange reuses the stages.
+    own_exchange: bool = False
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.num_warps
+
+    @property
+    def block_keys(self) -> int:
+        return self.num_warps * self.tile_n
+
+    @property
+    def width_v(self) -> int:
+        """Columns of the output, with padding."""
+        return self.head_dim
+
+    @property
+    def load_keys(self) -> int:
+        """Keys of a block that one warp loads."""
+        return self.tile_n
+
+    @property
+    def q_steps(self) -> int:
+        """k-steps of Q that stay in registers during the main loop."""
+        return self.head_dim // 16 if self.tile_m * self.head_dim <= 16 * 128 else 0
+
+    @property
+    def output_shape(self) -> tuple[int, int]:
+        """Rows and columns of the output that one warp accumulates."""
+        return self.tile_m, self.head_dim
+
+    @property
+    def num_sums(self) -> int:
+        """Warps whose outputs of a row are added up at the end."""
+        return self.num_warps
+
+    @property
+    def num_stats(self) -> int:
+        """Warps whose softmax statistics of a row are combined at the end."""
+        return self.num_warps
+
+    @property
+    def q_smem(self) -> SmemTile:
+        return SmemTile(self.tile_m, self.head_dim)
+
+    @property
+    def kv_smem(self) -> SmemTile:
+        """One warp's share of a block of K or V. Rows are a multiple of 128 bytes long."""
+        row_bytes = ceil_div(self.head_dim * self.element_bytes, ATOM_BYTES) * ATOM_BYTES
+        return SmemTile(self.tile_n, row_bytes // self.element_bytes, self.element_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        """All stages of K and V of all warps."""
+        return 2 * self.num_warps * self.stages * self.kv_smem.bytes
+
+    @property
+    def exchange_bytes(self) -> int:
+        """The outputs of all warps in fp32, eight rows at a time."""
+        return self.num_sums * EXCHANGE_ROWS * self.width_v * 4
+
+    @property
+    def merged_rows(self) -> int:
+        """Rows of the output that a CTA merges at once: a thread merges four columns."""
+        return max(1, 4 * self.num_threads // self.width_v)
+
+    @property
+    def smem_bytes(self) -> int:
+        statistics = 2 * 4 * self.num_warps * EXCHANGE_ROWS
+        exchange = self.exchange_bytes if self.own_exchange else 0
+        # The queries twice: as in global memory, and as the operand of the MMA.
+        return 2 * align_smem(self.q_smem.bytes) + align_smem(self.kv_bytes) + exchange + statistics + 64
+
+    def ctas_per_sm(self, arch: ArchSpec) -> int:
+        return min(arch.smem_per_sm // (self.smem_bytes + 1024), arch.max_threads_per_sm // self.num_threads)
+
+
+@dataclass(frozen=True)
+class LatentTile(DecodeTile):
+    """`tile_m` query rows against blocks of `tile_n` keys of a latent cache (MLA).
+
+    `num_warps` / (`tile_m` / 16) warps share 16 rows. Each computes the scores of a part of the keys, and the output of
+    a part of the value columns; P passes through shared memory.
+    """
+
+    values: int = 512  # columns of the output, with padding
+
+    @property
+    def width_v(self) -> int:
+        return self.values
+
+    @property
+    def block_keys(self) -> int:
+        return self.tile_n
+
+    @property
+    def load_keys(self) -> int:
+        return self.tile_n // self.num_warps
+
+    @property
+    def warps_per_row(self) -> int:
+        """Warps that share 16 rows."""
+        return self.num_warps // (self.tile_m // WARP_ROWS)
+
+    @property
+    def score_keys(self) -> int:
+        """Keys of a block whose scores one warp computes."""
+        return self.tile_n // self.warps_per_row
+
+    @property
+    def q_steps(self) -> int:
+        # As many as leave registers for the score features; the sketches of profiling/notes/mla.md had all 36.
+        return min(self.head_dim // 16, 32 if self.output_shape[1] <= 64 else 24)
+
+    @property
+    def output_shape(self) -> tuple[int, int]:
+        return WARP_ROWS, self.values // self.warps_per_row
+
+    @property
+    def num_sums(self) -> int:
+        return 1
+
+    @property
+    def num_stats(self) -> int:
+        return self.warps_per_row
+
+    @property
+    def kv_smem(self) -> SmemTile:
+        """A block of the cache."""
+        return SmemTile(self.tile_n, self.head_dim, self.element_bytes)
+
+    @property
+    def p_smem(self) -> SmemTile:
+        return SmemTile(self.tile_m, self.tile_n)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.stages * self.kv_smem.bytes
+
+    @property
+    def q_tail_words(self) -> int:
+        """32-bit words of the k-steps of Q that are not in registers: four of each thread of a warp, for 16 rows."""
+        return (self.head_dim // 16 - self.q_steps) * self.tile_m // WARP_ROWS * 32 * 4
+
+    @property
+    def smem_bytes(self) -> int:
+        # P, the rest of Q, the row maxima of warps that share rows, the words of existing keys, and the statistics.
+        rows = self.tile_m * self.warps_per_row * 4 + self.stages * self.tile_n * 4
+        statistics = 2 * 4 * self.num_stats * EXCHANGE_ROWS
+        p_bytes = align_smem(self.p_smem.bytes)
+        return align_smem(self.kv_bytes) + p_bytes + 4 * self.q_tail_words + rows + statistics + 64
+
+    @property
+    def holds_queries(self) -> bool:
+        """Whether the last stage has room for the queries as in global memory, and as the operand of the MMA."""
+        return 2 * self.q_smem.bytes <= self.kv_smem.bytes
+
+
+def decode_tile(static: DecodeStatic, rows: int, num_heads: int, arch: ArchSpec) -> DecodeTile:
+    """The tile for `rows` query rows of a K/V head: tokens times query heads of a group.
+
+    `num_heads`: K/V heads of all sequences.
+    """
+    widest = max(static.head_dim, static.width_v)
+    head_dim = ceil_div(widest, 64) * 64
+    # With 32 rows, more queries share the loads of K and V. Above head dim 128 their accumulators would spill.
+    tile_m = 32 if rows > 16 and head_dim <= 128 else 16
+    # 32 keys for each warp if three stages fit. Else 16 keys: two CTAs on an SM with at least three stages, or one CTA
+    # with as many stages as fit.
+    wide = DecodeTile(head_dim, tile_m, 32, NUM_WARPS, 3, static.cache_bytes)
+    tiles = [replace(wide, tile_n=16, stages=stages) for stages in range(2, 7)]
+    pairs = [tile for tile in tiles[1:] if tile.ctas_per_sm(arch) >= 2]
+    fitting = [tile for tile in tiles if tile.smem_bytes <= arch.smem_per_cta]
+    # Half the warps if two stages do not fit.
+    tile = (pairs or fitting or [replace(tiles[0], num_warps=NUM_WARPS // 2)])[-1]
+    # Few query tiles of 32 rows: one CTA on an SM, because two would double the number of splits to merge.
+    if tile_m == 32 and fitting and num_heads * ceil_div(rows, tile_m) <= arch.num_sms:
+        tile = fitting[-1]
+    # 32 rows with 32 keys per warp would spill.
+    if wide.smem_bytes <= arch.smem_per_cta and tile_m == 16:
+        tile = wide
+    own = replace(tile, own_exchange=True)
+    # With `own_exchange`, the output of a split stays in registers while the next split begins. This leaves no
+    # registers for an append; nor for head dim 256, which has half the warps on GPUs with 99 KB, on sm_120.
+    has_registers = tile_m == 16 and not static.appends and tile.num_warps == NUM_WARPS
+    if has_registers and own.smem_bytes <= arch.smem_per_cta and own.ctas_per_sm(arch) == tile.ctas_per_sm(arch):
+        tile = own
+    if tile.smem_bytes > arch.smem_per_cta:
+        raise UnsupportedError(f"attn_decode with head_dim={widest} on {arch.name}: not enough shared memory")
+    return tile
+
+
+def latent_tile(static: DecodeStatic, rows: int, arch: ArchSpec) -> LatentTile:
+    """The tile for `rows` query rows of a K/V head of a latent cache."""
+    values = 256 if static.width_v <= 256 else 512
+    head_dim = max(ceil_div(static.head_dim, 64) * 64, values)
+    tile_m = 32 if rows > 16 else 16
+    shapes = [(tile_m, 64, 8), (16, 64, 8), (16, 32, 4)]
+    tiles = [
+        LatentTile(head_dim, m, n, num_warps, stages, static.cache_bytes, values=values)
+        for m, n, num_warps in shapes
+        for stages in (4, 3, 2)
+    ]
+    fitting = [tile for tile in tiles if tile.holds_queries and tile.smem_bytes <= arch.smem_per_cta]
+    if not fitting:
+        raise UnsupportedError(f"attn_decode with value_dim on {arch.name}: not enough shared memory")
+    return fitting[0]
+
+
+def num_head_groups(group: int, tokens: int, tile_m: int) -> int:
+    """The number of groups into which the query heads of a K/V head are divided.
+
+    A group has as many heads as fit a tile with their tokens. If they would fill less than half of it, all heads are
+    one group, with several tiles of rows.
+    """
+    heads = max((n for n in range(1, group + 1) if group % n == 0 and n * tokens <= tile_m), default=0)
+    return group // heads if 2 * heads * tokens >= tile_m and heads < group else 1
