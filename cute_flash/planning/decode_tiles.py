@@ -144,8 +144,9 @@ class LatentTile(DecodeTile):
 
     @property
     def q_steps(self) -> int:
-        # As many as leave registers for the score features; the sketches of profiling/notes/mla.md had all 36.
-        return min(self.head_dim // 16, 32 if self.output_shape[1] <= 64 else 24)
+        # As many as leave registers for the score features, and for the conversion of FP8.
+        steps = 20 if self.element_bytes == 1 else 32 if self.output_shape[1] <= 64 else 24
+        return min(self.head_dim // 16, steps)
 
     @property
     def output_shape(self) -> tuple[int, int]:
@@ -161,8 +162,9 @@ class LatentTile(DecodeTile):
 
     @property
     def kv_smem(self) -> SmemTile:
-        """A block of the cache."""
-        return SmemTile(self.tile_n, self.head_dim, self.element_bytes)
+        """A block of the cache. Rows are a multiple of 128 bytes long."""
+        row_bytes = ceil_div(self.head_dim * self.element_bytes, ATOM_BYTES) * ATOM_BYTES
+        return SmemTile(self.tile_n, row_bytes // self.element_bytes, self.element_bytes)
 
     @property
     def p_smem(self) -> SmemTile:
@@ -234,7 +236,7 @@ def latent_tile(static: DecodeStatic, rows: int, arch: ArchSpec) -> LatentTile:
     tiles = [
         LatentTile(head_dim, m, n, num_warps, stages, static.cache_bytes, values=values)
         for m, n, num_warps in shapes
-        for stages in (4, 3, 2)
+        for stages in (5, 4, 3, 2)
     ]
     fitting = [tile for tile in tiles if tile.holds_queries and tile.smem_bytes <= arch.smem_per_cta]
     if not fitting:

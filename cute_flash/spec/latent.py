@@ -94,10 +94,6 @@ def _check_kernel(k_cache: Tensor, args: DecodeArgs) -> None:
                 f"{name}={width} with one cache on cuda: kernels take multiples of {HEAD_DIM_STEP} up to {most}; pad "
                 "the columns of q and the cache with zeros"
             )
-    if k_cache.element_size() == 1:
-        raise UnsupportedError(
-            f"a cache of {k_cache.dtype} with value_dim on cuda: there is no kernel yet; use 16 bits"
-        )
 
 
 def _check_tables(args: DecodeArgs) -> None:

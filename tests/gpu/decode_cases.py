@@ -66,7 +66,7 @@ def latent_group(family: str, group: int) -> list[Case]:
         if not case.is_ragged:
             tokens = (rng.choice(LATENT_TOKENS),) * case.batch
             changes |= {"tokens": tokens, "new": tokens if any(case.new) else case.new}
-        latent = replace(case, is_latent=True, head_dim=head_dim, head_dim_v=head_dim_v, rotary_dim=0, fp8="")
+        latent = replace(case, is_latent=True, head_dim=head_dim, head_dim_v=head_dim_v, rotary_dim=0)
         cases.append((replace(latent, **changes), DTYPES[group % 2]))
     return cases
 
@@ -81,6 +81,7 @@ def latent_cases() -> Iterator[Case]:
     yield from (long_latent_case(page_size, heads) for page_size in (None, 1, 64) for heads in (16, 128))
     for heads in LATENT_HEADS:
         yield replace(MLA, group=heads), torch.bfloat16
+        yield replace(MLA, group=heads, fp8="scalar"), torch.bfloat16
 
 
 BASE = DecodeCase(

@@ -37,12 +37,14 @@ def test_long_sequences(page_size: int | None, heads: int) -> None:
 
 @pytest.mark.parametrize("heads", decode_cases.LATENT_HEADS)
 @pytest.mark.parametrize("num_splits", (1, 2, 7, 32, 5000))
-def test_forced_splits(heads: int, num_splits: int) -> None:
-    check(replace(MLA, group=heads), BF16, num_splits=num_splits)
+@pytest.mark.parametrize("fp8", ("", "scalar"))
+def test_forced_splits(heads: int, num_splits: int, fp8: str) -> None:
+    check(replace(MLA, group=heads, fp8=fp8), BF16, num_splits=num_splits)
 
 
-def test_an_append_without_queries() -> None:
-    check(replace(MLA, tokens=(0,) * 3, new=(5,) * 3), BF16)
+@pytest.mark.parametrize("fp8", ("", "heads"))
+def test_an_append_without_queries(fp8: str) -> None:
+    check(replace(MLA, tokens=(0,) * 3, new=(5,) * 3, fp8=fp8), BF16)
 
 
 @pytest.mark.parametrize("heads", (16, 64))
@@ -77,7 +79,8 @@ def on_gpu(call: DecodeCall) -> DecodeCall:
 @pytest.mark.parametrize("heads_kv", (1, 2))
 def test_tables(page_size: int, heads_kv: int) -> None:
     for seed in range(8):
-        call = on_gpu(table_call(seed, BF16, page_size=page_size, heads_kv=heads_kv, softcap=20.0 * (seed % 2) or None))
+        options = {"softcap": 20.0} if seed % 2 else {}
+        call = on_gpu(table_call(seed, BF16, page_size=page_size, heads_kv=heads_kv, fp8=seed % 4 > 1, **options))
         assert_decoded(*run(call), call, call)
 
 

@@ -86,7 +86,7 @@ def test_every_kernel_and_every_feature_is_locked() -> None:
 
 def test_decode_kernels_of_both_architectures_are_locked() -> None:
     keys = {name: compile_key(case) for name, case in CASES.items() if name.startswith("decode/")}
-    assert {key.kernel for key in keys.values()} == {"decode", "fwd_split_kv"}
+    assert {key.kernel for key in keys.values()} == {"decode", "decode_latent", "fwd_split_kv"}
     for target in ("sm_80", "sm_90"):
         found = [key for key in keys.values() if key.target.startswith(target)]
         assert {key.tile.tile_m for key in found} == {16, 32} and {key.tile.head_dim for key in found} == {64, 128, 256}

@@ -90,7 +90,7 @@ class Fp8Tile(NamedTuple):
 
     address: Int32
     lane: Int32
-    num_keys: int
+    num_keys: int  # rows in shared memory
     has_cvt: bool  # the GPU has an instruction that converts FP8 to fp16
 
 
@@ -105,19 +105,16 @@ def add_scores(
 ):
     """S += Q K^T for the keys of a warp, in `num_steps` k-steps. Q of the first `q_steps` is in registers."""
     address, lane, num_keys, has_cvt = keys
-    group, thread = lane // 4, lane % 4
+    group = lane // 4
     fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2), 2), stride=((1, 2), 4)), Float16)
     registers = cute.recast_tensor(fragment, Int32)
     # For each n8 tile: 16 bytes of one key.
     words = [cute.make_rmem_tensor(4, Int32) for _ in range(num_keys // 8)]
     acc_tiles = cute.logical_divide(acc, (None, None, 2))
     for run in cutlass.range_constexpr(num_steps * 16 // RUN):
-        chunk = 4 * run + thread
-        inside = ((chunk % 8) ^ group) * 16 + (run // 2) * num_keys * ATOM_BYTES
+        inside = run_offset(keys, run)
         for n in cutlass.range_constexpr(num_keys // 8):
-            row = address + inside + (group + 8 * n) * ATOM_BYTES
-            source = cute.make_ptr(Int32, row, cutlass.AddressSpace.smem, assumed_align=16)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words[n])
+            load_words(address + inside + (group + 8 * n) * ATOM_BYTES, words[n])
         for i in cutlass.range_constexpr(4):
             k = 4 * run + i
             if cutlass.const_expr(k >= q_steps):
@@ -129,9 +126,25 @@ def add_scores(
                 cute.gemm(tiled_mma, acc_pair, q.fragment[None, None, k], fragment, acc_pair)
 
 
+def run_offset(keys: Fp8Tile, run: int) -> Int32:
+    """The distance from a row of 8 to this thread's 16 bytes of a run of 64 columns, whose k-steps they serve."""
+    group, thread = keys.lane // 4, keys.lane % 4
+    chunk = 4 * run + thread
+    return ((chunk % 8) ^ group) * 16 + (run // 2) * keys.num_keys * ATOM_BYTES
+
+
 @cute.jit
-def add_output(tiled_mma: cute.TiledMma, acc: cute.Tensor, rP: cute.Tensor, values: Fp8Tile):
-    """O += P V for the keys of a warp."""
+def load_words(row: Int32, words: cute.Tensor):
+    """Load four words, one for each k-step of a run."""
+    source = cute.make_ptr(Int32, row, cutlass.AddressSpace.smem, assumed_align=16)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
+
+
+@cute.jit
+def add_output(
+    tiled_mma: cute.TiledMma, acc: cute.Tensor, rP: cute.Tensor, values: Fp8Tile, first_chunk: Int32 | None = None
+):
+    """O += P V for the keys of a warp. `first_chunk`: the first of its runs of 16 columns of V; None: it has all."""
     address, lane, num_keys, has_cvt = values
     key, chunk = lane % 16, lane // 16
     fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2), 4), stride=((1, 2), 4)), Float16)
@@ -139,7 +152,11 @@ def add_output(tiled_mma: cute.TiledMma, acc: cute.Tensor, rP: cute.Tensor, valu
     acc_tiles = cute.logical_divide(acc, (None, None, 4))
     for c in cutlass.range_constexpr(cute.size(acc, mode=[2]) // 4):
         column = 2 * c + chunk  # the 16-byte chunk of the row that this lane's address points to
-        inside = ((column % 8) ^ (key % 8)) * 16 + (2 * c // 8) * num_keys * ATOM_BYTES
+        atom = 2 * c // 8
+        if cutlass.const_expr(first_chunk is not None):
+            column = column + first_chunk
+            atom = column // 8
+        inside = ((column % 8) ^ (key % 8)) * 16 + atom * num_keys * ATOM_BYTES
         acc_c = acc_tiles[None, None, (None, c)]
         for k in cutlass.range_constexpr(num_keys // 16):
             words = ldmatrix_trans(address + (16 * k + key) * ATOM_BYTES + inside)

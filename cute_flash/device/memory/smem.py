@@ -51,3 +51,12 @@ def part_of(sX: cute.Tensor, tile: SmemTile, first_row: Int32, rows: int, first_
         ((8, rows // 8), (cols // atoms, atoms), 1), stride=((atom, 8 * atom), (1, tile.rows * atom), 0)
     )
     return cute.make_tensor(pointer, layout)
+
+
+def element_at(sX: cute.Tensor, tile: SmemTile, row: Int32, column: Int32) -> cute.Tensor:
+    """An element of a swizzled tile whose pointer has no swizzle."""
+    atom, chunk = tile.atom_cols, tile.chunk_cols
+    offset = column // atom * (tile.rows * atom) + row * atom + (column % atom // chunk ^ row % 8) * chunk
+    address = Int32(sX.iterator.toint()) + (offset + column % chunk) * tile.element_bytes
+    pointer = cute.make_ptr(sX.element_type, address, AddressSpace.smem, assumed_align=tile.element_bytes)
+    return cute.make_tensor(pointer, cute.make_layout(1))

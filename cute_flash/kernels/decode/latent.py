@@ -15,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_flash.device.memory import fp8
 from cute_flash.device.memory.kv_cache import WarpLoader
 from cute_flash.device.memory.ldmatrix import FragmentStore, MmaOperand, ShortOperand, swizzled
 from cute_flash.device.memory.smem import part_of
@@ -37,15 +38,17 @@ class WarpState:
     warp: Int32  # among the warps that share its 16 rows
     row_tile: Int32  # its 16 rows among those of the query tile
     lane: Int32
+    memory: Int32  # address of the stages
     q: MmaOperand
-    k: ShortOperand  # the warp's keys
-    v: MmaOperand  # the warp's columns
+    k: ShortOperand | None  # the warp's keys; None: FP8
+    v: MmaOperand | None  # the warp's columns; None: FP8
     p: MmaOperand  # P of all keys
     store_p: FragmentStore  # P of the warp's keys
     acc_O: cute.Tensor
     softmax: Softmax
     rows: ScoreRows
     common: KeyRange  # the keys that all rows see
+    k_scale: Float32 | None  # of an FP8 cache
     shared: LatentStorage
 
 
@@ -114,7 +117,8 @@ def warp_state(
     grid, first_row, columns = WarpGrid(p.config.dtype, 1, 1), row_tile * WARP_ROWS, tile.output_shape[1]
     sQ = part_of(storage.sQ, tile.q_smem, first_row, WARP_ROWS, 0, tile.head_dim)
     sP = part_of(shared.sP, tile.p_smem, first_row, WARP_ROWS, 0, tile.tile_n)
-    sV = part_of(storage.sKV, tile.kv_smem, 0, tile.tile_n, warp * columns, columns)
+    is_fp8 = p.config.static.is_fp8
+    sV = None if is_fp8 else part_of(storage.sKV, tile.kv_smem, 0, tile.tile_n, warp * columns, columns)
     first_key = warp * tile.score_keys
     # The first pair of columns of this thread in P.
     pair = (first_row + lane // THREADS_PER_ROW) * tile.p_smem.row_stride + first_key + lane % THREADS_PER_ROW * 2
@@ -124,15 +128,17 @@ def warp_state(
         warp=warp,
         row_tile=row_tile,
         lane=lane,
+        memory=Int32(storage.sKV.iterator.toint()),
         q=grid.a(p.tiled_mma, lane, sQ, tile.q_smem),
-        k=ShortOperand.of(storage.sKV, tile.kv_smem, first_key, lane),
-        v=grid.b(p.tiled_mma, lane, sV, tile.kv_smem, is_transposed=True),
+        k=None if is_fp8 else ShortOperand.of(storage.sKV, tile.kv_smem, first_key, lane),
+        v=None if is_fp8 else grid.b(p.tiled_mma, lane, sV, tile.kv_smem, is_transposed=True),
         p=grid.a(p.tiled_mma, lane, sP, tile.p_smem),
         store_p=FragmentStore(swizzled(Int32(shared.sP.iterator.toint()) + 2 * pair, tile.p_smem), tile.p_smem, 0),
         acc_O=output.acc_O,
         softmax=output.softmax,
         rows=score_rows(p, split, sequence, tScS, first_row),
         common=common_keys(p, split, sequence),
+        k_scale=p.k_scale[p.cache_head(split)] if is_fp8 else None,
         shared=shared,
     )
 
@@ -162,6 +168,8 @@ def process_block(p: Params, state: WarpState, block_key: Int32, keys_seen: Int3
     tile, softmax = p.config.tile, state.softmax
     key = block_key + state.warp * tile.score_keys
     acc_S = scores(p, state, stage)
+    if cutlass.const_expr(p.config.static.is_fp8):
+        acc_S.store(acc_S.load() * state.k_scale)
     state.rows.transform(p, as_mn(acc_S), key)
     state.rows.mask(as_mn(acc_S), key, tile.score_keys, state.common)
     if cutlass.const_expr(state.shared.sExists is not None):
@@ -181,7 +189,18 @@ def process_block(p: Params, state: WarpState, block_key: Int32, keys_seen: Int3
         cute.arch.sync_threads()
     for k in cutlass.range_constexpr(tile.tile_n // 16):
         state.p.load(k, 0)
-    gemm_rs(p.tiled_mma, state.acc_O, state.p.fragment, state.v, stage)
+    if cutlass.const_expr(p.config.static.is_fp8):
+        columns = tile.output_shape[1]
+        values = fp8_tile(p, state, stage)
+        fp8.add_output(p.tiled_mma, state.acc_O, state.p.fragment, values, state.warp * (columns // 16))
+    else:
+        gemm_rs(p.tiled_mma, state.acc_O, state.p.fragment, state.v, stage)
+
+
+def fp8_tile(p: Params, state: WarpState, stage: Int32) -> fp8.Fp8Tile:
+    """A block of an FP8 cache in shared memory."""
+    tile, static = p.config.tile, p.config.static
+    return fp8.Fp8Tile(state.memory + stage * tile.kv_smem.bytes, state.lane, tile.tile_n, static.has_fp8_cvt)
 
 
 def score_fragment(num_keys: int, tScS: cute.Tensor) -> cute.Tensor:
@@ -198,25 +217,45 @@ def scores(p: Params, state: WarpState, stage: Int32) -> cute.Tensor:
     sums = [[cute.make_rmem_tensor(layout, Float32) for _ in range(2)] for _ in range(tiles)]
     fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2), 1)), p.config.dtype)
     registers = cute.recast_tensor(fragment, Int32)
+    words = [cute.make_rmem_tensor(4, Int32) for _ in range(tiles)]
+    # Four words of a thread are the operands of two k-steps in 16 bits, or of four in 8 bits.
+    at_once = 4 if p.config.static.is_fp8 else 2
     for n in cutlass.range_constexpr(tiles):
         for parity in cutlass.range_constexpr(2):
             sums[n][parity].fill(0.0)
-    for step in cutlass.range_constexpr(0, tile.head_dim // 16, 2):
-        for parity in cutlass.range_constexpr(2):
-            if cutlass.const_expr(step + parity >= tile.q_steps):
-                words = cute.recast_tensor(state.q.fragment[None, None, step + parity], Int32)
-                cute.autovec_copy(q_tail(p, state, step + parity), words)
+    for first in cutlass.range_constexpr(0, tile.head_dim // 16, at_once):
         for n in cutlass.range_constexpr(tiles):
-            loaded = state.k.load(step, 8 * n, stage)
-            for parity in cutlass.range_constexpr(2):
-                registers[0], registers[1] = loaded[2 * parity], loaded[2 * parity + 1]
-                q = state.q.fragment[None, None, step + parity]
-                cute.gemm(p.tiled_mma, sums[n][parity], q, fragment, sums[n][parity])
+            load_keys(p, state, first, n, stage, words[n])
+        for i in cutlass.range_constexpr(at_once):
+            k = first + i
+            q = state.q.fragment[None, None, k]
+            if cutlass.const_expr(k >= tile.q_steps):
+                cute.autovec_copy(q_tail(p, state, k), cute.recast_tensor(q, Int32))
+            for n in cutlass.range_constexpr(tiles):
+                if cutlass.const_expr(p.config.static.is_fp8):
+                    registers[0], registers[1] = fp8.widened(words[n][i], p.config.static.has_fp8_cvt)
+                else:
+                    registers[0], registers[1] = words[n][2 * i], words[n][2 * i + 1]
+                cute.gemm(p.tiled_mma, sums[n][k % 2], q, fragment, sums[n][k % 2])
     acc_S = cute.make_rmem_tensor(cute.make_layout(((2, 2), 1, tiles)), Float32)
     for n in cutlass.range_constexpr(tiles):
         for i in cutlass.range_constexpr(4):
             acc_S[4 * n + i] = sums[n][0][i] + sums[n][1][i]
     return acc_S
+
+
+@cute.jit
+def load_keys(
+    p: Params, state: WarpState, step: cutlass.Constexpr, n: cutlass.Constexpr, stage: Int32, words: cute.Tensor
+):
+    """Load four words of the operand K, from k-step `step` on, for the warp's n-th 8 keys."""
+    if cutlass.const_expr(p.config.static.is_fp8):
+        keys, row = fp8_tile(p, state, stage), state.warp * p.config.tile.score_keys + 8 * n + state.lane // 4
+        fp8.load_words(keys.address + fp8.run_offset(keys, step // 4) + row * ATOM_BYTES, words)
+    else:
+        loaded = state.k.load(step, 8 * n, stage)
+        for i in cutlass.range_constexpr(4):
+            words[i] = loaded[i]
 
 
 @cute.jit

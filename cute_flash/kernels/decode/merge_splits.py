@@ -70,18 +70,18 @@ def exchange(p: Params, storage: SharedStorage, output: Output, thread: Int32, p
     warp, lane = thread // 32, thread % 32
     tile, acc, row = p.config.tile, as_mn(output.acc_O), lane // THREADS_PER_ROW
     first = coordinates(p, lane)[0, 0][1]
-    own_part, own_sum = part % cute.size(acc, mode=[0]), warp
+    own_part, own_sum, offset = part % cute.size(acc, mode=[0]), warp, 0
     if cutlass.const_expr(tile.num_sums == 1):
         # The warps that share 16 rows have different columns of them.
         row_tile, warp = warp // tile.num_stats, warp % tile.num_stats
-        first, own_sum = first + warp * tile.output_shape[1], Int32(0)
+        offset, own_sum = warp * tile.output_shape[1], Int32(0)
         row = cutlass.select_(row_tile == part * EXCHANGE_ROWS // WARP_ROWS, row, Int32(EXCHANGE_ROWS))
     total = output.softmax.row_sum[own_part]
-    for offset in cutlass.range_constexpr(1, 3):
-        total += cute.arch.shuffle_sync_bfly(total, offset=offset)
+    for distance in cutlass.range_constexpr(1, 3):
+        total += cute.arch.shuffle_sync_bfly(total, offset=distance)
     if row < rows:
         for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-            storage.exchange[output_column(p, first, c), row, own_sum] = acc[own_part, c]
+            storage.exchange[offset + output_column(p, first, c), row, own_sum] = acc[own_part, c]
         if lane % THREADS_PER_ROW == 0:
             storage.stats[0, row, warp] = output.softmax.row_max[own_part]
             storage.stats[1, row, warp] = total

@@ -7,6 +7,7 @@ from cutlass import Float32, Int32
 from cute_flash.device.memory import fp8
 from cute_flash.device.memory.kv_cache import copy_if_less
 from cute_flash.device.memory.rotary import VECTOR, load_floats
+from cute_flash.device.memory.smem import element_at
 from cute_flash.device.scheduling.kv_splits import Lengths, Split
 from cute_flash.kernels.decode.storage import Params, SharedStorage
 from cute_flash.planning.decode_tiles import ATOM_BYTES
@@ -56,7 +57,11 @@ def stage(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, th
         rounded.store(x.load().to(dtype))
         if cutlass.const_expr(p.config.static.is_fp8):
             for j in cutlass.range_constexpr(VECTOR):
-                storage.sQ[row, fp8.query_column(vector * VECTOR + j), 0] = rounded[j]
+                column = fp8.query_column(vector * VECTOR + j)
+                if cutlass.const_expr(p.config.static.is_latent):
+                    element_at(storage.sQ, tile.q_smem, row, column)[0] = rounded[j]
+                else:
+                    storage.sQ[row, column, 0] = rounded[j]
         else:
             # The swizzle of the tile: the 16-byte chunk c of row r is at c ^ (r mod 8).
             columns, chunk = vector // 8, (vector % 8) ^ (row % 8)
