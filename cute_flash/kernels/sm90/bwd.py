@@ -50,13 +50,13 @@ from cute_flash.device.memory.views import as_mn, as_operand_a, transposed
 from cute_flash.device.mma.wgmma import convert, make_mma, start_gemm
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, WarpgroupOrder
+from cute_flash.device.scheduling.published_tiles import NO_TILE
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler
 from cute_flash.device.scores.mask import Mask, column_offset
 from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.kernels.sm90 import bwd_producer as producer
 from cute_flash.kernels.sm90.bwd_storage import NUM_WARPGROUPS, BlockVisit, Config, KVTile, Params, SharedStorage
-from cute_flash.kernels.sm90.published_tiles import NO_TILE
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.features import MODS

@@ -18,11 +18,11 @@ from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.block_iterator import share_of
 from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
 from cute_flash.device.scheduling.pipeline import Pipeline
+from cute_flash.device.scheduling.published_tiles import NO_TILE
 from cute_flash.device.scheduling.seqlen import HeadBlock, SeqlenInfo
 from cute_flash.device.scores.position import ScoreBlock
 from cute_flash.kernels.sm90.bwd_storage import NUM_WARPGROUPS, KVTile, Params, SharedStorage
 from cute_flash.kernels.sm90.dq import DQPart, StagedPiece, bulk_add, bulk_add_or_store
-from cute_flash.kernels.sm90.published_tiles import NO_TILE
 
 VECTOR = 8  # 16-bit elements that a thread stores at once
 

@@ -18,6 +18,7 @@ from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.scheduling.block_iterator import BlockIterator
 from cute_flash.device.scheduling.block_sparse import BwdBlockIndex, BwdBlockIndices
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
+from cute_flash.device.scheduling.published_tiles import PublishedTiles
 from cute_flash.device.scheduling.semaphore import DQSemaphore
 from cute_flash.device.scheduling.seqlen import NUM_VALUES, SeqlenInfo
 from cute_flash.device.scheduling.tile_scheduler import (
@@ -31,7 +32,6 @@ from cute_flash.device.scores.position import ScoreBlock
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.common.kernel import starts_last_tiles
 from cute_flash.kernels.common.params import bwd_score_params
-from cute_flash.kernels.sm90.published_tiles import PublishedTiles
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import BlockRange, ceil_div

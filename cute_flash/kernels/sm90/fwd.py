@@ -49,6 +49,7 @@ from cute_flash.device.mma.wgmma import convert, make_mma, start_gemm
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.block_iterator import OutwardBlockIterator
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, WarpgroupOrder
+from cute_flash.device.scheduling.published_tiles import NO_TILE
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.alibi_step import AlibiStep, row_word, write_columns
@@ -72,7 +73,6 @@ from cute_flash.kernels.sm90.fwd_scores import (
     transform_further,
 )
 from cute_flash.kernels.sm90.fwd_storage import Config, Params, SharedStorage
-from cute_flash.kernels.sm90.published_tiles import NO_TILE
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.problem import Static

@@ -14,12 +14,12 @@ from cutlass import Int32
 from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.scheduling.block_sparse import AnyBlockIterator, BlockCounts
 from cute_flash.device.scheduling.pipeline import Pipeline
+from cute_flash.device.scheduling.published_tiles import NO_TILE
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.device.scores.dropout_mask import RECTANGLES
 from cute_flash.device.scores.philox import batch_head_index
 from cute_flash.device.scores.position import ScoreBlock
 from cute_flash.kernels.sm90.fwd_storage import Params, SharedStorage
-from cute_flash.kernels.sm90.published_tiles import NO_TILE
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.scheduling.block_iterator import BlockIterator, OutwardBlockIterator
 from cute_flash.device.scheduling.block_sparse import AnyBlockIterator, BlockCounts, BlockSparseIterator
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
+from cute_flash.device.scheduling.published_tiles import PublishedTiles
 from cute_flash.device.scheduling.seqlen import NUM_VALUES, HeadBlock, SeqlenInfo, SeqlenValues
 from cute_flash.device.scheduling.tile_scheduler import (
     PersistentTileScheduler,
@@ -26,7 +27,6 @@ from cute_flash.device.scores.bias import BiasPipeline
 from cute_flash.device.scores.dropout_mask import WARPS, DropoutMaskPipeline
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.common.params import ScoreParams
-from cute_flash.kernels.sm90.published_tiles import PublishedTiles
 from cute_flash.planning.tiles.common import COST_DROPOUT, WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.smem.tile import SmemTile
