@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.decode_tiles import DecodeTile, decode_tile, latent_tile, num_head_groups
+from cute_flash.planning.latent_sm90 import latent_tile_sm90, uses_wgmma
 from cute_flash.planning.launch import CompileKey
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band, ceil_div
@@ -206,7 +207,7 @@ def plan_decode(problem: DecodeProblem, arch: ArchSpec, family: str = "") -> Dec
         batch, tokens = batch * tokens, 1
     sizes = SplitSizes(batch, tokens, problem.heads, problem.heads_kv, problem.capacity)
     kernel = "decode_latent" if problem.is_latent else "decode"
-    return replace(plan_splits(kernel, static, sizes, arch, problem.num_splits), problem=problem)
+    return replace(plan_splits(kernel, static, sizes, arch, problem.num_splits, family), problem=problem)
 
 
 def plan_split_kv(problem: Problem, arch: ArchSpec) -> DecodePlan:
@@ -230,18 +231,28 @@ def plan_split_kv(problem: Problem, arch: ArchSpec) -> DecodePlan:
 
 
 def plan_splits(
-    kernel: str, static: DecodeStatic, sizes: SplitSizes, arch: ArchSpec, num_splits: int | None = None
+    kernel: str,
+    static: DecodeStatic,
+    sizes: SplitSizes,
+    arch: ArchSpec,
+    num_splits: int | None = None,
+    family: str = "",
 ) -> DecodePlan:
     """Choose the tile and the grid of a kernel that splits keys; raise `UnsupportedError` if the call is too large."""
     batch, tokens, heads, heads_kv, capacity = sizes
     group, head_groups = heads // heads_kv, 1
     tokens_of_sequence = tokens if not static.ragged else ceil_div(tokens, max(batch, 1))
+    rows, target = group * tokens_of_sequence, arch.target
     if static.is_latent:
-        tile: DecodeTile = latent_tile(static, group * tokens_of_sequence, arch)
+        tile: DecodeTile
+        if uses_wgmma(static, rows, arch, family):
+            kernel, tile, target = f"{kernel}_sm90", latent_tile_sm90(static, arch), "sm_90a"
+        else:
+            tile = latent_tile(static, rows, arch)
         head_groups = num_head_groups(group, tokens_of_sequence, tile.tile_m)
         heads_kv, group = heads_kv * head_groups, group // head_groups
     else:
-        tile = decode_tile(static, group * tokens_of_sequence, batch * heads_kv, arch)
+        tile = decode_tile(static, rows, batch * heads_kv, arch)
     if static.ragged:
         row_tiles = ceil_div(tokens * group, tile.tile_m) + batch
     else:
@@ -261,7 +272,7 @@ def plan_splits(
     if num_query_tiles >= MAX_OVERLAP_TILES_PER_SM * arch.num_sms:
         static = replace(static, overlaps_previous=False)
     plan = DecodePlan(
-        key=CompileKey.of(kernel, static, tile, arch.target),
+        key=CompileKey.of(kernel, static, tile, target),
         tile=tile,
         num_ctas=num_ctas,
         heads_at_once=heads_at_once,

@@ -196,6 +196,7 @@ KERNELS = {
     ),
     "decode": KernelSpec("decode.kernel:Decode", _DECODE),
     "decode_latent": KernelSpec("decode.kernel:Decode", _DECODE_LATENT),
+    "decode_latent_sm90": KernelSpec("decode.latent_sm90:DecodeLatentSm90", _DECODE_LATENT),
     "merge_partials": KernelSpec("common.merge:MergePartials", _MERGE),
     "varlen_scheduler_fwd": KernelSpec("common.varlen_scheduler:VarlenScheduler", (*_OFFSETS, Q_TILES, *_SCHEDULER)),
     "varlen_scheduler_bwd": KernelSpec(

@@ -50,6 +50,7 @@ READERS = {
     "bwd_sum_dbias": ("common.kernel",),
     "decode": ("common.kernel",),
     "decode_latent": ("common.kernel",),
+    "decode_latent_sm90": ("common.kernel", "decode.kernel"),
     "fwd_split_kv": ("common.kernel",),
     "merge_partials": ("common.kernel",),
     "varlen_scheduler_fwd": (),

@@ -58,7 +58,10 @@ def test_a_kernel_gets_the_arguments_that_it_is_compiled_for(gpu: FakeGpu, seed:
             assert len(gpu.launches) == before
             continue
         launched, key = gpu.launches[-1], gpu.keys[-1]
-        assert len(gpu.launches) == before + 1 and key.kernel == "decode" + "_latent" * case.is_latent
+        assert (
+            len(gpu.launches) == before + 1
+            and key.kernel.removesuffix("_sm90") == "decode" + "_latent" * case.is_latent
+        )
         # Caches are never copied.
         assert launched["k_cache"].data_ptr() == call.k_cache.data_ptr()
         assert case.is_latent or launched["v_cache"].data_ptr() == call.v_cache.data_ptr()
@@ -93,6 +96,29 @@ def test_query_heads_of_a_latent_cache_are_divided_into_groups(
     assert (key.tile.tile_m, launched["head_groups"]) == (tile_m, head_groups)
     assert launched["num_ctas"] % launched["heads_at_once"] == 0
     assert launched["heads_at_once"] in (1, head_groups)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "head_groups"),
+    [(17, 1, 1), (20, 1, 1), (64, 1, 1), (128, 1, 2), (127, 1, 1), (128, 2, 4), (64, 8, 8), (20, 4, 2)],
+)
+def test_many_rows_of_a_latent_cache_are_computed_by_wgmma(
+    sm_90: FakeGpu, heads: int, tokens: int, head_groups: int
+) -> None:
+    call = build(is_latent=True, heads_kv=1, group=heads, tokens=(tokens,) * 2, head_dim=576, head_dim_v=512)
+    run(call)
+    launched, key = sm_90.launches[-1], sm_90.keys[-1]
+    assert (key.kernel, key.target) == ("decode_latent_sm90", "sm_90a")
+    assert (key.tile.tile_m, launched["head_groups"]) == (64, head_groups)
+    assert key.tile.ctas_per_sm(ARCHS["sm_90"]) == 1
+    with use_kernels("sm80"):
+        run(call)
+    assert sm_90.keys[-1].kernel == "decode_latent"
+
+
+def test_few_rows_of_a_latent_cache_are_computed_by_mma_sync(sm_90: FakeGpu) -> None:
+    run(build(is_latent=True, heads_kv=1, group=16, tokens=(1, 1), head_dim=576, head_dim_v=512))
+    assert sm_90.keys[-1].kernel == "decode_latent"
 
 
 def test_tables_of_queries_are_sequences(sm_90: FakeGpu) -> None:

@@ -7,11 +7,11 @@ from cutlass import Float32, Int32, Int64
 from cute_flash.device.memory import fp8
 from cute_flash.device.memory.rotary import VECTOR, load_floats
 from cute_flash.device.scheduling.kv_splits import Lengths, Split
-from cute_flash.kernels.decode.storage import Params
+from cute_flash.kernels.decode.storage import Params, Team
 
 
 @cute.jit
-def append(p: Params, split: Split, sequence: Lengths, thread: Int32):
+def append(p: Params, team: Team, split: Split, sequence: Lengths, thread: Int32):
     """Write the new keys and values of the split's blocks to the cache.
 
     CTAs with other query rows of the same K/V head write the same values, so they need no synchronization.
@@ -27,7 +27,7 @@ def append(p: Params, split: Split, sequence: Lengths, thread: Int32):
     head = p.cache_head(split)
     vectors = tile.head_dim // VECTOR
     x = cute.make_rmem_tensor(VECTOR, Float32)
-    for index in cutlass.range(thread, cutlass.max(end - begin, 0) * vectors, tile.num_threads, unroll=1):
+    for index in cutlass.range(thread, cutlass.max(end - begin, 0) * vectors, team.num_threads, unroll=1):
         key, vector = begin + index // vectors, index % vectors
         token = first_token + key - old_len
         if vector * VECTOR < static.head_dim:
@@ -41,7 +41,7 @@ def append(p: Params, split: Split, sequence: Lengths, thread: Int32):
             if vector * VECTOR < static.width_v:
                 load_floats(p.v_new[batch, token, head, None], vector, x)
                 write_vector(p.config, values.address(key), vector, x, p.v_scale, head)
-    cute.arch.sync_threads()
+    team.sync()
 
 
 @cute.jit

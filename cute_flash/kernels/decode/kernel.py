@@ -21,11 +21,13 @@ A CTA computes its splits one after the other:
 | append.py       | new keys and values to the cache            |
 | attend.py       | the main loop of a warp                     |
 | latent.py       | the main loop of a latent cache (MLA)       |
+| latent_sm90*.py | the same by wgmma, with roles of warpgroups |
 | score_rows.py   | mask and score features                     |
 | merge_splits.py | combine warps, merge splits, write out, LSE |
 """
 
 from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -41,13 +43,15 @@ from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.kernels.decode import attend, latent, queries
 from cute_flash.kernels.decode.append import append
 from cute_flash.kernels.decode.merge_splits import finish
-from cute_flash.kernels.decode.storage import Config, Output, Params, SharedStorage, vector_at
+from cute_flash.kernels.decode.storage import Config, Output, Params, SharedStorage, Team, vector_at
 from cute_flash.planning.decode import UNIT_KEYS
 from cute_flash.planning.registry import KERNELS
 
 
 class Decode(Kernel):
     """The decode kernel, and the kernel of `attn` with few queries, whose keys and values are the caches."""
+
+    launch_options: ClassVar[dict[str, Any]] = {}
 
     def read_operands(self, operands: dict) -> SimpleNamespace:
         """The operands of "decode" and "decode_latent" by name, those of "fwd_split_kv" as such, (B, S, H, D).
@@ -127,12 +131,11 @@ class Decode(Kernel):
             partial_out=args.partial_out,
             partial_stats=args.partial_stats,
             arrivals=args.arrivals,
-            tiled_mma=WarpGrid(self.dtype, 1, 1).mma(),
+            tiled_mma=self.make_mma(),
             head_groups=args.head_groups,
         )
-        symbol = self.symbol("decode_latent" if static.is_latent else "decode")
-        overlaps = static.overlaps_previous
-        self.launch(symbol, params, Grid(args.num_ctas), tile.num_threads, stream, use_pdl=overlaps)
+        options = {"use_pdl": static.overlaps_previous, **self.launch_options}
+        self.launch(self.symbol(self.name), params, Grid(args.num_ctas), tile.num_threads, stream, **options)
 
     def num_sequences(self, args: SimpleNamespace) -> Int32:
         if args.cu_seqlens_q is not None:
@@ -140,6 +143,13 @@ class Decode(Kernel):
         if self.static.has_query_tables:
             return args.page_table.shape[0]
         return args.q.shape[0]
+
+    @property
+    def name(self) -> str:
+        return "decode_latent" if self.static.is_latent else "decode"
+
+    def make_mma(self) -> Any:
+        return WarpGrid(self.dtype, 1, 1).mma()
 
     @property
     def loop(self) -> ModuleType:
@@ -178,7 +188,8 @@ class Decode(Kernel):
                     finish(p, storage, *storage.load_split(), output, cta)
             is_open, is_first = exists, cutlass.Boolean(False)
         if cutlass.const_expr(self.static.ragged):
-            self.zero_padding(p, cta)
+            thread, _, _ = cute.arch.thread_idx()
+            self.zero_padding(p, Team(self.tile.num_threads), thread, cta)
 
     def read_params(self, p: Params, storage: SharedStorage):
         """Read kernel parameters, one of each 64 bytes, so that later reads hit the constant cache.
@@ -202,7 +213,7 @@ class Decode(Kernel):
             # Load the queries first. Loaded after the blocks, they would arrive after them.
             queries.load(p, storage, split, sequence, thread)
             if cutlass.const_expr(self.static.appends):
-                append(p, split, sequence, thread)
+                append(p, Team(self.tile.num_threads), split, sequence, thread)
             self.loop.start(p, storage, split, sequence, thread)
         return exists, split
 
@@ -217,9 +228,8 @@ class Decode(Kernel):
         self.loop.attend(p, storage, split, sequence, output, thread)
 
     @cute.jit
-    def zero_padding(self, p: Params, cta: Int32):
+    def zero_padding(self, p: Params, team: Team, thread: Int32, cta: Int32):
         """Set the output of tokens after the last sequence to 0, and their LSE to -inf."""
-        thread, _, _ = cute.arch.thread_idx()
         _, num_tokens, heads, _ = p.mO.shape
         first = p.splits.first_token(p.splits.num_sequences)
         num_ctas, _, _ = cute.arch.grid_dim()
@@ -227,7 +237,7 @@ class Decode(Kernel):
         zeros.fill(0.0)
         vectors = self.static.width_v // VECTOR
         for token in cutlass.range(first + cta, num_tokens, num_ctas, unroll=1):
-            for index in cutlass.range(thread, heads * vectors, self.tile.num_threads, unroll=1):
+            for index in cutlass.range(thread, heads * vectors, team.num_threads, unroll=1):
                 head, vector = index // vectors, index % vectors
                 row = p.mO[0, token, head, None]
                 target = vector_at(row, vector * VECTOR, VECTOR)

@@ -173,7 +173,7 @@ def process_block(p: Params, state: WarpState, block_key: Int32, keys_seen: Int3
     state.rows.transform(p, as_mn(acc_S), key)
     state.rows.mask(as_mn(acc_S), key, tile.score_keys, state.common)
     if cutlass.const_expr(state.shared.sExists is not None):
-        mask_missing(state, as_mn(acc_S), stage, tile.score_keys)
+        state.rows.mask_missing(as_mn(acc_S), state.shared.sExists[stage, None], state.warp * tile.score_keys)
     block_max, threshold = cute.make_fragment_like(softmax.row_max), softmax.threshold(keys_seen)
     softmax.block_max(as_mn(acc_S), block_max)
     scores_copy, sum_before = cute.make_fragment_like(acc_S), cute.make_fragment_like(softmax.row_sum)
@@ -258,17 +258,6 @@ def load_keys(
             words[i] = loaded[i]
 
 
-@cute.jit
-def mask_missing(state: WarpState, acc_S_mn: cute.Tensor, stage: Int32, num_keys: cutlass.Constexpr):
-    """Set the scores of keys without a page to -inf."""
-    first = state.warp * num_keys + as_mn(state.rows.tScS)[0, 0][1]
-    for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
-        exists = state.shared.sExists[stage, first + c % 2 + c // 2 * 8] != 0
-        for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
-            acc_S_mn[r, c] = acc_S_mn[r, c] if exists else -Float32.inf
-
-
-@cute.jit
 def write_probs(p: Params, state: WarpState, acc_S: cute.Tensor):
     """P = exp(S - m) to shared memory, and l += rowsum P."""
     state.softmax.exponentiate(as_mn(acc_S))

@@ -15,7 +15,7 @@ from cute_flash.device.ptx import instruction
 from cute_flash.device.scheduling.kv_splits import Split, TileCtas, quotient
 from cute_flash.device.scores.mask import column_offset
 from cute_flash.device.softmax.softmax import THREADS_PER_ROW, normalisation
-from cute_flash.kernels.decode.storage import Output, Params, SharedStorage, vector_at
+from cute_flash.kernels.decode.storage import Output, Params, SharedStorage, Team, vector_at
 from cute_flash.planning.decode_tiles import EXCHANGE_ROWS
 from cute_flash.planning.tiles.common import WARP_ROWS
 
@@ -50,15 +50,8 @@ def finish(p: Params, storage: SharedStorage, split: Split, ctas: TileCtas, outp
             cute.arch.sync_threads()
     output.reset()
     if not is_whole:
-        num_rows, at_once = p.num_rows(split, sequence), tile.merged_rows
-        num_shares = cutlass.min(quotient(num_rows + at_once - 1, at_once), ctas.num_final)
-        if p.splits.num_splits > 0:
-            # The grid may have more CTAs than the GPU runs at once, so no CTA waits for another.
-            num_shares = Int32(1)
-        share = arrive(p, storage, split, ctas, thread, cta, num_shares)
-        if share >= 0:
-            merge(p, split, ctas, num_rows, thread, share, num_shares)
-            leave(p, split, thread, num_shares)
+        num_rows, team = p.num_rows(split, sequence), Team(tile.num_threads)
+        merge_if_last(p, storage, team, split, ctas, num_rows, thread, cta)
 
 
 # ---- warps
@@ -178,8 +171,38 @@ def workspace_slot(p: Params, cta: Int32, is_first: cutlass.Boolean) -> Int32:
 
 
 @cute.jit
+def merge_if_last(
+    p: Params,
+    storage: SharedStorage,
+    team: Team,
+    split: Split,
+    ctas: TileCtas,
+    num_rows: Int32,
+    thread: Int32,
+    cta: Int32,
+):
+    """Arrive with a split that the team has written to the workspace; merge a share if the CTA is one of the last."""
+    at_once = p.config.tile.merged_rows
+    num_shares = cutlass.min(quotient(num_rows + at_once - 1, at_once), ctas.num_final)
+    if p.splits.num_splits > 0:
+        # The grid may have more CTAs than the GPU runs at once, so no CTA waits for another.
+        num_shares = Int32(1)
+    share = arrive(p, storage, team, split, ctas, thread, cta, num_shares)
+    if share >= 0:
+        merge(p, team, split, ctas, num_rows, thread, share, num_shares)
+        leave(p, split, thread, num_shares)
+
+
+@cute.jit
 def arrive(
-    p: Params, storage: SharedStorage, split: Split, ctas: TileCtas, thread: Int32, cta: Int32, num_shares: Int32
+    p: Params,
+    storage: SharedStorage,
+    team: Team,
+    split: Split,
+    ctas: TileCtas,
+    thread: Int32,
+    cta: Int32,
+    num_shares: Int32,
 ) -> Int32:
     """Count this CTA's split of the query tile as written; return the CTA's share of the merge, or -1 for none.
 
@@ -192,7 +215,7 @@ def arrive(
 
     The barriers order the memory accesses of all threads before and after the accesses of thread 0.
     """
-    cute.arch.sync_threads()
+    team.sync()
     if thread == 0:
         total, share, address = ctas.last - ctas.first + 1, Int32(-1), counter(p, split)
         if num_shares == 1:
@@ -211,7 +234,7 @@ def arrive(
                 while arrived & ((1 << FINAL_BIT) - 1) != total:
                     arrived = instruction("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", Int32, address.toint())
         storage.merge_share[0] = share
-    cute.arch.sync_threads()
+    team.sync()
     return storage.merge_share[0]
 
 
@@ -233,14 +256,16 @@ def leave(p: Params, split: Split, thread: Int32, num_shares: Int32):
 
 
 @cute.jit
-def merge(p: Params, split: Split, ctas: TileCtas, num_rows: Int32, thread: Int32, share: Int32, num_shares: Int32):
+def merge(
+    p: Params, team: Team, split: Split, ctas: TileCtas, num_rows: Int32, thread: Int32, share: Int32, num_shares: Int32
+):
     """Merge a share of the rows of a query tile, and write their output."""
     tile = p.config.tile
     vectors, sums = tile.width_v // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
     at_once = 16 if tile.tile_m == 16 else 8  # splits that a thread loads at once; more would spill with 32 rows
     parts = [cute.make_rmem_tensor(FLOATS, Float32) for _ in range(at_once)]
     stats = [cute.make_rmem_tensor(2, Float32) for _ in range(at_once)]
-    threads = tile.num_threads
+    threads = team.num_threads
     for index in cutlass.range(share * threads + thread, num_rows * vectors, num_shares * threads, unroll=1):
         row = quotient(index, vectors)
         column = (index - row * vectors) * FLOATS

@@ -71,6 +71,18 @@ class ScoreRows:
                     is_masked = offset > high or offset < low
                     acc_S_mn[r, c] = -Float32.inf if is_masked else acc_S_mn[r, c]
 
+    @cute.jit
+    def mask_missing(self, acc_S_mn: cute.Tensor, exists: cute.Tensor, first_key: Int32):
+        """Set the scores of keys without a page to -inf.
+
+        `exists`: for every key of the block; `first_key`: the first key of the scores in the block.
+        """
+        first = first_key + as_mn(self.tScS)[0, 0][1]
+        for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
+            is_missing = exists[first + column_offset(c)] == 0
+            for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
+                acc_S_mn[r, c] = -Float32.inf if is_missing else acc_S_mn[r, c]
+
 
 @cute.jit
 def score_rows(p: Params, split: Split, sequence: Lengths, tScS: cute.Tensor, first_row: Int32) -> ScoreRows:

@@ -1,7 +1,7 @@
 """Parameters, shared memory and accumulators of the decode kernel."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -71,7 +71,7 @@ class Params:
     partial_out: cute.Tensor  # (slot, tile_m, tile_d) fp32
     partial_stats: cute.Tensor  # (slot, tile_m, 2) fp32: m in units of log2, and l
     arrivals: cute.Tensor  # (query tiles), 0 before and after the launch
-    tiled_mma: cute.TiledMma
+    tiled_mma: Any  # cute.TiledMma; of a kernel with roles its several products
     head_groups: Int32 | None = None  # of a latent cache (`DecodePlan.head_groups`); None: 1
 
     def query_row(self, split: Split, row: Int32) -> QueryRow:
@@ -110,6 +110,22 @@ class Params:
         keys = CacheHead(self.mK, *common, static.head_dim, static.cache_bytes)
         values = None if self.mV is None else CacheHead(self.mV, *common, static.width_v, static.cache_bytes)
         return CacheHeads(keys, values)
+
+
+@dataclass(frozen=True)
+class Team:
+    """Threads of a CTA that do a part of the kernel together."""
+
+    num_threads: cutlass.Constexpr
+    named_barrier: cutlass.Constexpr = 0  # 0: all threads of the CTA
+
+    @cute.jit
+    def sync(self):
+        """The barrier of these threads."""
+        if cutlass.const_expr(self.named_barrier == 0):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.barrier(barrier_id=self.named_barrier, number_of_threads=self.num_threads)
 
 
 @dataclass(frozen=True)

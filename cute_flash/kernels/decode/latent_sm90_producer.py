@@ -1,0 +1,139 @@
+"""The producer warpgroup of decode with a latent cache by wgmma: finds splits, appends new keys, loads Q and K."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_flash.device.memory.kv_cache import LANES_PER_ROW, VECTOR_BYTES, WarpLoader, copy_if_less
+from cute_flash.device.memory.rotary import VECTOR
+from cute_flash.device.scheduling.kv_splits import Division, Lengths, Split
+from cute_flash.kernels.decode.append import append
+from cute_flash.kernels.decode.latent_sm90_storage import SharedStorage
+from cute_flash.kernels.decode.storage import Params, Team
+from cute_flash.planning.decode_tiles import ATOM_BYTES
+from cute_flash.planning.latent_sm90 import WARPGROUP_THREADS
+
+PUBLISHING_WARP = 0
+PRODUCER_BARRIER = 2  # named barrier
+
+
+@cute.jit
+def produce(p: Params, storage: SharedStorage, division: Division, thread: Int32):
+    """Find the CTA's splits, publish each, and load its Q and its blocks, as far ahead as the pipelines allow.
+
+    Without `copies_arrive`, a load is handed over when the next one has been started: the producer waits for its own
+    copies, makes them visible to wgmma by a proxy fence, and then arrives. At most two loads are in flight then.
+    """
+    tile, warp = p.config.tile, cute.arch.make_warp_uniform(thread // 32)
+    unit = division.interval * division.per_cta
+    cta_unit_end = unit + division.per_cta
+    count, block = Int32(0), Int32(0)  # splits and blocks so far
+    while unit < cta_unit_end:
+        exists, split, sequence = p.splits.split(unit, cta_unit_end, division)
+        unit = cta_unit_end
+        if exists:
+            unit = split.unit_end
+            if warp == PUBLISHING_WARP:
+                storage.publish(count, split, p.splits.ctas(split, division))
+            if cutlass.const_expr(p.config.static.appends):
+                append(p, Team(WARPGROUP_THREADS, PRODUCER_BARRIER), split, sequence, thread)
+            storage.q.wait_empty(count)
+            load_queries(p, storage, split, sequence, thread)
+            started = Int32(storage.q.full_barrier(count).toint())
+            if cutlass.const_expr(tile.copies_arrive):
+                arrive_by_copies(started)
+            loader = stage_loader(p, storage, split, sequence, thread)
+            pages = loader.look_up(split.begin)
+            for key in cutlass.range(split.begin, split.end, tile.block_keys, unroll=1):
+                storage.kv.wait_empty(block)
+                loader.load(key, storage.kv.stage(block), pages)
+                cute.arch.cp_async_commit_group()
+                if cutlass.const_expr(pages is not None):
+                    pages.store(loader.look_up(key + tile.block_keys).load())
+                if cutlass.const_expr(tile.copies_arrive):
+                    arrive_by_copies(Int32(storage.kv.full_barrier(block).toint()))
+                else:
+                    hand_over(started, 1)
+                    started = Int32(storage.kv.full_barrier(block).toint())
+                block += 1
+            if cutlass.const_expr(not tile.copies_arrive):
+                hand_over(started, 0)
+            count += 1
+    cute.arch.cp_async_wait_group(0)
+    if warp == PUBLISHING_WARP:
+        storage.publish_end(count)
+
+
+@cute.jit
+def hand_over(barrier: Int32, later_loads: cutlass.Constexpr):
+    """Wait for all loads but the last `later_loads`, and arrive at the `full` barrier of the load before these."""
+    cute.arch.cp_async_wait_group(later_loads)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.mbarrier_arrive(barrier_at(barrier))
+
+
+@cute.jit
+def arrive_by_copies(barrier: Int32):
+    """Arrive at a `full` barrier when all copies that this thread has started have landed."""
+    cute.arch.cp_async_mbarrier_arrive_noinc(barrier_at(barrier))
+
+
+def barrier_at(address: Int32) -> cute.Pointer:
+    return cute.make_ptr(Int64, address, cutlass.AddressSpace.smem, assumed_align=8)
+
+
+@cute.jit
+def load_queries(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32):
+    """Start to copy the tile's queries to the operand of the MMA; rows and columns past the end are zero-filled.
+
+    Eight lanes copy 128 bytes of a row, as for keys.
+    """
+    tile, lane = p.config.tile, thread % 32
+    num_rows, chunk = p.num_rows(split, sequence), lane % LANES_PER_ROW
+    memory, first = Int32(storage.sQ.iterator.toint()), thread // LANES_PER_ROW
+    rows_at_once = WARPGROUP_THREADS // LANES_PER_ROW
+    for i in cutlass.range(tile.tile_m // rows_at_once, unroll=1):
+        row = first + i * rows_at_once
+        query = p.query_row(split, cutlass.min(row, num_rows - 1))
+        source = p.mQ[query.batch, query.token, query.head, None].iterator.toint() + chunk * VECTOR_BYTES
+        target = memory + row * ATOM_BYTES + (chunk ^ (row % 8)) * VECTOR_BYTES
+        copy_row(target, source, row, num_rows, chunk, tile.q_smem, p.config.static.head_dim)
+    cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def copy_row(
+    target: Int32,
+    source: Int64,
+    row: Int32,
+    num_rows: Int32,
+    chunk: Int32,
+    smem: cutlass.Constexpr,
+    head_dim: cutlass.Constexpr,
+):
+    """Start to copy 16 bytes of every 128 bytes of a row, if row < num_rows as unsigned numbers; else write zeros.
+
+    `target`, `source`: the row's `chunk`-th 16 bytes. Columns past `head_dim` are zero-filled.
+    """
+    for j in cutlass.range_constexpr(smem.cols // smem.atom_cols):
+        index = row
+        if cutlass.const_expr((j + 1) * smem.atom_cols > head_dim):
+            # As an unsigned number -1 exceeds `num_rows`.
+            index = cutlass.select_(j * smem.atom_cols + chunk * VECTOR < head_dim, row, Int32(-1))
+        copy_if_less(target + j * smem.rows * ATOM_BYTES, source + j * ATOM_BYTES, index, num_rows)
+
+
+def stage_loader(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32) -> WarpLoader:
+    """Copies a warp's quarter of the rows of each block."""
+    tile, warp = p.config.tile, cute.arch.make_warp_uniform(thread // 32)
+    first = warp * tile.load_keys
+    return WarpLoader(
+        caches=p.cache_heads(split),
+        tile=tile,
+        lane=thread % 32,
+        first_key=sequence.first_key,
+        last_key=cutlass.min(sequence.key_len, split.end) - 1,
+        key_offset=first,
+        stages=Int32(storage.sK.iterator.toint()) + first * ATOM_BYTES,
+        sExists=storage.sExists,
+    )

@@ -1,0 +1,241 @@
+"""The scores warpgroup of decode with a latent cache by wgmma.
+
+For the blocks of a split: S = Q K^T, the score features, the mask, the online softmax. P and the factors that rescale O
+go to shared memory; after the last block, m and l.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from cute_flash.device.memory.stmatrix import load_step, store_steps
+from cute_flash.device.memory.views import as_mn
+from cute_flash.device.mma.wgmma import convert
+from cute_flash.device.scheduling.kv_splits import Split, quotient
+from cute_flash.device.softmax.softmax import THREADS_PER_ROW, Softmax
+from cute_flash.kernels.decode.latent_sm90_storage import SharedStorage
+from cute_flash.kernels.decode.score_rows import KeyRange, ScoreRows, common_keys, score_rows
+from cute_flash.kernels.decode.storage import Params
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The operands of Q K^T, which stay the same from split to split."""
+
+    rQ: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K)
+    rQ_first: cute.Tensor | None  # registers (MMA, MMA_M, q_steps): the first k-steps
+    rK: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, stage)
+
+
+@dataclass(frozen=True)
+class SplitRows:
+    """The rows of this thread in a split."""
+
+    scores: ScoreRows
+    common: KeyRange  # the keys that all rows see
+    softmax: Softmax
+    thread: Int32  # in the warpgroup
+
+
+class KeyBlock(NamedTuple):
+    """A block of a split."""
+
+    key: Int32  # the first
+    keys_seen: Int32  # keys of the split before this block
+    stage: Int32  # of K
+    iteration: Int32  # of the pipeline of P
+
+
+@cute.jit
+def compute_scores(p: Params, storage: SharedStorage, thread: Int32):
+    """The role of the scores warpgroup. `thread`: its index in the warpgroup."""
+    tile = p.config.tile
+    operands = make_operands(p, storage)
+    acc_S, acc_next = make_scores(p), make_scores(p)
+    identity = cute.make_identity_tensor((tile.tile_m, tile.tile_n))
+    tScS = p.tiled_mma.qk.get_slice(thread).partition_C(identity)
+    softmax = Softmax.start(as_mn(acc_S), p.scale_log2)
+    count, first = Int32(0), Int32(0)  # splits and blocks so far
+    exists = storage.wait_split(count)
+    while exists:
+        split = storage.split(count)
+        sequence = p.splits.sequence(split.batch)
+        scores, common = score_rows(p, split, sequence, tScS, Int32(0)), common_keys(p, split, sequence)
+        rows = SplitRows(scores, common, softmax, thread)
+        softmax.restart()
+        num_blocks = quotient(split.end - split.begin, tile.block_keys)
+        storage.wait_loaded(storage.q, count)
+        load_first_steps(p, storage, operands, thread)
+        if num_blocks > 0:
+            storage.wait_loaded(storage.kv, first)
+            for part in cutlass.range_constexpr(tile.score_parts):
+                start_scores(p, operands, acc_S, storage.kv.stage(first), part)
+            warpgroup.wait_group(0)
+            storage.kv.release(first)
+            for i in cutlass.range(num_blocks - 1, unroll=1):
+                # S of the next block, while P of this block is computed
+                following = first + i + 1
+                storage.wait_loaded(storage.kv, following)
+                stage = storage.kv.stage(following)
+                start_scores(p, operands, acc_next, stage, 0)
+                block = key_block(p, storage, split, i, following - 1, count)
+                start_rest = partial(start_other_parts, p, operands, acc_next, stage)
+                compute_probs(p, storage, rows, acc_S, block, start_rest)
+                warpgroup.wait_group(0)
+                storage.kv.release(following)
+                acc_S.store(acc_next.load())
+        storage.q.release(count)
+        first += num_blocks
+        if num_blocks > 0:
+            block = key_block(p, storage, split, num_blocks - 1, first - 1, count)
+            compute_probs(p, storage, rows, acc_S, block)
+        store_statistics(p, storage, softmax, first + count, thread)
+        storage.release_split(count)
+        count += 1
+        exists = storage.wait_split(count)
+
+
+def key_block(p: Params, storage: SharedStorage, split: Split, i: Int32, block: Int32, count: Int32) -> KeyBlock:
+    """The i-th block of a split, after `block` blocks and `count` splits in all."""
+    keys_seen = i * p.config.tile.block_keys
+    return KeyBlock(split.begin + keys_seen, keys_seen, storage.kv.stage(block), block + count)
+
+
+def make_operands(p: Params, storage: SharedStorage) -> Operands:
+    qk, tile = p.tiled_mma.qk.get_slice(0), p.config.tile
+    rQ = qk.make_fragment_A(qk.partition_A(storage.sQ))[None, None, None, 0]
+    rK = qk.make_fragment_B(qk.partition_B(storage.sK))
+    rQ_first = None
+    if tile.q_steps > 0:
+        shape = p.tiled_mma.qk_first.get_slice(0).partition_shape_A((tile.tile_m, 16 * tile.q_steps))
+        rQ_first = cute.make_rmem_tensor(shape, p.config.dtype)
+    return Operands(rQ, rQ_first, rK)
+
+
+def make_scores(p: Params) -> cute.Tensor:
+    tile = p.config.tile
+    return cute.make_rmem_tensor(p.tiled_mma.qk.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
+
+
+@cute.jit
+def load_first_steps(p: Params, storage: SharedStorage, operands: Operands, thread: Int32):
+    """Load the k-steps of Q that stay in registers. The order of an accumulator's n8 tiles is that of operand A."""
+    tile = p.config.tile
+    if cutlass.const_expr(tile.q_steps > 0):
+        words = cute.recast_tensor(operands.rQ_first, Int32)
+        for k in cutlass.range_constexpr(tile.q_steps):
+            loaded = load_step(Int32(storage.sQ.iterator.toint()), tile.q_smem, thread, k)
+            for i in cutlass.range_constexpr(4):
+                words[4 * k + i] = loaded[i]
+
+
+@cute.jit
+def start_scores(p: Params, operands: Operands, acc_S: cute.Tensor, stage: Int32, part: cutlass.Constexpr):
+    """Start a part of the k-steps of S = Q K^T as one wgmma group.
+
+    Those of Q in shared memory come before those in registers. Q in registers must not be touched before the wait.
+    """
+    tile, rK = p.config.tile, operands.rK[None, None, None, stage]
+    num_steps = cute.size(rK, mode=[2])
+    order = [*range(tile.q_steps, num_steps), *range(tile.q_steps)]
+    in_smem, in_registers = cute.make_mma_atom(p.tiled_mma.qk.op), cute.make_mma_atom(p.tiled_mma.qk_first.op)
+    in_registers.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.fence()
+    for i in cutlass.range_constexpr(part * num_steps // tile.score_parts, (part + 1) * num_steps // tile.score_parts):
+        k = order[i]
+        if cutlass.const_expr(k < tile.q_steps):
+            cute.gemm(in_registers, acc_S, operands.rQ_first[None, None, k], rK[None, None, k], acc_S)
+        else:
+            in_smem.set(warpgroup.Field.ACCUMULATE, i > 0)
+            cute.gemm(in_smem, acc_S, operands.rQ[None, None, k], rK[None, None, k], acc_S)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def start_other_parts(p: Params, operands: Operands, acc_S: cute.Tensor, stage: Int32):
+    """Start the parts of S after the first."""
+    for part in cutlass.range_constexpr(1, p.config.tile.score_parts):
+        start_scores(p, operands, acc_S, stage, part)
+
+
+@cute.jit
+def compute_probs(
+    p: Params,
+    storage: SharedStorage,
+    rows: SplitRows,
+    acc_S: cute.Tensor,
+    block: KeyBlock,
+    start_rest: cutlass.Constexpr = None,
+):
+    """S of a block -> P, and the factors of O if a row has outgrown m; both to shared memory.
+
+    `start_rest`: starts further products, between the row maxima and the exponentials.
+    """
+    tile, softmax, thread, acc_S_mn = p.config.tile, rows.softmax, rows.thread, as_mn(acc_S)
+    rows.scores.transform(p, acc_S_mn, block.key)
+    rows.scores.mask(acc_S_mn, block.key, tile.tile_n, rows.common)
+    if cutlass.const_expr(storage.sExists is not None):
+        rows.scores.mask_missing(acc_S_mn, storage.sExists[block.stage, None], Int32(0))
+    # m' = max(m, rowmax S);  l = l alpha
+    block_max = cute.make_fragment_like(softmax.row_max)
+    softmax.block_max(acc_S_mn, block_max)
+    grew = softmax.is_outgrown(block_max, softmax.threshold(block.keys_seen))
+    if grew:
+        softmax.raise_max(block_max)
+    if cutlass.const_expr(start_rest is not None):
+        start_rest()
+    # P = exp(scale (S - m));  l += rowsum P
+    softmax.exponentiate(acc_S_mn)
+    rP = cute.make_fragment_like(acc_S, p.config.dtype)
+    convert(acc_S, rP)
+    storage.p.wait_empty(block.iteration)
+    stage = storage.p.stage(block.iteration)
+    store_steps(rP, Int32(storage.sP.iterator.toint()) + stage * tile.p_smem.bytes, tile.p_smem, thread)
+    if grew:
+        store_row_values(storage.factors[None, stage], softmax.alpha, thread)
+    if thread % 32 == 0:
+        storage.rescales[thread // 32, stage] = Int32(grew)
+    # Make P visible to wgmma.
+    cute.arch.fence_proxy("async.shared", space="cta")
+    hand_over(storage, block.iteration)
+
+
+@cute.jit
+def store_statistics(p: Params, storage: SharedStorage, softmax: Softmax, iteration: Int32, thread: Int32):
+    """Hand over m and l, in the iteration of the pipeline of P after the split's last block."""
+    totals = cute.make_fragment_like(softmax.row_sum)
+    for r in cutlass.range_constexpr(cute.size(totals)):
+        totals[r] = softmax.row_sum[r]
+        for offset in cutlass.range_constexpr(1, 3):
+            totals[r] = totals[r] + cute.arch.shuffle_sync_bfly(totals[r], offset=offset)
+    storage.p.wait_empty(iteration)
+    stage = storage.p.stage(iteration)
+    store_row_values(storage.factors[None, stage], softmax.row_max, thread)
+    store_row_values(storage.sums[None, stage], totals, thread)
+    hand_over(storage, iteration)
+
+
+@cute.jit
+def hand_over(storage: SharedStorage, iteration: Int32):
+    """Arrive at the `full` barrier of P once per warp, after all its lanes have written."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(storage.p.full_barrier(iteration))
+
+
+@cute.jit
+def store_row_values(target: cute.Tensor, values: cute.Tensor, thread: Int32):
+    """Write a value for each of this thread's two rows, which are 8 apart. Four threads have the same rows."""
+    if thread % THREADS_PER_ROW == 0:
+        for r in cutlass.range_constexpr(2):
+            target[first_row(thread) + 8 * r] = values[r]
+
+
+def first_row(thread: Int32) -> Int32:
+    """The first of the two rows that a thread of a warpgroup has in accumulators."""
+    return thread // 32 * 16 + thread % 32 // THREADS_PER_ROW
