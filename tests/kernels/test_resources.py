@@ -108,6 +108,18 @@ RISKY_DECODE = {
         decode_case(("sm80", "sm_86"), 128, "softcap", "alibi", "sinks", mask="window"),
     )
 }
+# Decode of a latent cache by wgmma: the most features of the scores warpgroup, and of the producer.
+WGMMA_DECODE = {
+    case.name: case
+    for case in (
+        decode_case(("sm90", "sm_90"), 576, "rows32", value_dim=512),
+        decode_case(
+            ("sm90", "sm_90"), 576, "rows32", "page1", "softcap", "alibi", "sinks", mask="chunk", value_dim=512
+        ),
+        decode_case(("sm90", "sm_90"), 576, "rows32", "page1", "append", "ragged", mask="window", value_dim=512),
+        decode_case(("sm90", "sm_90"), 320, "rows32", "page16", dtype="fp16", value_dim=256),
+    )
+}
 # Bytes that kernels are known to spill: stores and loads together. They must not become more.
 SPILLS = {
     "fwd/sm80/sm_90/d128/bf16/causal/plain/main": 104,
@@ -169,6 +181,29 @@ def test_a_decode_kernel_keeps_everything_in_registers(name: str) -> None:
     assert found.sass["HMMA"] > 0 and found.sass["HGMMA"] == 0
     assert found.sass["LDGSTS"] > 0 and found.sass["MUFU"] > 0
     assert found.sass["LDL"] == found.sass["STL"] == 0
+
+
+@pytest.mark.compiles
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", WGMMA_DECODE)
+def test_decode_by_wgmma_keeps_everything_in_registers(name: str) -> None:
+    case = WGMMA_DECODE[name]
+    key, arch = compile_key(case), ARCHS[case.arch]
+    found, tile = kernel_resources(key), key.tile
+    assert found.symbol.startswith(f"cute_flash_decode_latent_sm90_d{case.head_dim}v{case.value_dim}_")
+    assert found.spill_bytes == found.stack_bytes == 0 and found.serialised_wgmma == ()
+    assert found.smem_bytes == tile.smem_bytes <= arch.smem_per_cta
+    # The warpgroups take no more registers than they have at launch.
+    producer, scores, output = tile.registers
+    assert found.setmaxnreg == tuple(sorted({producer, scores, output}))
+    assert producer + scores + 2 * output <= tile.num_threads // 128 * found.registers
+    assert tile.num_threads * found.registers <= arch.registers_per_sm
+    if nvdisasm() is None:
+        pytest.skip("no disassembler: the instructions were not counted")
+    # Q Kᵀ of a split's first block and of the others, and P V of 32 keys in parts of 128 columns.
+    assert found.sass["HGMMA"] == 2 * tile.head_dim // 16 + tile.tile_n // 16 * tile.columns // 128
+    assert found.sass["HMMA"] == found.sass["LDL"] == found.sass["STL"] == 0
+    assert found.sass["LDGSTS"] > 0 and found.sass["STSM"] > 0
 
 
 # Mods that compare int64 per score, whose rows and keys take twice the registers.

@@ -258,6 +258,7 @@ def load_keys(
             words[i] = loaded[i]
 
 
+@cute.jit
 def write_probs(p: Params, state: WarpState, acc_S: cute.Tensor):
     """P = exp(S - m) to shared memory, and l += rowsum P."""
     state.softmax.exponentiate(as_mn(acc_S))
