@@ -25,31 +25,34 @@ COLUMNS_PV = 128
 # Columns of Q that are kept in registers or left in shared memory together.
 Q_COLUMNS = 64
 # Buffers of P, with the factors that rescale O.
-P_STAGES = 2
+P_STAGES = 1
+# Keys that are loaded, and released by the output warpgroups, together: half of a block.
+LOAD_KEYS = 32
 # Integers of a published split, padded to 16 bytes, and the number of splits that are published at a time.
 SPLIT_INTEGERS, SPLIT_SLOTS = 12, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentTileSm90(DecodeTile):
-    """64 query rows against blocks of 32 keys, whose first columns are the values. A stage is one block."""
+    """64 query rows against blocks of 64 keys, whose first columns are the values. A stage is one block.
+
+    wgmma with 32 keys would read Q from shared memory twice as often. Halves of a stage are loaded and released by
+    themselves, so that two stages suffice.
+    """
 
     tile_m: int = WARPGROUP_ROWS
-    tile_n: int = 32
+    tile_n: int = 64
     num_warps: int = 4 * WARPGROUPS
-    stages: int = 4
+    stages: int = 2
     values: int = 512  # columns of the output, with padding
     has_query_tables: bool = False  # there is a word of shared memory for each key: whether it has a page
-    q_in_registers: int = 6  # tiles of `Q_COLUMNS` columns of Q that stay in registers during a split
-    # Wgmma groups of Q K^T. The groups after the first are started between the row maxima and the exponentials of the
-    # block before.
-    score_parts: int = 1
+    q_in_registers: int = 4  # tiles of `Q_COLUMNS` columns of Q that stay in registers during a split
     # Whether copies arrive at the barrier of their stage by themselves, and each reader has a proxy fence. Else the
     # producer waits for its copies, has the fence, and arrives. Copies do not order plain stores, so query tables
     # exclude it.
     copies_arrive: bool = False
     # Registers of a thread of the producer, the scores warpgroup and the output warpgroups.
-    registers: tuple[int, int, int] = (24, 168, 160)
+    registers: tuple[int, int, int] = (40, 152, 160)
 
     @property
     def width_v(self) -> int:
@@ -61,7 +64,12 @@ class LatentTileSm90(DecodeTile):
 
     @property
     def load_keys(self) -> int:
-        return self.tile_n // PRODUCER_WARPS
+        return LOAD_KEYS // PRODUCER_WARPS
+
+    @property
+    def loads(self) -> int:
+        """Loads of a block."""
+        return self.tile_n // LOAD_KEYS
 
     @property
     def p_smem(self) -> SmemTile:
@@ -93,7 +101,7 @@ class LatentTileSm90(DecodeTile):
     def smem_bytes(self) -> int:
         tiles = self.q_smem.bytes + self.kv_bytes + P_STAGES * self.p_smem.bytes
         # Factors of rows, sums of rows, flags of warps; the share of a merge; barriers.
-        small = P_STAGES * (2 * 4 * self.tile_m + 16) + 8 + 16 * (SPLIT_SLOTS + 1 + self.stages + P_STAGES)
+        small = P_STAGES * (2 * 4 * self.tile_m + 16) + 8 + 16 * (SPLIT_SLOTS + 1 + self.loads * self.stages + P_STAGES)
         small += 4 * self.stages * self.tile_n * self.has_query_tables
         return tiles + ceil_div(small, 16) * 16 + 4 * SPLIT_INTEGERS * SPLIT_SLOTS
 
@@ -103,16 +111,14 @@ class LatentTileSm90(DecodeTile):
 
 
 def latent_tile_sm90(static: DecodeStatic, arch: ArchSpec) -> LatentTileSm90:
-    """The tile of a latent cache. An append takes more registers of the producer, so less of Q stays in registers."""
+    """The tile of a latent cache."""
     values = 256 if static.width_v <= 256 else 512
     head_dim = max(ceil_div(static.head_dim, Q_COLUMNS) * Q_COLUMNS, values)
-    q_tiles, registers = (5, (32, 160, 160)) if static.appends else (6, (24, 168, 160))
     tile = LatentTileSm90(
         head_dim=head_dim,
         values=values,
         has_query_tables=static.has_query_tables,
-        q_in_registers=min(q_tiles, head_dim // Q_COLUMNS - 1),
-        registers=registers,
+        q_in_registers=min(LatentTileSm90.q_in_registers, head_dim // Q_COLUMNS - 1),
     )
     deeper = replace(tile, stages=2 * tile.stages)
     return deeper if deeper.smem_bytes <= arch.smem_per_cta else tile

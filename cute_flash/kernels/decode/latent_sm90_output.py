@@ -21,7 +21,7 @@ from cute_flash.kernels.decode.latent_sm90_scores import first_row
 from cute_flash.kernels.decode.latent_sm90_storage import SharedStorage
 from cute_flash.kernels.decode.merge_splits import FLOATS, merge_if_last, workspace_slot
 from cute_flash.kernels.decode.storage import Params, Team, vector_at
-from cute_flash.planning.latent_sm90 import WARPGROUP_THREADS
+from cute_flash.planning.latent_sm90 import LOAD_KEYS, WARPGROUP_THREADS
 
 ROWS = 2  # of a thread, 8 apart
 
@@ -46,19 +46,22 @@ def compute_output(p: Params, storage: SharedStorage, team: Team, thread: Int32,
     exists = storage.wait_split(count)
     while exists:
         split = storage.split(count)
-        num_blocks = quotient(split.end - split.begin, tile.block_keys)
+        num_blocks = quotient(split.end - split.begin + tile.block_keys - 1, tile.block_keys)
         acc_O.fill(0.0)
         for i in cutlass.range(block, block + num_blocks, unroll=1):
             iteration = i + count
             storage.p.wait_full(iteration)
-            storage.wait_loaded(storage.kv, i)
+            storage.wait_block(i)
             rescale(storage, acc_O, iteration, thread)
-            stage = storage.p.stage(iteration)
-            kv_stage = storage.kv.stage(i)
-            start_gemm(p.tiled_mma.pv, acc_O, rP[None, None, None, stage], rV[None, None, None, kv_stage], True)
-            warpgroup.wait_group(0)
+            rP_i = rP[None, None, None, storage.p.stage(iteration)]
+            rV_i = rV[None, None, None, storage.stage_of_block(i)]
+            num_steps = LOAD_KEYS // 16
+            for half in cutlass.range_constexpr(tile.loads):
+                start_gemm(p.tiled_mma.pv, acc_O, rP_i, rV_i, True, range(half * num_steps, (half + 1) * num_steps))
+            for half in cutlass.range_constexpr(tile.loads):
+                warpgroup.wait_group(tile.loads - 1 - half)
+                storage.kv.release(tile.loads * i + half)
             storage.p.release(iteration)
-            storage.kv.release(i)
         block += num_blocks
         load_statistics(storage, statistics, block + count, thread)
         finish(p, storage, team, acc_O, statistics, count, thread, cta)

@@ -1,17 +1,19 @@
 """The producer warpgroup of decode with a latent cache by wgmma: finds splits, appends new keys, loads Q and K."""
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_flash.device.memory.kv_cache import LANES_PER_ROW, VECTOR_BYTES, WarpLoader, copy_if_less
 from cute_flash.device.memory.rotary import VECTOR
-from cute_flash.device.scheduling.kv_splits import Division, Lengths, Split
+from cute_flash.device.scheduling.kv_splits import Division, Lengths, Split, rounded_up
 from cute_flash.kernels.decode.append import append
 from cute_flash.kernels.decode.latent_sm90_storage import SharedStorage
 from cute_flash.kernels.decode.storage import Params, Team
 from cute_flash.planning.decode_tiles import ATOM_BYTES
-from cute_flash.planning.latent_sm90 import WARPGROUP_THREADS
+from cute_flash.planning.latent_sm90 import LOAD_KEYS, WARPGROUP_THREADS
 
 PUBLISHING_WARP = 0
 PRODUCER_BARRIER = 2  # named barrier
@@ -27,7 +29,7 @@ def produce(p: Params, storage: SharedStorage, division: Division, thread: Int32
     tile, warp = p.config.tile, cute.arch.make_warp_uniform(thread // 32)
     unit = division.interval * division.per_cta
     cta_unit_end = unit + division.per_cta
-    count, block = Int32(0), Int32(0)  # splits and blocks so far
+    count, load = Int32(0), Int32(0)  # splits and loads of keys so far
     while unit < cta_unit_end:
         exists, split, sequence = p.splits.split(unit, cta_unit_end, division)
         unit = cta_unit_end
@@ -44,18 +46,19 @@ def produce(p: Params, storage: SharedStorage, division: Division, thread: Int32
                 arrive_by_copies(started)
             loader = stage_loader(p, storage, split, sequence, thread)
             pages = loader.look_up(split.begin)
-            for key in cutlass.range(split.begin, split.end, tile.block_keys, unroll=1):
-                storage.kv.wait_empty(block)
-                loader.load(key, storage.kv.stage(block), pages)
+            blocks_end = split.begin + rounded_up(split.end - split.begin, Int32(tile.block_keys))
+            for key in cutlass.range(split.begin, blocks_end, LOAD_KEYS, unroll=1):
+                storage.kv.wait_empty(load)
+                at_half(p, storage, loader, storage.kv.stage(load)).load(key, Int32(0), pages)
                 cute.arch.cp_async_commit_group()
                 if cutlass.const_expr(pages is not None):
-                    pages.store(loader.look_up(key + tile.block_keys).load())
+                    pages.store(loader.look_up(key + LOAD_KEYS).load())
                 if cutlass.const_expr(tile.copies_arrive):
-                    arrive_by_copies(Int32(storage.kv.full_barrier(block).toint()))
+                    arrive_by_copies(Int32(storage.kv.full_barrier(load).toint()))
                 else:
                     hand_over(started, 1)
-                    started = Int32(storage.kv.full_barrier(block).toint())
-                block += 1
+                    started = Int32(storage.kv.full_barrier(load).toint())
+                load += 1
             if cutlass.const_expr(not tile.copies_arrive):
                 hand_over(started, 0)
             count += 1
@@ -124,7 +127,7 @@ def copy_row(
 
 
 def stage_loader(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32) -> WarpLoader:
-    """Copies a warp's quarter of the rows of each block."""
+    """Copies a warp's quarter of the rows of each half block, in the first half of the first stage."""
     tile, warp = p.config.tile, cute.arch.make_warp_uniform(thread // 32)
     first = warp * tile.load_keys
     return WarpLoader(
@@ -137,3 +140,13 @@ def stage_loader(p: Params, storage: SharedStorage, split: Split, sequence: Leng
         stages=Int32(storage.sK.iterator.toint()) + first * ATOM_BYTES,
         sExists=storage.sExists,
     )
+
+
+def at_half(p: Params, storage: SharedStorage, loader: WarpLoader, half: Int32) -> WarpLoader:
+    """The loader for a half of a stage."""
+    tile, exists = p.config.tile, None
+    offset = half // tile.loads * tile.kv_smem.bytes + half % tile.loads * (LOAD_KEYS * ATOM_BYTES)
+    if storage.sExists is not None:
+        layout = cute.make_layout((1, LOAD_KEYS), stride=(LOAD_KEYS, 1))
+        exists = cute.make_tensor(storage.sExists.iterator + half * LOAD_KEYS, layout)
+    return replace(loader, stages=loader.stages + offset, sExists=exists)

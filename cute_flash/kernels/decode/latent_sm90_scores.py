@@ -5,7 +5,6 @@ go to shared memory; after the last block, m and l.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import cutlass
@@ -56,7 +55,7 @@ def compute_scores(p: Params, storage: SharedStorage, thread: Int32):
     """The role of the scores warpgroup. `thread`: its index in the warpgroup."""
     tile = p.config.tile
     operands = make_operands(p, storage)
-    acc_S, acc_next = make_scores(p), make_scores(p)
+    acc_S = make_scores(p)
     identity = cute.make_identity_tensor((tile.tile_m, tile.tile_n))
     tScS = p.tiled_mma.qk.get_slice(thread).partition_C(identity)
     softmax = Softmax.start(as_mn(acc_S), p.scale_log2)
@@ -68,32 +67,19 @@ def compute_scores(p: Params, storage: SharedStorage, thread: Int32):
         scores, common = score_rows(p, split, sequence, tScS, Int32(0)), common_keys(p, split, sequence)
         rows = SplitRows(scores, common, softmax, thread)
         softmax.restart()
-        num_blocks = quotient(split.end - split.begin, tile.block_keys)
+        num_blocks = quotient(split.end - split.begin + tile.block_keys - 1, tile.block_keys)
         storage.wait_loaded(storage.q, count)
         load_first_steps(p, storage, operands, thread)
-        if num_blocks > 0:
-            storage.wait_loaded(storage.kv, first)
-            for part in cutlass.range_constexpr(tile.score_parts):
-                start_scores(p, operands, acc_S, storage.kv.stage(first), part)
+        for i in cutlass.range(num_blocks, unroll=1):
+            block = first + i
+            storage.wait_block(block)
+            start_scores(p, operands, acc_S, storage.stage_of_block(block))
             warpgroup.wait_group(0)
-            storage.kv.release(first)
-            for i in cutlass.range(num_blocks - 1, unroll=1):
-                # S of the next block, while P of this block is computed
-                following = first + i + 1
-                storage.wait_loaded(storage.kv, following)
-                stage = storage.kv.stage(following)
-                start_scores(p, operands, acc_next, stage, 0)
-                block = key_block(p, storage, split, i, following - 1, count)
-                start_rest = partial(start_other_parts, p, operands, acc_next, stage)
-                compute_probs(p, storage, rows, acc_S, block, start_rest)
-                warpgroup.wait_group(0)
-                storage.kv.release(following)
-                acc_S.store(acc_next.load())
+            for half in cutlass.range_constexpr(tile.loads):
+                storage.kv.release(tile.loads * block + half)
+            compute_probs(p, storage, rows, acc_S, key_block(p, storage, split, i, block, count))
         storage.q.release(count)
         first += num_blocks
-        if num_blocks > 0:
-            block = key_block(p, storage, split, num_blocks - 1, first - 1, count)
-            compute_probs(p, storage, rows, acc_S, block)
         store_statistics(p, storage, softmax, first + count, thread)
         storage.release_split(count)
         count += 1
@@ -103,7 +89,7 @@ def compute_scores(p: Params, storage: SharedStorage, thread: Int32):
 def key_block(p: Params, storage: SharedStorage, split: Split, i: Int32, block: Int32, count: Int32) -> KeyBlock:
     """The i-th block of a split, after `block` blocks and `count` splits in all."""
     keys_seen = i * p.config.tile.block_keys
-    return KeyBlock(split.begin + keys_seen, keys_seen, storage.kv.stage(block), block + count)
+    return KeyBlock(split.begin + keys_seen, keys_seen, storage.stage_of_block(block), block + count)
 
 
 def make_operands(p: Params, storage: SharedStorage) -> Operands:
@@ -135,8 +121,8 @@ def load_first_steps(p: Params, storage: SharedStorage, operands: Operands, thre
 
 
 @cute.jit
-def start_scores(p: Params, operands: Operands, acc_S: cute.Tensor, stage: Int32, part: cutlass.Constexpr):
-    """Start a part of the k-steps of S = Q K^T as one wgmma group.
+def start_scores(p: Params, operands: Operands, acc_S: cute.Tensor, stage: Int32):
+    """Start S = Q K^T as one wgmma group.
 
     Those of Q in shared memory come before those in registers. Q in registers must not be touched before the wait.
     """
@@ -146,7 +132,7 @@ def start_scores(p: Params, operands: Operands, acc_S: cute.Tensor, stage: Int32
     in_smem, in_registers = cute.make_mma_atom(p.tiled_mma.qk.op), cute.make_mma_atom(p.tiled_mma.qk_first.op)
     in_registers.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.fence()
-    for i in cutlass.range_constexpr(part * num_steps // tile.score_parts, (part + 1) * num_steps // tile.score_parts):
+    for i in cutlass.range_constexpr(num_steps):
         k = order[i]
         if cutlass.const_expr(k < tile.q_steps):
             cute.gemm(in_registers, acc_S, operands.rQ_first[None, None, k], rK[None, None, k], acc_S)
@@ -157,38 +143,20 @@ def start_scores(p: Params, operands: Operands, acc_S: cute.Tensor, stage: Int32
 
 
 @cute.jit
-def start_other_parts(p: Params, operands: Operands, acc_S: cute.Tensor, stage: Int32):
-    """Start the parts of S after the first."""
-    for part in cutlass.range_constexpr(1, p.config.tile.score_parts):
-        start_scores(p, operands, acc_S, stage, part)
-
-
-@cute.jit
-def compute_probs(
-    p: Params,
-    storage: SharedStorage,
-    rows: SplitRows,
-    acc_S: cute.Tensor,
-    block: KeyBlock,
-    start_rest: cutlass.Constexpr = None,
-):
-    """S of a block -> P, and the factors of O if a row has outgrown m; both to shared memory.
-
-    `start_rest`: starts further products, between the row maxima and the exponentials.
-    """
+def compute_probs(p: Params, storage: SharedStorage, rows: SplitRows, acc_S: cute.Tensor, block: KeyBlock):
+    """S of a block -> P, and the factors of O if a row has outgrown m; both to shared memory."""
     tile, softmax, thread, acc_S_mn = p.config.tile, rows.softmax, rows.thread, as_mn(acc_S)
     rows.scores.transform(p, acc_S_mn, block.key)
     rows.scores.mask(acc_S_mn, block.key, tile.tile_n, rows.common)
     if cutlass.const_expr(storage.sExists is not None):
-        rows.scores.mask_missing(acc_S_mn, storage.sExists[block.stage, None], Int32(0))
+        exists = storage.sExists.iterator + block.stage * tile.tile_n
+        rows.scores.mask_missing(acc_S_mn, cute.make_tensor(exists, cute.make_layout(tile.tile_n)), Int32(0))
     # m' = max(m, rowmax S);  l = l alpha
     block_max = cute.make_fragment_like(softmax.row_max)
     softmax.block_max(acc_S_mn, block_max)
     grew = softmax.is_outgrown(block_max, softmax.threshold(block.keys_seen))
     if grew:
         softmax.raise_max(block_max)
-    if cutlass.const_expr(start_rest is not None):
-        start_rest()
     # P = exp(scale (S - m));  l += rowsum P
     softmax.exponentiate(acc_S_mn)
     rP = cute.make_fragment_like(acc_S, p.config.dtype)

@@ -6,10 +6,10 @@ Every pipeline counts its iterations from the start of the kernel:
 |----------|----------------------|-----------------------|--------------------------|-------------------------------|
 | splits   | split, and the end   | producer: 1           | scores, output: 12 warps | fields of the split           |
 | q        | split                | producer: 128 threads | scores: 4 warps          | Q                             |
-| kv       | block                | producer: 128 threads | scores, output: 12 warps | K, which contains V           |
+| kv       | half of a block      | producer: 128 threads | scores, output: 12 warps | K, which contains V           |
 | p        | block, and split end | scores: 4 warps       | output: 8 warps          | P and factors of O; then m, l |
 
-Thus a split with n blocks takes n iterations of `kv` and n + 1 of `p`.
+Thus a split with n blocks takes 2 n iterations of `kv` and n + 1 of `p`.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from cute_flash.device.scheduling.kv_splits import Split, TileCtas
 from cute_flash.device.scheduling.pipeline import Pipeline
 from cute_flash.device.scheduling.published_tiles import NO_TILE, SLOTS, PublishedTiles
 from cute_flash.kernels.decode.storage import Config
-from cute_flash.planning.latent_sm90 import P_STAGES, WARPGROUP_THREADS
+from cute_flash.planning.latent_sm90 import LOAD_KEYS, P_STAGES, WARPGROUP_THREADS
 from cute_flash.smem.tile import SmemTile
 
 # The published fields of a split. `batch` is NO_TILE after the last split.
@@ -53,7 +53,7 @@ class SharedStorage:
     sums: cute.Tensor  # (64, stage of P) fp32: after the last block of a split l
     rescales: cute.Tensor  # (4, stage of P): whether a warp's rows of O are rescaled
     config: cutlass.Constexpr  # Config
-    sExists: cute.Tensor | None  # (stage, key): whether a key has a page, if a page can be -1
+    sExists: cute.Tensor | None  # (half of a stage, key): whether a key has a page, if a page can be -1
     merge_share: cute.Tensor  # (1): as in `storage.SharedStorage`
     splits: Pipeline
     q: Pipeline
@@ -74,10 +74,10 @@ class SharedStorage:
         rescales = smem.allocate_tensor(Int32, cute.make_layout((SCORES_WARPS, P_STAGES)), 16)
         exists = None
         if config.static.has_query_tables:
-            layout = cute.make_layout((tile.stages, tile.tile_n), stride=(tile.tile_n, 1))
+            layout = cute.make_layout((tile.loads * tile.stages, LOAD_KEYS), stride=(LOAD_KEYS, 1))
             exists = smem.allocate_tensor(Int32, layout, 16)
         merge_share = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-        pipelines = [Pipeline.allocate(smem, stages) for stages in (SLOTS, 1, tile.stages, P_STAGES)]
+        pipelines = [Pipeline.allocate(smem, stages) for stages in (SLOTS, 1, tile.loads * tile.stages, P_STAGES)]
         fields = PublishedTiles.allocate(smem, len(SPLIT_FIELDS) + len(TILE_CTAS_FIELDS))
         return SharedStorage(sQ, sK, sV, sP, factors, sums, rescales, config, exists, merge_share, *pipelines, fields)
 
@@ -97,6 +97,17 @@ class SharedStorage:
         pipeline.wait_full(iteration)
         if cutlass.const_expr(self.config.tile.copies_arrive):
             cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def wait_block(self, block: Int32):
+        """Wait until wgmma may read all keys of a block."""
+        for half in cutlass.range_constexpr(self.config.tile.loads):
+            self.wait_loaded(self.kv, self.config.tile.loads * block + half)
+
+    def stage_of_block(self, block: Int32) -> Int32:
+        """The index of a block in sK and sV."""
+        loads = self.config.tile.loads
+        return self.kv.stage(loads * block) // loads
 
     # ---- published splits. `count` is the number of splits that the CTA has computed before.
 
