@@ -47,10 +47,6 @@ class LatentTileSm90(DecodeTile):
     values: int = 512  # columns of the output, with padding
     has_query_tables: bool = False  # there is a word of shared memory for each key: whether it has a page
     q_in_registers: int = 4  # tiles of `Q_COLUMNS` columns of Q that stay in registers during a split
-    # Whether copies arrive at the barrier of their stage by themselves, and each reader has a proxy fence. Else the
-    # producer waits for its copies, has the fence, and arrives. Copies do not order plain stores, so query tables
-    # exclude it.
-    copies_arrive: bool = False
     # Registers of a thread of the producer, the scores warpgroup and the output warpgroups.
     registers: tuple[int, int, int] = (40, 152, 160)
 

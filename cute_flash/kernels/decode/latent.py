@@ -121,7 +121,8 @@ def warp_state(
     sV = None if is_fp8 else part_of(storage.sKV, tile.kv_smem, 0, tile.tile_n, warp * columns, columns)
     first_key = warp * tile.score_keys
     # The first pair of columns of this thread in P.
-    pair = (first_row + lane // THREADS_PER_ROW) * tile.p_smem.row_stride + first_key + lane % THREADS_PER_ROW * 2
+    row, atom = first_row + lane // THREADS_PER_ROW, tile.p_smem.atom_cols
+    pair = first_key // atom * (tile.p_smem.rows * atom) + row * atom + first_key % atom + lane % THREADS_PER_ROW * 2
     identity = cute.make_identity_tensor((WARP_ROWS, tile.score_keys))
     tScS = score_fragment(tile.score_keys, p.tiled_mma.get_slice(lane).partition_C(identity))
     return WarpState(

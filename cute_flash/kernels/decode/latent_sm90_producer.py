@@ -21,11 +21,7 @@ PRODUCER_BARRIER = 2  # named barrier
 
 @cute.jit
 def produce(p: Params, storage: SharedStorage, division: Division, thread: Int32):
-    """Find the CTA's splits, publish each, and load its Q and its blocks, as far ahead as the pipelines allow.
-
-    Without `copies_arrive`, a load is handed over when the next one has been started: the producer waits for its own
-    copies, makes them visible to wgmma by a proxy fence, and then arrives. At most two loads are in flight then.
-    """
+    """Find the CTA's splits, publish each, and load its Q and its blocks, as far ahead as the pipelines allow."""
     tile, warp = p.config.tile, cute.arch.make_warp_uniform(thread // 32)
     unit = division.interval * division.per_cta
     cta_unit_end = unit + division.per_cta
@@ -41,48 +37,29 @@ def produce(p: Params, storage: SharedStorage, division: Division, thread: Int32
                 append(p, Team(WARPGROUP_THREADS, PRODUCER_BARRIER), split, sequence, thread)
             storage.q.wait_empty(count)
             load_queries(p, storage, split, sequence, thread)
-            started = Int32(storage.q.full_barrier(count).toint())
-            if cutlass.const_expr(tile.copies_arrive):
-                arrive_by_copies(started)
+            arrive_by_copies(storage.q.full_barrier(count))
             loader = stage_loader(p, storage, split, sequence, thread)
             pages = loader.look_up(split.begin)
             blocks_end = split.begin + rounded_up(split.end - split.begin, Int32(tile.block_keys))
             for key in cutlass.range(split.begin, blocks_end, LOAD_KEYS, unroll=1):
                 storage.kv.wait_empty(load)
                 at_half(p, storage, loader, storage.kv.stage(load)).load(key, Int32(0), pages)
-                cute.arch.cp_async_commit_group()
+                arrive_by_copies(storage.kv.full_barrier(load))
+                if cutlass.const_expr(storage.sExists is not None):
+                    # Copies do not order the stores to sExists.
+                    cute.arch.mbarrier_arrive(storage.kv.full_barrier(load))
                 if cutlass.const_expr(pages is not None):
                     pages.store(loader.look_up(key + LOAD_KEYS).load())
-                if cutlass.const_expr(tile.copies_arrive):
-                    arrive_by_copies(Int32(storage.kv.full_barrier(load).toint()))
-                else:
-                    hand_over(started, 1)
-                    started = Int32(storage.kv.full_barrier(load).toint())
                 load += 1
-            if cutlass.const_expr(not tile.copies_arrive):
-                hand_over(started, 0)
             count += 1
     cute.arch.cp_async_wait_group(0)
     if warp == PUBLISHING_WARP:
         storage.publish_end(count)
 
 
-@cute.jit
-def hand_over(barrier: Int32, later_loads: cutlass.Constexpr):
-    """Wait for all loads but the last `later_loads`, and arrive at the `full` barrier of the load before these."""
-    cute.arch.cp_async_wait_group(later_loads)
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.mbarrier_arrive(barrier_at(barrier))
-
-
-@cute.jit
-def arrive_by_copies(barrier: Int32):
+def arrive_by_copies(barrier: cute.Pointer):
     """Arrive at a `full` barrier when all copies that this thread has started have landed."""
-    cute.arch.cp_async_mbarrier_arrive_noinc(barrier_at(barrier))
-
-
-def barrier_at(address: Int32) -> cute.Pointer:
-    return cute.make_ptr(Int64, address, cutlass.AddressSpace.smem, assumed_align=8)
+    cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
 
 @cute.jit
@@ -101,7 +78,6 @@ def load_queries(p: Params, storage: SharedStorage, split: Split, sequence: Leng
         source = p.mQ[query.batch, query.token, query.head, None].iterator.toint() + chunk * VECTOR_BYTES
         target = memory + row * ATOM_BYTES + (chunk ^ (row % 8)) * VECTOR_BYTES
         copy_row(target, source, row, num_rows, chunk, tile.q_smem, p.config.static.head_dim)
-    cute.arch.cp_async_commit_group()
 
 
 @cute.jit

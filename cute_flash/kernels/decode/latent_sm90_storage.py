@@ -5,10 +5,11 @@ Every pipeline counts its iterations from the start of the kernel:
 | pipeline | iteration            | full: arrivals        | empty: arrivals          | data                          |
 |----------|----------------------|-----------------------|--------------------------|-------------------------------|
 | splits   | split, and the end   | producer: 1           | scores, output: 12 warps | fields of the split           |
-| q        | split                | producer: 128 threads | scores: 4 warps          | Q                             |
-| kv       | half of a block      | producer: 128 threads | scores, output: 12 warps | K, which contains V           |
+| q        | split                | producer: 128 copies  | scores: 4 warps          | Q                             |
+| kv       | half of a block      | producer: 128 copies  | scores, output: 12 warps | K, which contains V           |
 | p        | block, and split end | scores: 4 warps       | output: 8 warps          | P and factors of O; then m, l |
 
+The copies of a thread count as one arrival. With tables of queries, each thread also arrives at `kv` by itself.
 Thus a split with n blocks takes 2 n iterations of `kv` and n + 1 of `p`.
 """
 
@@ -86,7 +87,8 @@ class SharedStorage:
         """Called by one thread, before a fence and a CTA barrier."""
         self.splits.init(1, SCORES_WARPS + OUTPUT_WARPS)
         self.q.init(WARPGROUP_THREADS, SCORES_WARPS)
-        self.kv.init(WARPGROUP_THREADS, SCORES_WARPS + OUTPUT_WARPS)
+        arrivals = WARPGROUP_THREADS if self.sExists is None else 2 * WARPGROUP_THREADS
+        self.kv.init(arrivals, SCORES_WARPS + OUTPUT_WARPS)
         self.p.init(SCORES_WARPS, OUTPUT_WARPS)
 
     # ---- Q and K, which the producer copies by cp.async
@@ -95,14 +97,16 @@ class SharedStorage:
     def wait_loaded(self, pipeline: Pipeline, iteration: Int32):
         """Wait until wgmma may read a stage."""
         pipeline.wait_full(iteration)
-        if cutlass.const_expr(self.config.tile.copies_arrive):
-            cute.arch.fence_proxy("async.shared", space="cta")
+        # Copies arrive when they have landed, without a fence between them and wgmma.
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def wait_block(self, block: Int32):
         """Wait until wgmma may read all keys of a block."""
-        for half in cutlass.range_constexpr(self.config.tile.loads):
-            self.wait_loaded(self.kv, self.config.tile.loads * block + half)
+        loads = self.config.tile.loads
+        for half in cutlass.range_constexpr(loads - 1):
+            self.kv.wait_full(loads * block + half)
+        self.wait_loaded(self.kv, loads * block + loads - 1)
 
     def stage_of_block(self, block: Int32) -> Int32:
         """The index of a block in sK and sV."""
