@@ -28,6 +28,8 @@ Q_COLUMNS = 64
 P_STAGES = 1
 # Keys that are loaded, and released by the output warpgroups, together: half of a block.
 LOAD_KEYS = 32
+# What one TMA instruction loads of a half: the rows of all warps, in one atom of columns.
+TMA_BOX = SmemTile(LOAD_KEYS, 64)
 # Integers of a published split, padded to 16 bytes, and the number of splits that are published at a time.
 SPLIT_INTEGERS, SPLIT_SLOTS = 12, 2
 
@@ -118,6 +120,14 @@ def latent_tile_sm90(static: DecodeStatic, arch: ArchSpec) -> LatentTileSm90:
     )
     deeper = replace(tile, stages=2 * tile.stages)
     return deeper if deeper.smem_bytes <= arch.smem_per_cta else tile
+
+
+def loads_by_tma(static: DecodeStatic) -> bool:
+    """Whether TMA loads halves of blocks whose keys all exist, if they are in one page.
+
+    TMA does not see rows that this call has written, and cannot gather rows.
+    """
+    return not (static.appends or static.has_query_tables or static.page_lookup == "row")
 
 
 def uses_wgmma(static: DecodeStatic, rows: int, arch: ArchSpec, family: str) -> bool:

@@ -35,6 +35,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
 from cute_flash.device.memory.rotary import VECTOR, Rotary
+from cute_flash.device.memory.tma import TmaTiles
 from cute_flash.device.mma.warp_grid import WarpGrid
 from cute_flash.device.scheduling.kv_splits import Division, KvSplits, Lengths, Split
 from cute_flash.device.scores.score import Score
@@ -133,6 +134,7 @@ class Decode(Kernel):
             arrivals=args.arrivals,
             tiled_mma=self.make_mma(),
             head_groups=args.head_groups,
+            k_tma=self.make_tma(args.k_cache),
         )
         options = {"use_pdl": static.overlaps_previous, **self.launch_options}
         self.launch(self.symbol(self.name), params, Grid(args.num_ctas), tile.num_threads, stream, **options)
@@ -143,6 +145,10 @@ class Decode(Kernel):
         if self.static.has_query_tables:
             return args.page_table.shape[0]
         return args.q.shape[0]
+
+    def make_tma(self, k_cache: cute.Tensor) -> TmaTiles | None:
+        """A TMA descriptor of the keys, if the kernel has one."""
+        return None
 
     @property
     def name(self) -> str:

@@ -23,8 +23,9 @@ from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
+from cute_flash.device.memory.tma import TmaTiles
 from cute_flash.device.mma.wgmma import make_mma
 from cute_flash.kernels.decode.kernel import Decode
 from cute_flash.kernels.decode.latent_sm90_output import compute_output
@@ -32,7 +33,7 @@ from cute_flash.kernels.decode.latent_sm90_producer import produce
 from cute_flash.kernels.decode.latent_sm90_scores import compute_scores
 from cute_flash.kernels.decode.latent_sm90_storage import Mmas, SharedStorage
 from cute_flash.kernels.decode.storage import Params, Team
-from cute_flash.planning.latent_sm90 import COLUMNS_PV, WARPGROUP_THREADS
+from cute_flash.planning.latent_sm90 import COLUMNS_PV, TMA_BOX, WARPGROUP_THREADS, loads_by_tma
 
 # Named barrier 0 is the CTA barrier.
 OUTPUT_BARRIER = 1
@@ -51,6 +52,13 @@ class DecodeLatentSm90(Decode):
             qk_first=make_mma(self.dtype, tile.tile_n, True, K, K),
             pv=make_mma(self.dtype, min(tile.columns, COLUMNS_PV), False, K, OperandMajorMode.MN),
         )
+
+    @cute.jit
+    def make_tma(self, k_cache: cute.Tensor) -> TmaTiles | None:
+        if cutlass.const_expr(not loads_by_tma(self.static)):
+            return None
+        heads_first = cute.make_tensor(k_cache.iterator, cute.select(k_cache.layout, mode=[0, 2, 1, 3]))
+        return TmaTiles.of(cpasync.CopyBulkTensorTileG2SOp(), heads_first, TMA_BOX)
 
     @property
     def size_name(self) -> str:

@@ -8,12 +8,13 @@ from cutlass import Int32, Int64
 
 from cute_flash.device.memory.kv_cache import LANES_PER_ROW, VECTOR_BYTES, WarpLoader, copy_if_less
 from cute_flash.device.memory.rotary import VECTOR
+from cute_flash.device.memory.smem import affine_layout
 from cute_flash.device.scheduling.kv_splits import Division, Lengths, Split, rounded_up
 from cute_flash.kernels.decode.append import append
 from cute_flash.kernels.decode.latent_sm90_storage import SharedStorage
 from cute_flash.kernels.decode.storage import Params, Team
 from cute_flash.planning.decode_tiles import ATOM_BYTES
-from cute_flash.planning.latent_sm90 import LOAD_KEYS, WARPGROUP_THREADS
+from cute_flash.planning.latent_sm90 import LOAD_KEYS, TMA_BOX, WARPGROUP_THREADS
 
 PUBLISHING_WARP = 0
 PRODUCER_BARRIER = 2  # named barrier
@@ -43,11 +44,13 @@ def produce(p: Params, storage: SharedStorage, division: Division, thread: Int32
             blocks_end = split.begin + rounded_up(split.end - split.begin, Int32(tile.block_keys))
             for key in cutlass.range(split.begin, blocks_end, LOAD_KEYS, unroll=1):
                 storage.kv.wait_empty(load)
-                at_half(p, storage, loader, storage.kv.stage(load)).load(key, Int32(0), pages)
-                arrive_by_copies(storage.kv.full_barrier(load))
-                if cutlass.const_expr(storage.sExists is not None):
-                    # Copies do not order the stores to sExists.
-                    cute.arch.mbarrier_arrive(storage.kv.full_barrier(load))
+                if cutlass.const_expr(p.k_tma is not None):
+                    if is_whole(p, loader, key):
+                        load_by_tma(p, storage, loader, key, load, pages, thread)
+                    else:
+                        load_by_copies(p, storage, loader, key, load, pages)
+                else:
+                    load_by_copies(p, storage, loader, key, load, pages)
                 if cutlass.const_expr(pages is not None):
                     pages.store(loader.look_up(key + LOAD_KEYS).load())
                 load += 1
@@ -55,6 +58,57 @@ def produce(p: Params, storage: SharedStorage, division: Division, thread: Int32
     cute.arch.cp_async_wait_group(0)
     if warp == PUBLISHING_WARP:
         storage.publish_end(count)
+
+
+@cute.jit
+def load_by_copies(
+    p: Params, storage: SharedStorage, loader: WarpLoader, key: Int32, load: Int32, pages: cute.Tensor | None
+):
+    """Start to copy a half of a block, from `key` on; keys that do not exist are zero-filled."""
+    at_half(p, storage, loader, storage.kv.stage(load)).load(key, Int32(0), pages)
+    arrive_by_copies(storage.kv.full_barrier(load))
+    if cutlass.const_expr(storage.sExists is not None):
+        # Copies do not order the stores to sExists.
+        cute.arch.mbarrier_arrive(storage.kv.full_barrier(load))
+
+
+@cute.jit
+def is_whole(p: Params, loader: WarpLoader, key: Int32) -> cutlass.Boolean:
+    """Whether TMA may load the half from `key` on: all its keys exist, and are in one page."""
+    exist = key >= loader.first_key and key + LOAD_KEYS - 1 <= loader.last_key
+    if cutlass.const_expr(p.page_size is not None):
+        exist = exist and p.page_size.divisor % LOAD_KEYS == 0
+    return exist
+
+
+@cute.jit
+def load_by_tma(
+    p: Params,
+    storage: SharedStorage,
+    loader: WarpLoader,
+    key: Int32,
+    load: Int32,
+    pages: cute.Tensor | None,
+    thread: Int32,
+):
+    """Start to load a half of a block by TMA. All threads of the producer arrive; one also announces the bytes."""
+    tile, keys, full = p.config.tile, loader.caches.k, storage.kv.full_barrier(load)
+    num_boxes = tile.kv_smem.cols // TMA_BOX.cols
+    if thread == 0:
+        cute.arch.mbarrier_arrive_and_expect_tx(full, num_boxes * TMA_BOX.bytes)
+    else:
+        cute.arch.mbarrier_arrive(full)
+    if thread < 32:
+        cute.arch.sync_warp()
+        batch = keys.batch
+        if cutlass.const_expr(pages is not None):
+            batch = cutlass.min(cutlass.max(pages[0], 0), keys.mX.shape[0] - 1)
+        half = storage.kv.stage(load)
+        first = half // tile.loads * tile.kv_smem.cosize + half % tile.loads * (LOAD_KEYS * TMA_BOX.cols)
+        for j in cutlass.range_constexpr(num_boxes):
+            offset = cute.assume(first + j * tile.tile_n * TMA_BOX.cols, divby=TMA_BOX.cosize)
+            sX = cute.make_tensor(storage.sK.iterator + offset, affine_layout(TMA_BOX))
+            p.k_tma.load(sX, keys.row(key) // LOAD_KEYS, keys.head_kv, batch, full, j)
 
 
 def arrive_by_copies(barrier: cute.Pointer):

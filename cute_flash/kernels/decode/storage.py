@@ -12,6 +12,7 @@ from cute_flash.device.memory.copies import assume_aligned
 from cute_flash.device.memory.kv_cache import CacheHead, CacheHeads
 from cute_flash.device.memory.rotary import Rotary
 from cute_flash.device.memory.smem import allocate_stages, tile_at
+from cute_flash.device.memory.tma import TmaTiles
 from cute_flash.device.memory.views import as_mn
 from cute_flash.device.scheduling.kv_splits import KvSplits, Lengths, Split, TileCtas, quotient
 from cute_flash.device.scores.score import Score
@@ -73,6 +74,7 @@ class Params:
     arrivals: cute.Tensor  # (query tiles), 0 before and after the launch
     tiled_mma: Any  # cute.TiledMma; of a kernel with roles its several products
     head_groups: Int32 | None = None  # of a latent cache (`DecodePlan.head_groups`); None: 1
+    k_tma: TmaTiles | None = None  # parts of rows of k_cache; None: the kernel copies keys without TMA
 
     def query_row(self, split: Split, row: Int32) -> QueryRow:
         """A row of the split's query tile."""
