@@ -165,7 +165,11 @@ LONG = (3000, 40)  # more keys than one CTA takes
 
 @dataclass(frozen=True)
 class DecodeCall:
-    """`attn_decode` with 8 query heads on 2 K/V heads; appended rows are rotated."""
+    """`attn_decode` with 8 query heads on 2 K/V heads; appended rows are rotated.
+
+    With `value_dim`, there is one cache, and appended rows are not rotated. With `has_tables`, each query has a page
+    table, which begins with -1.
+    """
 
     lengths: tuple[int, ...] = (300, 1, 0, 77)  # rows of each sequence in the cache
     tokens: tuple[int, ...] = (1, 1, 1, 1)  # of each sequence; different numbers: ragged
@@ -173,12 +177,17 @@ class DecodeCall:
     appends: bool = False
     is_fp8: bool = False
     num_splits: int | None = None
+    heads: int = 8
+    heads_kv: int = 2
+    value_dim: int | None = None
+    has_tables: bool = False
 
     def cache(self, width: int, seed: int) -> Tensor:
-        """Keys or values (B, S, 2, D), with NaN beyond the lengths."""
+        """Keys or values (B, S, Hkv, D), with NaN beyond the lengths."""
         lengths = torch.tensor(self.lengths) + (torch.tensor(self.tokens) if self.appends else 0)
         longest = int(lengths.max())
-        x = torch.randn(len(lengths), longest, 2, width, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(len(lengths), longest, self.heads_kv, width, generator=generator)
         beyond = torch.arange(longest) >= lengths[:, None]
         return x.masked_fill(beyond[..., None, None], torch.nan)
 
@@ -189,20 +198,32 @@ class DecodeCall:
             pages = [x.unflatten(1, (-1, self.page_size)) for x in caches]
             order = torch.randperm(pages[0][..., 0, 0, 0].numel(), generator=torch.Generator().manual_seed(0))
             caches = [x.flatten(0, 1)[order] for x in pages]
-            options["page_table"] = order.argsort().view(pages[0].shape[:2]).to(device, torch.int32)
+            table = order.argsort().view(pages[0].shape[:2]).to(device, torch.int32)
+            options["page_table"] = table
+            if self.has_tables:
+                options["page_table"] = F.pad(table, (1, 0), value=-1)[:, None].expand(-1, self.tokens[0], -1)
         leading: tuple[int, ...] = (len(self.tokens), self.tokens[0])
         if len(set(self.tokens)) > 1:
             leading = (sum(self.tokens),)
             options["cu_seqlens_q"] = torch.tensor([0, *self.tokens]).cumsum(0).to(device, torch.int32)
         if self.appends:
-            options |= {name: _normal(*leading, 2, width, device=device).detach() for name in ("k_new", "v_new")}
+            names = ("k_new", "v_new") if self.value_dim is None else ("k_new",)
+            options |= {name: _normal(*leading, self.heads_kv, width, device=device).detach() for name in names}
+        if self.appends and self.value_dim is None:
             positions = torch.arange(max(self.lengths) + max(self.tokens))
             angles = torch.outer(positions, torch.linspace(1, 0, width // 2))
             options |= {"rotary_cos": angles.cos().to(device), "rotary_sin": angles.sin().to(device)}
-        q = _normal(*leading, 8, width, device=device).detach()
+        q = _normal(*leading, self.heads, width, device=device).detach()
         k, v = (x.to(torch.float8_e4m3fn if self.is_fp8 else torch.bfloat16).to(device) for x in caches)
         lengths = torch.tensor(self.lengths, dtype=torch.int32).to(device)
-        return cute_flash.attn_decode(q, k, v, cache_seqlens=lengths, num_splits=self.num_splits, **options)
+        options["num_splits"] = self.num_splits
+        if self.value_dim is None:
+            return cute_flash.attn_decode(q, k, v, cache_seqlens=lengths, **options)
+        options |= {"value_dim": self.value_dim, "scale": 192**-0.5}
+        if self.has_tables:
+            # The first page of a table is -1.
+            lengths = (lengths + (self.page_size or 0))[:, None].expand(-1, self.tokens[0]).contiguous()
+        return cute_flash.attn_decode(q, k, cache_seqlens=lengths, **options)
 
 
 def _attn(width: int, device: str) -> Tensor:
@@ -230,6 +251,23 @@ DECODE_CALLS = {
     "splits3": DecodeCall(LONG, (1, 1), num_splits=3),
     "long": DecodeCall(LONG, (1, 1), page_size=16, appends=True),
 }
+# Latent caches (MLA), with rows of LATENT_DIM numbers. 16 query heads run by mma.sync, 64 and 128 by wgmma on Hopper.
+LATENT_DIM, LATENT_VALUES = 576, 512
+_LATENT = {"heads_kv": 1, "value_dim": LATENT_VALUES}
+LATENT_CALLS = {
+    f"latent{heads}_{name}": DecodeCall(**fields, **_LATENT, heads=heads)  # type: ignore[arg-type]
+    for heads in (16, 64)
+    for name, fields in {
+        "contiguous": {},
+        "append": {"appends": True, "page_size": 1},
+        "pages64": {"page_size": 64},
+        "fp8": {"is_fp8": True, "appends": True, "page_size": 16},
+        "tables": {"page_size": 1, "has_tables": True},
+        "ragged": {"tokens": (3, 1, 0, 5), "page_size": 24},
+        "splits3": {"lengths": LONG, "tokens": (1, 1), "num_splits": 3},
+        "long": {"lengths": LONG, "tokens": (2, 2)},
+    }.items()
+}
 # These features run at all head dims, the others at DECODE_DIM only.
 DECODE_WIDE, DECODE_DIM = ("contiguous", "append", "fp8"), 128
 
@@ -239,7 +277,7 @@ def _decode(launch: Launch, device: str) -> Sequence[Tensor]:
         with cute_flash.use_kernels(""):
             return [SPLIT_CALLS[launch.feature](launch.head_dim, device)]
     with cute_flash.use_kernels(launch.family):
-        return [DECODE_CALLS[launch.feature].run(launch.head_dim, device)]
+        return [(DECODE_CALLS | LATENT_CALLS)[launch.feature].run(launch.head_dim, device)]
 
 
 # ---- launches
@@ -273,6 +311,8 @@ def _all_launches(families: Iterable[str]) -> Iterator[Launch]:
         is_wide = head_dim == DECODE_DIM or feature in DECODE_WIDE
         if is_wide and (feature not in SPLIT_CALLS or family == FAMILIES[-1]):
             yield Launch(family, head_dim, DECODE, feature)
+    for family, feature in product(families, LATENT_CALLS):
+        yield Launch(family, LATENT_DIM, DECODE, feature)
 
 
 def launches(families: Iterable[str] = FAMILIES, only: str = "*") -> list[Launch]:

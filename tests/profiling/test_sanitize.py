@@ -31,7 +31,7 @@ RACE = (
 
 def test_every_kind_of_kernel_is_launched() -> None:
     found = launches()
-    head_dims = {"dense": (64, 96, 128, 192, 256), "varlen": (64, 128, 256), "decode": (64, 128, 256)}
+    head_dims = {"dense": (64, 96, 128, 192, 256), "varlen": (64, 128, 256), "decode": (64, 128, 256, 576)}
     assert {one[:3] for one in found} == {
         (family, d, kind) for family in ("sm80", "sm90") for kind, dims in head_dims.items() for d in dims
     }
@@ -62,6 +62,13 @@ def test_the_launches_need_every_kernel() -> None:
     for flag in ("is_fp8", "ragged", "appends", "rotary", "varlen", "heads_first"):
         assert {bool(getattr(static, flag)) for static in statics} == {True, False}, flag
     assert {static.head_dim for static in statics} == {64, 128, 256}
+    latent = [key for key in keys if key.kernel.startswith("decode_latent")]
+    for kernel in ("decode_latent", "decode_latent_sm90"):
+        statics = [key.static for key in latent if key.kernel == kernel]
+        assert {static.page_lookup for static in statics} == {"", "chunk", "row"}
+        for flag in ("ragged", "appends", "has_query_tables"):
+            assert {bool(getattr(static, flag)) for static in statics} == {True, False}, (kernel, flag)
+    assert {key.static.is_fp8 for key in latent if key.kernel == "decode_latent"} == {True, False}
 
 
 def test_decode_launches_have_several_splits() -> None:
@@ -71,10 +78,11 @@ def test_decode_launches_have_several_splits() -> None:
         shape = DecodeShape(1, 8, 2, 1, max(call.lengths), 128, num_splits=call.num_splits)
         assert DecodeExplanation.of(shape, ARCHS["sm_90"]).splits[0] >= 3
     found = launches(only="*-decode-*")
-    assert {one.feature for one in found} == {*sanitize_case.DECODE_CALLS, *sanitize_case.SPLIT_CALLS}
+    calls = sanitize_case.DECODE_CALLS | sanitize_case.LATENT_CALLS
+    assert {one.feature for one in found} == {*calls, *sanitize_case.SPLIT_CALLS}
     for family in ("sm80", "sm90"):
         features = {one.feature for one in found if one.family == family}
-        assert features >= set(sanitize_case.DECODE_CALLS)
+        assert features >= set(calls)
 
 
 @pytest.mark.slow
