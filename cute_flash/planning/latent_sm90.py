@@ -24,9 +24,7 @@ MAX_ROWS_MMA_SYNC = 16
 COLUMNS_PV = 128
 # Columns of Q that are kept in registers or left in shared memory together.
 Q_COLUMNS = 64
-# Buffers of P, with the factors that rescale O.
-P_STAGES = 1
-# Keys that are loaded, and released by the output warpgroups, together: half of a block.
+# Keys that are loaded together, whose P is handed over, and that are released after P V: half of a block.
 LOAD_KEYS = 32
 # What one TMA instruction loads of a half: the rows of all warps, in one atom of columns.
 TMA_BOX = SmemTile(LOAD_KEYS, 64)
@@ -97,9 +95,9 @@ class LatentTileSm90(DecodeTile):
 
     @property
     def smem_bytes(self) -> int:
-        tiles = self.q_smem.bytes + self.kv_bytes + P_STAGES * self.p_smem.bytes
+        tiles = self.q_smem.bytes + self.kv_bytes + self.p_smem.bytes
         # Factors of rows, sums of rows, flags of warps; the share of a merge; barriers.
-        small = P_STAGES * (2 * 4 * self.tile_m + 16) + 8 + 16 * (SPLIT_SLOTS + 1 + self.loads * self.stages + P_STAGES)
+        small = 2 * 4 * self.tile_m + 16 + 8 + 16 * (SPLIT_SLOTS + 1 + self.loads * self.stages + self.loads)
         small += 4 * self.stages * self.tile_n * self.has_query_tables
         return tiles + ceil_div(small, 16) * 16 + 4 * SPLIT_INTEGERS * SPLIT_SLOTS
 

@@ -77,10 +77,16 @@ def load_step(first: Int32, tile: SmemTile, thread: Int32, step: int) -> tuple:
 
 
 @cute.jit
-def store_steps(rX: cute.Tensor, first: Int32, tile: cutlass.Constexpr, thread: Int32):
-    """Store `rX`, a 16-bit fragment in the order of m64nN accumulators, to a tile of 64 rows x N columns."""
+def store_steps(
+    rX: cute.Tensor, first: Int32, tile: cutlass.Constexpr, thread: Int32, first_step: cutlass.Constexpr = 0
+):
+    """Store `rX`, a 16-bit fragment in the order of m64nN accumulators, to N columns of a tile of 64 rows.
+
+    `first_step`: the first of these columns, in steps.
+    """
     packed = cute.recast_tensor(rX, Int32)
     values = ", ".join(f"{{$r{1 + i}}}" for i in range(4))
     for step in cutlass.range_constexpr(cute.size(packed) // 4):
-        arguments = [_step_address(first, tile, thread, step), *(packed[4 * step + i] for i in range(4))]
+        address = _step_address(first, tile, thread, first_step + step)
+        arguments = [address, *(packed[4 * step + i] for i in range(4))]
         cute.arch.inline_ptx(_STMATRIX.format("x4", "", values), read_only_args=arguments)

@@ -50,18 +50,19 @@ def compute_output(p: Params, storage: SharedStorage, team: Team, thread: Int32,
         acc_O.fill(0.0)
         for i in cutlass.range(block, block + num_blocks, unroll=1):
             iteration = i + count
-            storage.p.wait_full(iteration)
-            storage.wait_block(i)
-            rescale(storage, acc_O, iteration, thread)
-            rP_i = rP[None, None, None, storage.p.stage(iteration)]
             rV_i = rV[None, None, None, storage.stage_of_block(i)]
             num_steps = LOAD_KEYS // 16
             for half in cutlass.range_constexpr(tile.loads):
-                start_gemm(p.tiled_mma.pv, acc_O, rP_i, rV_i, True, range(half * num_steps, (half + 1) * num_steps))
+                storage.p.wait_full(tile.loads * iteration + half)
+                if cutlass.const_expr(half == 0):
+                    storage.wait_block(i)
+                    rescale(storage, acc_O, thread)
+                steps = range(half * num_steps, (half + 1) * num_steps)
+                start_gemm(p.tiled_mma.pv, acc_O, rP[None, None, None, 0], rV_i, True, steps)
             for half in cutlass.range_constexpr(tile.loads):
                 warpgroup.wait_group(tile.loads - 1 - half)
+                storage.p.release(tile.loads * iteration + half)
                 storage.kv.release(tile.loads * i + half)
-            storage.p.release(iteration)
         block += num_blocks
         load_statistics(storage, statistics, block + count, thread)
         finish(p, storage, team, acc_O, statistics, count, thread, cta)
@@ -71,27 +72,30 @@ def compute_output(p: Params, storage: SharedStorage, team: Team, thread: Int32,
 
 
 @cute.jit
-def rescale(storage: SharedStorage, acc_O: cute.Tensor, iteration: Int32, thread: Int32):
+def rescale(storage: SharedStorage, acc_O: cute.Tensor, thread: Int32):
     """O = O alpha, if a row of this warp has outgrown m."""
-    stage, thread = storage.p.stage(iteration), thread % WARPGROUP_THREADS
-    if cute.arch.make_warp_uniform(storage.rescales[thread // 32, stage]) != 0:
+    thread = thread % WARPGROUP_THREADS
+    if cute.arch.make_warp_uniform(storage.rescales[thread // 32]) != 0:
         acc_O_mn = as_mn(acc_O)
         for r in cutlass.range_constexpr(ROWS):
-            factor = storage.factors[first_row(thread) + 8 * r, stage]
+            factor = storage.factors[first_row(thread) + 8 * r]
             acc_O_mn[r, None].store(acc_O_mn[r, None].load() * factor)
 
 
 @cute.jit
 def load_statistics(storage: SharedStorage, statistics: Statistics, iteration: Int32, thread: Int32):
     """Load m and l, and release their iteration of the pipeline of P."""
-    storage.p.wait_full(iteration)
-    stage, largest = storage.p.stage(iteration), Float32(0.0)
+    loads, largest = storage.config.tile.loads, Float32(0.0)
+    for half in cutlass.range_constexpr(loads):
+        storage.p.wait_full(loads * iteration + half)
     for r in cutlass.range_constexpr(ROWS):
         row = first_row(thread % WARPGROUP_THREADS) + 8 * r
-        statistics.m[r], statistics.l[r] = storage.factors[row, stage], storage.sums[row, stage]
+        statistics.m[r], statistics.l[r] = storage.factors[row], storage.sums[row]
         largest = cute.arch.fmax(largest, cute.arch.fmax(statistics.m[r], statistics.l[r]))
     # The vote needs the values of all lanes, and the address of the arrival depends on the vote.
-    storage.p.release(iteration, Int32(cute.arch.vote_ballot_sync(largest > 0.0)))
+    loaded = Int32(cute.arch.vote_ballot_sync(largest > 0.0))
+    for half in cutlass.range_constexpr(loads):
+        storage.p.release(loads * iteration + half, loaded)
 
 
 @cute.jit

@@ -20,6 +20,7 @@ from cute_flash.device.softmax.softmax import THREADS_PER_ROW, Softmax
 from cute_flash.kernels.decode.latent_sm90_storage import SharedStorage
 from cute_flash.kernels.decode.score_rows import KeyRange, ScoreRows, common_keys, score_rows
 from cute_flash.kernels.decode.storage import Params
+from cute_flash.planning.latent_sm90 import LOAD_KEYS
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class KeyBlock(NamedTuple):
     key: Int32  # the first
     keys_seen: Int32  # keys of the split before this block
     stage: Int32  # of K
-    iteration: Int32  # of the pipeline of P
+    iteration: Int32  # of the pipeline of P, in blocks
 
 
 @cute.jit
@@ -157,20 +158,30 @@ def compute_probs(p: Params, storage: SharedStorage, rows: SplitRows, acc_S: cut
     grew = softmax.is_outgrown(block_max, softmax.threshold(block.keys_seen))
     if grew:
         softmax.raise_max(block_max)
-    # P = exp(scale (S - m));  l += rowsum P
-    softmax.exponentiate(acc_S_mn)
-    rP = cute.make_fragment_like(acc_S, p.config.dtype)
-    convert(acc_S, rP)
-    storage.p.wait_empty(block.iteration)
-    stage = storage.p.stage(block.iteration)
-    store_steps(rP, Int32(storage.sP.iterator.toint()) + stage * tile.p_smem.bytes, tile.p_smem, thread)
-    if grew:
-        store_row_values(storage.factors[None, stage], softmax.alpha, thread)
-    if thread % 32 == 0:
-        storage.rescales[thread // 32, stage] = Int32(grew)
-    # Make P visible to wgmma.
-    cute.arch.fence_proxy("async.shared", space="cta")
-    hand_over(storage, block.iteration)
+    for half in cutlass.range_constexpr(tile.loads):
+        iteration, part = tile.loads * block.iteration + half, half_of(acc_S, half, tile.loads)
+        # P = exp(scale (S - m));  l += rowsum P
+        softmax.exponentiate(as_mn(part))
+        rP = cute.make_fragment_like(part, p.config.dtype)
+        convert(part, rP)
+        storage.p.wait_empty(iteration)
+        store_steps(rP, Int32(storage.sP.iterator.toint()), tile.p_smem, thread, half * LOAD_KEYS // 16)
+        if cutlass.const_expr(half == 0):
+            if grew:
+                store_row_values(storage.factors, softmax.alpha, thread)
+            if thread % 32 == 0:
+                storage.rescales[thread // 32] = Int32(grew)
+        # Make P visible to wgmma.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        hand_over(storage, iteration)
+
+
+def half_of(acc: cute.Tensor, half: int, num: int) -> cute.Tensor:
+    """A part of the columns of an accumulator of wgmma, ((2, 2, n8 tiles), 1, 1)."""
+    (cols, rows, tiles), tiles_m, tiles_n = acc.layout.shape
+    (_, _, tile_stride), _, _ = acc.layout.stride
+    layout = cute.make_layout(((cols, rows, tiles // num), tiles_m, tiles_n), stride=acc.layout.stride)
+    return cute.make_tensor(acc.iterator + half * (tiles // num) * tile_stride, layout)
 
 
 @cute.jit
@@ -181,11 +192,13 @@ def store_statistics(p: Params, storage: SharedStorage, softmax: Softmax, iterat
         totals[r] = softmax.row_sum[r]
         for offset in cutlass.range_constexpr(1, 3):
             totals[r] = totals[r] + cute.arch.shuffle_sync_bfly(totals[r], offset=offset)
-    storage.p.wait_empty(iteration)
-    stage = storage.p.stage(iteration)
-    store_row_values(storage.factors[None, stage], softmax.row_max, thread)
-    store_row_values(storage.sums[None, stage], totals, thread)
-    hand_over(storage, iteration)
+    loads = storage.config.tile.loads
+    for half in cutlass.range_constexpr(loads):
+        storage.p.wait_empty(loads * iteration + half)
+    store_row_values(storage.factors, softmax.row_max, thread)
+    store_row_values(storage.sums, totals, thread)
+    for half in cutlass.range_constexpr(loads):
+        hand_over(storage, loads * iteration + half)
 
 
 @cute.jit

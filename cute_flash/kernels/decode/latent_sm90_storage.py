@@ -7,10 +7,10 @@ Every pipeline counts its iterations from the start of the kernel:
 | splits   | split, and the end   | producer: 1           | scores, output: 12 warps | fields of the split           |
 | q        | split                | producer: 128 copies  | scores: 4 warps          | Q                             |
 | kv       | half of a block      | producer: 128 copies  | scores, output: 12 warps | K, which contains V           |
-| p        | block, and split end | scores: 4 warps       | output: 8 warps          | P and factors of O; then m, l |
+| p        | half of a block, end | scores: 4 warps       | output: 8 warps          | P and factors of O; then m, l |
 
 The copies of a thread count as one arrival. With tables of queries, each thread also arrives at `kv` by itself.
-Thus a split with n blocks takes 2 n iterations of `kv` and n + 1 of `p`.
+Thus a split with n blocks takes 2 n iterations of `kv` and 2 n + 2 of `p`. The factors come with the first half of P.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from cute_flash.device.scheduling.kv_splits import Split, TileCtas
 from cute_flash.device.scheduling.pipeline import Pipeline
 from cute_flash.device.scheduling.published_tiles import NO_TILE, SLOTS, PublishedTiles
 from cute_flash.kernels.decode.storage import Config
-from cute_flash.planning.latent_sm90 import LOAD_KEYS, P_STAGES, WARPGROUP_THREADS
+from cute_flash.planning.latent_sm90 import LOAD_KEYS, WARPGROUP_THREADS
 from cute_flash.smem.tile import SmemTile
 
 # The published fields of a split. `batch` is NO_TILE after the last split.
@@ -49,10 +49,10 @@ class SharedStorage:
     sQ: cute.Tensor  # (64, tile_d, 1)
     sK: cute.Tensor  # (tile_n, tile_d, stage)
     sV: cute.Tensor  # (width_v, tile_n, stage): the first columns of sK, transposed
-    sP: cute.Tensor  # (64, tile_n, stage)
-    factors: cute.Tensor  # (64, stage of P) fp32: factors of the rows of O; after the last block of a split m
-    sums: cute.Tensor  # (64, stage of P) fp32: after the last block of a split l
-    rescales: cute.Tensor  # (4, stage of P): whether a warp's rows of O are rescaled
+    sP: cute.Tensor  # (64, tile_n, 1)
+    factors: cute.Tensor  # (64) fp32: factors of the rows of O; after the last block of a split m
+    sums: cute.Tensor  # (64) fp32: after the last block of a split l
+    rescales: cute.Tensor  # (4): whether a warp's rows of O are rescaled
     config: cutlass.Constexpr  # Config
     sExists: cute.Tensor | None  # (half of a stage, key): whether a key has a page, if a page can be -1
     merge_share: cute.Tensor  # (1): as in `storage.SharedStorage`
@@ -66,19 +66,19 @@ class SharedStorage:
     def allocate(config: Config) -> "SharedStorage":
         smem, tile = SmemAllocator(), config.tile
         allocate = partial(allocate_stages, smem, config.dtype)
-        sQ, sK, sP = allocate(tile.q_smem, 1), allocate(tile.kv_smem, tile.stages), allocate(tile.p_smem, P_STAGES)
+        sQ, sK, sP = allocate(tile.q_smem, 1), allocate(tile.kv_smem, tile.stages), allocate(tile.p_smem, 1)
         (rows, columns), strides = SmemTile(tile.tile_n, tile.width_v).affine
         layout = cute.make_layout((columns, rows, tile.stages), stride=(*reversed(strides), tile.kv_smem.cosize))
         sV = cute.make_tensor(sK.iterator, layout)
-        row_values = cute.make_layout((tile.tile_m, P_STAGES))
+        row_values = cute.make_layout(tile.tile_m)
         factors, sums = (smem.allocate_tensor(Float32, row_values, 16) for _ in range(2))
-        rescales = smem.allocate_tensor(Int32, cute.make_layout((SCORES_WARPS, P_STAGES)), 16)
+        rescales = smem.allocate_tensor(Int32, cute.make_layout(SCORES_WARPS), 16)
         exists = None
         if config.static.has_query_tables:
             layout = cute.make_layout((tile.loads * tile.stages, LOAD_KEYS), stride=(LOAD_KEYS, 1))
             exists = smem.allocate_tensor(Int32, layout, 16)
         merge_share = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-        pipelines = [Pipeline.allocate(smem, stages) for stages in (SLOTS, 1, tile.loads * tile.stages, P_STAGES)]
+        pipelines = [Pipeline.allocate(smem, stages) for stages in (SLOTS, 1, tile.loads * tile.stages, tile.loads)]
         fields = PublishedTiles.allocate(smem, len(SPLIT_FIELDS) + len(TILE_CTAS_FIELDS))
         return SharedStorage(sQ, sK, sV, sP, factors, sums, rescales, config, exists, merge_share, *pipelines, fields)
 
