@@ -34,6 +34,7 @@ DOCUMENTS = {
         "docs/getting-started.md",
         "docs/how-it-works.md",
         "docs/ladder.md",
+        "docs/mla.md",
         "docs/numerics.md",
         "docs/numerics-study.md",
         "docs/performance.md",

@@ -37,6 +37,7 @@ FIGURES = {
     "overlap.svg": Recipe(plot_concepts.overlap),
     "banks.svg": Recipe(plot_concepts.banks),
     "recompute.svg": Recipe(plot_concepts.recompute),
+    "mla-row.svg": Recipe(plot_concepts.latent_row),
     "context-parallel.svg": Recipe(plot_cp.efficiency),
 }
 

@@ -1,4 +1,4 @@
-"""The figures of docs/how-it-works.md, from the models of the package: no measurement is read.
+"""The figures of docs/how-it-works.md and docs/mla.md, from the models of the package: no measurement is read.
 
 tiling            the tiles of Q, K, V and O, and both loop orders
 online_softmax    maximum and sum of one row, block by block
@@ -6,6 +6,7 @@ ridge             attention shapes under the rooflines of three GPUs
 overlap           copies, tensor cores and softmax of one SM over time (`timeline.py`)
 banks             a column of a plain, a padded and a swizzled tile in shared memory
 recompute         memory and matrix products of a backward that stores P, and of one that recomputes it
+latent_row        a row of MLA's cache, beside the query and the output that decoding multiplies with it
 """
 
 from __future__ import annotations
@@ -383,4 +384,52 @@ def recompute(head_dim: int = 128) -> Figure:
     right.grid(visible=False, axis="y")
     right.tick_params(length=0)
     add_legend(figure, "Recomputation: less memory for one more product", left.get_lines())
+    return figure
+
+
+# ---- multi-head latent attention
+
+LATENT, ROTARY = 512, 64  # columns of a row in DeepSeek's models
+HEADS, KEY_DIM, VALUE_DIM = 128, 192, 128  # of the same models, without absorption
+
+
+def cached_numbers() -> dict[str, int]:
+    """Numbers that a layer caches for each token, by the kind of attention."""
+    return {
+        f"MHA, {HEADS} heads, {KEY_DIM}/{VALUE_DIM}": HEADS * (KEY_DIM + VALUE_DIM),
+        "GQA, 8 K/V heads, 128": 8 * 2 * 128,
+        "MLA": LATENT + ROTARY,
+    }
+
+
+def latent_row() -> Figure:
+    """The row of a token: columns of the query, the key, the value and the output are aligned."""
+    figure = _figure(2.9, f"one token of a layer; a row has {2 * (LATENT + ROTARY):,} bytes in 16 bits")
+    left, right = figure.subplots(1, 2, width_ratios=(1.75, 1))
+    rows = {
+        "query of a head": (("W_UKᵀ q_C", BLUE, 0.22), ("q_R", ORANGE, 0.22)),
+        "cached row": (("c", BLUE, 0.75), ("k_R", ORANGE, 0.75)),
+        "output of a head": (("Σ p c, then W_UV", GREEN, 0.22),),
+    }
+    for y, parts in enumerate(rows.values()):
+        for (text, colour, alpha), x, width in zip(parts, (0, LATENT), (LATENT, ROTARY)):
+            _box(left, x, 1.7 * y, width, 1, colour, alpha, text)
+    for y, width, text in (
+        (1.37, LATENT + ROTARY, f"key of all heads: {LATENT + ROTARY} columns"),
+        (3.07, LATENT, f"value of all heads: {LATENT} columns"),
+    ):
+        left.annotate("", (0, y), (width, y), arrowprops={"arrowstyle": "<|-|>", "color": INK, "lw": 1})
+        left.text(width / 2, y - 0.06, text, ha="center", va="bottom", size="small")
+    _bare(left)
+    left.set(xlim=(-6, LATENT + ROTARY + 6), ylim=(4.5, -0.15))
+    left.set_yticks([0.5, 2.2, 3.9], list(rows))
+    left.tick_params(length=0)
+    numbers = cached_numbers()
+    right.barh(range(len(numbers)), list(numbers.values()), 0.55, color=[GREY, GREY, BLUE], alpha=0.8)
+    for i, (name, number) in enumerate(numbers.items()):
+        right.text(0, i - 0.36, f"{name}: {number:,}", ha="left", va="bottom", size="small")
+    right.set(ylim=(len(numbers) - 0.5, -0.75), yticks=[], title="Numbers of a token in the cache")
+    right.grid(visible=False, axis="y")
+    set_ticks(right.xaxis, (0, 20_000, 40_000), "{:,.0f}".format)
+    add_legend(figure, "The cache of multi-head latent attention", [])
     return figure

@@ -1,4 +1,4 @@
-"""The figures and tables of docs/how-it-works.md agree with the models that they show."""
+"""The figures and tables of docs/how-it-works.md and docs/mla.md agree with the models that they show."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.arch import SM_90
 from profiling.documents import concept_tables, plot_concepts
 from profiling.documents.timeline import COPY, TENSOR, Clocks, schedules
+from profiling.studies import mla_cases
 
 
 def test_a_row_ends_with_the_sum_of_its_exponentials() -> None:
@@ -76,3 +77,8 @@ def test_tiles_that_differ_from_the_rules_are_explained() -> None:
     rows = [line.split(" | ") for line in concept_tables.tile_rules().splitlines()[2:]]
     differ = [row[0].removeprefix("| ") for row in rows if row[5] != row[6]]
     assert differ == ["A100, 64", "A100, 256", "H100, 128"]
+
+
+def test_a_latent_row_is_the_cache_of_the_mla_study() -> None:
+    assert plot_concepts.LATENT == mla_cases.VALUE_DIM and plot_concepts.KEY_DIM**-0.5 == mla_cases.SCALE
+    assert plot_concepts.cached_numbers()["MLA"] == mla_cases.HEAD_DIM
