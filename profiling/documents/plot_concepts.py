@@ -414,12 +414,12 @@ def latent_row() -> Figure:
     for y, parts in enumerate(rows.values()):
         for (text, colour, alpha), x, width in zip(parts, (0, LATENT), (LATENT, ROTARY)):
             _box(left, x, 1.7 * y, width, 1, colour, alpha, text)
-    for y, width, text in (
+    for top, width, text in (
         (1.37, LATENT + ROTARY, f"key of all heads: {LATENT + ROTARY} columns"),
         (3.07, LATENT, f"value of all heads: {LATENT} columns"),
     ):
-        left.annotate("", (0, y), (width, y), arrowprops={"arrowstyle": "<|-|>", "color": INK, "lw": 1})
-        left.text(width / 2, y - 0.06, text, ha="center", va="bottom", size="small")
+        left.annotate("", (0, top), (width, top), arrowprops={"arrowstyle": "<|-|>", "color": INK, "lw": 1})
+        left.text(width / 2, top - 0.06, text, ha="center", va="bottom", size="small")
     _bare(left)
     left.set(xlim=(-6, LATENT + ROTARY + 6), ylim=(4.5, -0.15))
     left.set_yticks([0.5, 2.2, 3.9], list(rows))

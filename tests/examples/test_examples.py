@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cute_flash.spec.arch import ARCHS
+from cute_flash.tools.warmup import recorded_keys
 from tests.examples import checks
 from tests.fakes.cuda import claiming_cuda, launching_operators
 from tests.fakes.gpu import FakeGpu, fake_gpu
@@ -75,6 +77,27 @@ def test_cuda_has_the_kernels(name: str, gpu: FakeGpu) -> None:
 def test_cuda_has_the_kernels_of_the_gpt(gpu: FakeGpu) -> None:
     checks.train_gpt.main(steps=2, batch=2, seqlen=8, width=16)
     assert gpu.kernels.count(f"fwd_{gpu.family}") == gpu.kernels.count(f"bwd_{gpu.family}") == 4
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_cuda_has_the_kernels_of_latent_attention(family: str) -> None:
+    @torch.no_grad()
+    def step() -> None:
+        model, text = checks.mla.Model(), torch.zeros(3, 9, dtype=torch.int64)
+        caches = torch.empty(checks.mla.LAYERS, 3, 64, 1, checks.mla.LATENT + checks.mla.TURNED, dtype=torch.bfloat16)
+        model(model(text, caches, 0), caches, 9)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks.mla, "DTYPE", torch.bfloat16)
+        keys = recorded_keys(step, ARCHS[f"sm_{family[2:]}"])
+    assert [key.kernel for key in keys] == [f"fwd_{family}", "decode_latent"]
+
+
+@pytest.mark.slow
+def test_tokens_of_latent_attention_survive_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = checks.mla.main()
+    monkeypatch.setattr(checks.mla, "DTYPE", torch.bfloat16)
+    assert torch.equal(checks.mla.main(), expected)
 
 
 @pytest.mark.processes
