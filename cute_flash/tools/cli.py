@@ -222,12 +222,18 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         "2,16,4096,128 --causal --legend  # what the lines mean",
         "1,64,1,128 --kv-heads 8 --seqlen-k 32768  # few queries: attn splits the keys",
         "8,32,1,128 --kv-heads 8 --cache-len 8192 --page-size 16 --cache-dtype fp8  # attn_decode",
+        "32,128,1,576 --cache-len 4096 --value-dim 512 --page-size 64  # attn_decode with one cache (MLA)",
         "1,32,131072,128 --causal --gpu H200 --cp 8 --link nvlink  # context parallelism",
     )
     sub.add_argument("shapes", nargs="+", type=_shape, metavar="B,H,S,D", help="batch, heads, length and head dim of q")
-    sub.add_argument("--kv-heads", type=_positive, metavar="N", help="K/V heads (default: H)")
+    sub.add_argument("--kv-heads", type=_positive, metavar="N", help="K/V heads (default: H; with one cache 1)")
     sub.add_argument("--seqlen-k", type=_positive, metavar="N", help="number of keys (default: S)")
-    sub.add_argument("--value-dim", type=_positive, metavar="N", help="head dim of v (default: D)")
+    sub.add_argument(
+        "--value-dim",
+        type=_positive,
+        metavar="N",
+        help="head dim of v (default: D); with --cache-len, one cache whose first N columns are the values (MLA)",
+    )
     sub.add_argument(
         "--cache-len", type=_positive, metavar="N", help="explain attn_decode: N keys of each sequence in a K/V cache"
     )
@@ -390,7 +396,8 @@ def _explain(args: argparse.Namespace) -> int:
         for batch, heads, length, head_dim in args.shapes:
             value_dim = None if args.value_dim == head_dim else args.value_dim
             keys = args.cache_len or args.seqlen_k or length
-            sizes = (batch, heads, args.kv_heads or heads, length, keys, head_dim)
+            is_latent = args.cache_len is not None and args.value_dim is not None
+            sizes = (batch, heads, args.kv_heads or (1 if is_latent else heads), length, keys, head_dim)
             if args.cache_len is None:
                 problem = Problem(*sizes, DTYPES[args.dtype], band, value_dim)
                 if args.cp is None:
@@ -400,7 +407,8 @@ def _explain(args: argparse.Namespace) -> int:
                     explanations.append(cp.of(problem, args.cp, args.link or LINKS[0], spec))
             else:
                 cache = CACHE_DTYPES[args.cache_dtype or "same"], args.page_size
-                shape = DecodeShape(*sizes, value_dim, DTYPES[args.dtype], *cache, band, args.num_splits)
+                options = (DTYPES[args.dtype], *cache, band, args.num_splits)
+                shape = DecodeShape(*sizes, value_dim, *options, is_latent=is_latent)
                 explanations.append(DecodeExplanation.of(shape, spec))
     if args.json:
         print(json.dumps([explanation.as_dict() for explanation in explanations], indent=2))

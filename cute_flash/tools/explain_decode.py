@@ -2,6 +2,9 @@
 
 The kernel reads the lengths and divides the keys on the device. `device/scheduling/kv_splits.py` defines query tiles,
 units and splits. The numbers here are those of a batch whose sequences all have the same number of keys.
+
+With `value_dim` (MLA), the bytes of the cache count once, because its rows are keys and values. The query heads may be
+divided into groups, which count as K/V heads in the division of the keys.
 """
 
 from __future__ import annotations
@@ -12,11 +15,15 @@ from typing import Any
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.decode import CHUNK, UNIT_KEYS, DecodePlan, DecodeStatic, SplitSizes, plan_splits
+from cute_flash.planning.decode_tiles import DecodeTile, LatentTile
+from cute_flash.planning.latent_sm90 import WARPGROUPS, LatentTileSm90
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band, ceil_div
 from cute_flash.spec.decode import GPU_DTYPES
 from cute_flash.spec.dtypes import DTYPE_BYTES, ROW_ALIGN_BYTES
-from cute_flash.spec.problem import Problem, check_head_dim, check_heads
+from cute_flash.spec.family import requested_family
+from cute_flash.spec.latent import MAX_LATENT_DIM, MAX_VALUE_DIM
+from cute_flash.spec.problem import HEAD_DIM_STEP, Problem, check_head_dim, check_heads
 from cute_flash.tools.roofline import STATISTIC_BYTES, Bound
 from cute_flash.tools.text import aligned
 
@@ -41,6 +48,7 @@ class DecodeShape:
     band: Band = CAUSAL
     num_splits: int | None = None
     is_attn: bool = False  # a call of `attn`, whose keys are split
+    is_latent: bool = False  # one cache, whose first head_dim_v columns are the values
 
     @staticmethod
     def of(problem: Problem) -> DecodeShape:
@@ -52,15 +60,33 @@ class DecodeShape:
     def check(self) -> None:
         """Raise a ValueError for a call that has no kernel."""
         check_heads(self.heads, self.heads_kv)
-        check_head_dim(self.head_dim)
-        check_head_dim(self.width_v)
+        if self.is_latent:
+            self._check_latent()
+        else:
+            check_head_dim(self.head_dim)
+            check_head_dim(self.width_v)
         if self.dtype not in GPU_DTYPES:
             raise UnsupportedError(f"attn_decode in {self.dtype} on cuda: use one of {', '.join(GPU_DTYPES)}")
-        if self.cache_dtype == FP8 and (self.head_dim % ROW_ALIGN_BYTES or self.width_v % ROW_ALIGN_BYTES):
+        widths = (self.head_dim,) if self.is_latent else (self.head_dim, self.width_v)
+        if self.cache_dtype == FP8 and any(width % ROW_ALIGN_BYTES for width in widths):
             raise UnsupportedError(
-                f"FP8 caches with head dims {self.head_dim} and {self.width_v} on cuda: use multiples of "
+                f"FP8 caches with head dims {' and '.join(map(str, widths))} on cuda: use multiples of "
                 f"{ROW_ALIGN_BYTES}"
             )
+
+    def _check_latent(self) -> None:
+        if self.width_v > self.head_dim:
+            raise ValueError(
+                f"value_dim={self.width_v} with head_dim={self.head_dim}: the values are the first columns of the cache"
+            )
+        for name, width, most in (
+            ("head_dim", self.head_dim, MAX_LATENT_DIM),
+            ("value_dim", self.width_v, MAX_VALUE_DIM),
+        ):
+            if width % HEAD_DIM_STEP or width > most:
+                raise UnsupportedError(
+                    f"{name}={width} with one cache on cuda: kernels take multiples of {HEAD_DIM_STEP} up to {most}"
+                )
 
     @property
     def width_v(self) -> int:
@@ -80,7 +106,13 @@ class DecodeShape:
             page_lookup="" if page is None else "row" if page % CHUNK else "chunk",
             heads_first=self.is_attn,
             has_seqlens=not self.is_attn,
+            is_latent=self.is_latent,
         )
+
+    @property
+    def cached_width(self) -> int:
+        """Numbers of a row of the caches: keys and values."""
+        return self.head_dim if self.is_latent else self.head_dim + self.width_v
 
 
 @dataclass(frozen=True)
@@ -93,16 +125,18 @@ class DecodeExplanation(Bound):
     def of(shape: DecodeShape, arch: ArchSpec) -> DecodeExplanation:
         shape.check()
         sizes = SplitSizes(shape.batch, shape.tokens, shape.heads, shape.heads_kv, shape.keys)
-        kernel = "fwd_split_kv" if shape.is_attn else "decode"
-        return DecodeExplanation(shape, arch, plan_splits(kernel, shape.static, sizes, arch, shape.num_splits))
+        kernel = "fwd_split_kv" if shape.is_attn else "decode_latent" if shape.is_latent else "decode"
+        plan = plan_splits(kernel, shape.static, sizes, arch, shape.num_splits, requested_family())
+        return DecodeExplanation(shape, arch, plan)
 
     # ---- division of the keys
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of query rows of a sequence and K/V head."""
-        group = self.shape.heads // self.shape.heads_kv
-        return ceil_div(self.shape.tokens * group, self.plan.tile.tile_m)
+        """Tiles of query rows of a sequence and K/V head; of all its head groups."""
+        groups = self.plan.head_groups
+        heads = self.shape.heads // self.shape.heads_kv // groups
+        return groups * ceil_div(self.shape.tokens * heads, self.plan.tile.tile_m)
 
     @property
     def num_tiles(self) -> int:
@@ -176,9 +210,9 @@ class DecodeExplanation(Bound):
 
     @property
     def kv_bytes(self) -> int:
-        """K and V, each once."""
-        shape, widths = self.shape, self.shape.head_dim + self.shape.width_v
-        return shape.batch * shape.heads_kv * self.visited_keys * widths * shape.static.cache_bytes
+        """K and V, each once; with one cache, its rows once."""
+        shape = self.shape
+        return shape.batch * shape.heads_kv * self.visited_keys * shape.cached_width * shape.static.cache_bytes
 
     @property
     def least_bytes(self) -> int:
@@ -192,7 +226,7 @@ class DecodeExplanation(Bound):
     def workspace_bytes(self) -> int:
         """Outputs and statistics of splits."""
         tile = self.plan.tile
-        return self.plan.num_slots * tile.tile_m * (tile.head_dim + 2) * STATISTIC_BYTES
+        return self.plan.num_slots * tile.tile_m * (tile.width_v + 2) * STATISTIC_BYTES
 
     @property
     def unit_seconds(self) -> dict[str, float]:
@@ -201,7 +235,7 @@ class DecodeExplanation(Bound):
         The tensor cores also compute the unused rows of query tiles.
         """
         tile = self.plan.tile
-        flops = 4 * self.num_tiles * tile.tile_m * self.visited_keys * tile.head_dim
+        flops = 2 * self.num_tiles * tile.tile_m * self.visited_keys * (tile.head_dim + tile.width_v)
         memory = self.least_bytes / (self.arch.hbm_tbps * 1e12)
         return {"memory": memory, "tensor": flops / (self.arch.tensor_tflops * 1e12)}
 
@@ -215,22 +249,23 @@ class DecodeExplanation(Bound):
         low, high = self.splits
         splits = f"{low}" if low == high else f"{low} to {high}"
         function = "attn, few queries: the keys are split among CTAs" if shape.is_attn else "attn_decode"
+        groups = f"; {plan.head_groups} groups of heads" if plan.head_groups > 1 else ""
+        once = " in one cache" if shape.is_latent else ""
         times = ", ".join(f"{unit} {1e6 * seconds:.2f} us" for unit, seconds in self.unit_seconds.items())
         return aligned(
             [
                 f"problem B={shape.batch} H={shape.heads} Hkv={shape.heads_kv} Sq={shape.tokens} Sk={shape.keys} "
                 f"D={widths} {shape.dtype}, {shape.band}",
                 f"call {function}",
-                f"cache {cache}, {pages}",
+                f"cache {cache}, {pages}" + (f", values: its first {shape.width_v} columns" * shape.is_latent),
                 f"GPU {arch.gpu} ({arch.name}), {arch.num_sms} SMs",
                 f"kernel {plan.key.kernel}",
-                f"tile {tile.tile_m} rows x {tile.block_keys} keys, D {tile.head_dim}, {tile.num_warps} warps of "
-                f"{tile.tile_n} keys, {tile.stages} stages",
+                f"tile {tile.tile_m} rows x {tile.block_keys} keys, {_roles(tile)}, {tile.stages} stages",
                 f"shared {tile.smem_bytes / 1024:.0f} KB of {arch.smem_per_cta / 1024:.0f} KB a CTA, "
                 f"up to {tile.ctas_per_sm(arch)} CTA(s) an SM by shared memory",
                 f"grid {plan.num_ctas} CTAs, {self.busy_ctas} have keys, at most {self.keys_per_cta} keys each",
-                f"splits {splits} CTA(s) share the keys of a tile of query rows; {self.num_tiles} tiles",
-                f"K/V {self.kv_bytes / 1e6:.3f} MB, read by {self.row_tiles} tile(s) of rows",
+                f"splits {splits} CTA(s) share the keys of a tile of query rows; {self.num_tiles} tiles{groups}",
+                f"K/V {self.kv_bytes / 1e6:.3f} MB{once}, read by {self.row_tiles} tile(s) of rows",
                 f"traffic {self.least_bytes / 1e6:.3f} MB if every tensor moves once; workspace "
                 f"{self.workspace_bytes / 1e6:.3f} MB",
                 f"units {times} at {arch.hbm_tbps:.2f} TB/s and {arch.tensor_tflops:.0f} TFLOP/s",
@@ -256,9 +291,21 @@ class DecodeExplanation(Bound):
             "busy_blocks": self.busy_ctas,
             "keys_per_block": self.keys_per_cta,
             "splits": list(self.splits),
+            "head_groups": plan.head_groups,
             "kv_bytes": self.kv_bytes,
             "least_bytes": self.least_bytes,
             "workspace_bytes": self.workspace_bytes,
             "bound": self.bound,
             "seconds": self.seconds,
         }
+
+
+def _roles(tile: DecodeTile) -> str:
+    """The widths of a tile, and how its warps share the work."""
+    if isinstance(tile, LatentTileSm90):
+        return (
+            f"D {tile.head_dim}/{tile.width_v}, {WARPGROUPS} warpgroups: a producer, scores, two halves of the output"
+        )
+    if isinstance(tile, LatentTile):
+        return f"D {tile.head_dim}/{tile.width_v}, {tile.num_warps} warps, {tile.warps_per_row} share 16 rows"
+    return f"D {tile.head_dim}, {tile.num_warps} warps of {tile.tile_n} keys"

@@ -244,7 +244,10 @@ def test_explain_takes_several_shapes(capsys: pytest.CaptureFixture) -> None:
 DECODING = "8,32,1,128 --kv-heads 8 --cache-len 8192 --page-size 16 --gpu H100"
 
 
-@pytest.mark.parametrize("argv", ["2,16,4096,128 --dtype fp32 --gpu A100", DECODING])
+LATENT = "8,128,1,576 --value-dim 512 --cache-len 8192 --gpu H100"
+
+
+@pytest.mark.parametrize("argv", ["2,16,4096,128 --dtype fp32 --gpu A100", DECODING, LATENT])
 def test_explain_in_short_and_with_a_legend(argv: str, capsys: pytest.CaptureFixture) -> None:
     outs = []
     for option in ("", "--short", "--legend"):

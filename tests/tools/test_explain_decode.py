@@ -6,15 +6,19 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
-from cute_flash.planning.decode import UNIT_KEYS, SplitSizes, plan_splits
+from cute_flash.planning.decode import UNIT_KEYS, SplitSizes, plan_decode, plan_splits
 from cute_flash.spec import arch
 from cute_flash.spec.band import Band
+from cute_flash.spec.decode import DecodeArgs, describe_decode
+from cute_flash.spec.family import use_kernels
 from cute_flash.tools import explain_decode
 from cute_flash.tools.cli import main
 from cute_flash.tools.explain_decode import DecodeExplanation, DecodeShape
 
 BASE = DecodeShape(8, 32, 8, 1, 8192, 128)
+LATENT = DecodeShape(8, 128, 1, 1, 8192, 576, 512, is_latent=True)
 ARGV = "explain 8,32,1,128 --kv-heads 8 --cache-len 8192 --gpu H200".split()
 
 
@@ -41,10 +45,13 @@ def pieces_of(one: DecodeExplanation) -> list[list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("gpu", ["A100", "A10", "H200"])
+@pytest.mark.parametrize("base", [BASE, LATENT], ids=["K/V", "latent"])
 @pytest.mark.parametrize(
     "changes",
     [
         {},
+        {"heads": 16},
+        {"heads": 40, "tokens": 3},
         {"keys": 1},
         {"batch": 1, "keys": 131_072},
         {"batch": 128, "keys": 4096},
@@ -57,8 +64,8 @@ def pieces_of(one: DecodeExplanation) -> list[list[tuple[int, int]]]:
     ],
     ids=str,
 )
-def test_keys_are_divided_as_by_the_kernel(gpu: str, changes: dict) -> None:
-    one = DecodeExplanation.of(replace(BASE, **changes), arch.by_name(gpu))
+def test_keys_are_divided_as_by_the_kernel(gpu: str, base: DecodeShape, changes: dict) -> None:
+    one = DecodeExplanation.of(replace(base, **changes), arch.by_name(gpu))
     tiles = pieces_of(one)
     counts = [len(tile) for tile in tiles]
     assert one.splits == (min(counts), max(counts))
@@ -105,6 +112,58 @@ def test_text(capsys: pytest.CaptureFixture) -> None:
     assert "134.218 MB, read by 1 tile(s) of rows" in out and "at 4.80 TB/s" in out and "by memory" in out
 
 
+@pytest.mark.parametrize("gpu", ["A100", "A10", "H200"])
+@pytest.mark.parametrize(("heads", "tokens"), [(8, 1), (16, 1), (16, 2), (64, 1), (128, 1), (128, 2), (40, 1)])
+@pytest.mark.parametrize("cache_dtype", ["", explain_decode.FP8])
+def test_the_plan_of_one_cache_is_that_of_the_call(gpu: str, heads: int, tokens: int, cache_dtype: str) -> None:
+    spec = arch.by_name(gpu)
+    stored = torch.float8_e4m3fn if cache_dtype else torch.bfloat16
+    q, cache = torch.empty(4, tokens, heads, 576, dtype=torch.bfloat16), torch.empty(4, 2048, 1, 576, dtype=stored)
+    args = DecodeArgs(torch.zeros(4, dtype=torch.int32), 0.07, window_right=0, value_dim=512)
+    expected = plan_decode(describe_decode(q, cache, None, args, "cuda"), spec)
+    one = DecodeExplanation.of(
+        replace(LATENT, batch=4, heads=heads, tokens=tokens, keys=2048, cache_dtype=cache_dtype), spec
+    )
+    assert (one.plan.key.kernel, one.plan.tile, one.plan.sizes) == (expected.key.kernel, expected.tile, expected.sizes)
+    assert one.num_tiles == expected.num_query_tiles
+
+
+MLA_ARGV = "explain 32,128,1,576 --cache-len 4096 --value-dim 512 --page-size 64 --gpu H200".split()
+
+
+def test_one_cache_counts_once(capsys: pytest.CaptureFixture) -> None:
+    assert main([*MLA_ARGV, "--json"]) == 0
+    (many,) = json.loads(capsys.readouterr().out)
+    cache = 32 * 4096 * 576 * 2
+    assert (many["kernel"], many["head_groups"], many["tiles"]) == ("decode_latent_sm90", 2, 64)
+    assert many["kv_bytes"] == cache and many["least_bytes"] == cache + 32 * 128 * (1088 * 2 + 4)
+    # Both query tiles read the cache: 2 x (576 + 512) FLOP for each head and key.
+    assert many["bound"] == "tensor" and many["seconds"] == pytest.approx(32 * 128 * 4096 * 2 * 1088 / 989e12)
+    assert many["workspace_bytes"] == 2 * 132 * 64 * (512 + 2) * 4
+    assert many["problem"]["is_latent"] and many["problem"]["heads_kv"] == 1
+    assert main(["explain", "32,16,1,576", *MLA_ARGV[2:], "--json"]) == 0
+    (few,) = json.loads(capsys.readouterr().out)
+    assert (few["kernel"], few["head_groups"], few["bound"]) == ("decode_latent", 1, "memory")
+    assert few["seconds"] == pytest.approx((cache + 32 * 16 * (1088 * 2 + 4)) / 4.8e12)
+    with use_kernels("sm80"):
+        assert main([*MLA_ARGV, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["kernel"] == "decode_latent"
+    # Values that are the whole row.
+    assert main("explain 1,16,1,512 --cache-len 4096 --value-dim 512 --gpu A100 --json".split()) == 0
+    assert json.loads(capsys.readouterr().out)[0]["kv_bytes"] == 4096 * 512 * 2
+
+
+def test_text_of_one_cache(capsys: pytest.CaptureFixture) -> None:
+    assert main(MLA_ARGV) == 0
+    out = capsys.readouterr().out
+    assert "Hkv=1 Sq=1 Sk=4096 D=576/512" in out
+    assert "cache       bfloat16, pages of 64, values: its first 512 columns\n" in out
+    assert "64 rows x 64 keys, D 576/512, 4 warpgroups: a producer, scores, two halves of the output, 2 stages" in out
+    assert "64 tiles; 2 groups of heads" in out and "150.995 MB in one cache, read by 2 tile(s) of rows" in out
+    assert main([*MLA_ARGV, "--cache-dtype", "fp8"]) == 0
+    assert "8 warps, 8 share 16 rows" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -116,6 +175,11 @@ def test_text(capsys: pytest.CaptureFixture) -> None:
         ("1,8,1,60 --cache-len 100", "head_dim=60"),
         ("1,8,1,64 --cache-len 100 --dtype fp32", "attn_decode in float32"),
         ("1,8,1,64 --cache-len 100 --kv-heads 3", "8 heads"),
+        ("1,8,1,640 --cache-len 100 --value-dim 512", "head_dim=640 with one cache"),
+        ("1,8,1,576 --cache-len 100 --value-dim 520", "value_dim=520 with one cache"),
+        ("1,8,1,64 --cache-len 100 --value-dim 60", "value_dim=60 with one cache"),
+        ("1,8,1,64 --cache-len 100 --value-dim 72", "the values are the first columns"),
+        ("1,8,1,72 --cache-len 100 --value-dim 64 --cache-dtype fp8", "head dims 72 on cuda: use multiples of 16"),
     ],
 )
 def test_options_that_do_not_fit(argv: str, message: str, capsys: pytest.CaptureFixture) -> None:
