@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 PAGE_SIZE = 16
 CACHE_ROWS = 512  # of each sequence of a K/V cache
 FP8_SCALE = 0.5
+MASKED_ENTRIES = 7  # of the list of a query, each entry whose index is a multiple of this is -1
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Call:
     heads: tuple[int, int] = (4, 2)  # of q, and of k and v
     options: dict[str, Any] = field(default_factory=dict)
     features: tuple[str, ...] = ()  # of `FEATURES`, and "append", "pages", "fp8" of attn_decode
+    page_size: int = PAGE_SIZE
     has_dlse: bool = False  # the loss has a gradient of the LSE
     is_core: bool = False  # also runs with the kernel families that are not the default of the GPU
 
@@ -66,7 +68,7 @@ class Call:
 
         x = {name: normal(*shape) for name, shape in zip("qkv", self.form.shapes(self))}
         if "fp8" in self.features:
-            x |= {name: FP8_SCALE * x[name].to(torch.float8_e4m3fn).float() for name in "kv"}
+            x |= {name: FP8_SCALE * x[name].to(torch.float8_e4m3fn).float() for name in "kv" if name in x}
         for feature in [FEATURES[name] for name in self.features if name in FEATURES]:
             x |= {name: 0.3 * normal(*shape) for name, shape in feature.shapes(self).items()}
         in_fp32 = ("alibi", "sinks", "table")
@@ -86,7 +88,10 @@ class Form(Protocol):
     has_gradients: bool
 
     def shapes(self, call: Call) -> tuple[tuple[int, ...], ...]:
-        """The shapes of q, k and v. For attn_decode, k and v are the rows of the caches after the call."""
+        """The shapes of q, k and v. For attn_decode, k and v are the rows of the caches after the call.
+
+        Without v, its values are the first columns of k.
+        """
 
     def attend(self, call: Call, x: Tensors) -> tuple[Tensor, Tensor]:
         """The result (out, lse) of the function."""
@@ -153,29 +158,30 @@ class Decode:
 
     def attend(self, call: Call, x: Tensors) -> tuple[Tensor, Tensor]:
         """The function attends, and the caches it wrote to must then be k and v of `x`."""
-        a, (batch, tokens) = call.keywords(x), x["q"].shape[:2]
+        a, (batch, tokens), size = call.keywords(x), x["q"].shape[:2], call.page_size
+        names = [name for name in "kv" if name in x]
         before = torch.tensor(call.keys, dtype=torch.int32, device=x["q"].device)
-        caches = [x["k"].clone(), x["v"].clone()]
+        caches = [x[name].clone() for name in names]
         if "append" in call.features:
             rows = before[:, None].long() + torch.arange(tokens, device=before.device)
             sequences = torch.arange(batch, device=before.device)[:, None]
-            a |= {"k_new": caches[0][sequences, rows], "v_new": caches[1][sequences, rows]}
+            a |= {f"{name}_new": cache[sequences, rows] for name, cache in zip(names, caches)}
             for cache in caches:
                 cache[sequences, rows] = 0.0
         if "fp8" in call.features:
             caches = [(cache / FP8_SCALE).to(torch.float8_e4m3fn) for cache in caches]
-            a |= {"k_scale": FP8_SCALE, "v_scale": FP8_SCALE}
+            a |= {f"{name}_scale": FP8_SCALE for name in names}
         if "pages" in call.features:
             # Neighbouring rows of a sequence are in distant pages.
-            order = torch.randperm(batch * CACHE_ROWS // PAGE_SIZE, generator=torch.Generator().manual_seed(0))
+            order = torch.randperm(batch * CACHE_ROWS // size, generator=torch.Generator().manual_seed(0))
             order = order.to(before.device)
-            caches = [cache.reshape(-1, PAGE_SIZE, *cache.shape[2:])[order] for cache in caches]
+            caches = [cache.reshape(-1, size, *cache.shape[2:])[order] for cache in caches]
             a["page_table"] = order.argsort().to(torch.int32).view(batch, -1)
-        out, lse = attn_decode(x["q"], caches[0], caches[1], cache_seqlens=before, return_lse=True, **a)
+        out, lse = attn_decode(x["q"], *caches, cache_seqlens=before, return_lse=True, **a)
         if "append" in call.features:
             if "pages" in call.features:
-                caches = [cache[a["page_table"].long()].reshape(x[name].shape) for name, cache in zip("kv", caches)]
-            if not all(torch.equal(x[name], cache) for name, cache in zip("kv", caches)):
+                caches = [cache[a["page_table"].long()].reshape(x[name].shape) for name, cache in zip(names, caches)]
+            if not all(torch.equal(x[name], cache) for name, cache in zip(names, caches)):
                 out = torch.full_like(out, torch.nan)
         return out, lse
 
@@ -188,6 +194,50 @@ class Decode:
 
     def join(self, outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
         return torch.stack(outs).transpose(1, 2), torch.stack(lses)
+
+
+class Latent(Decode):
+    """One cache, whose first columns are the values (MLA)."""
+
+    def shapes(self, call: Call) -> tuple[tuple[int, ...], ...]:
+        return super().shapes(call)[:2]
+
+    def split(self, call: Call, x: Tensors) -> list[Qkv]:
+        return super().split(call, x | {"v": x["k"][..., : call.head_dim_v]})
+
+
+class QueryTables(Latent):
+    """One cache, with a list of its rows for each of two queries of a sequence; entries of -1 have no row."""
+
+    num_queries: ClassVar[int] = 2
+
+    def attend(self, call: Call, x: Tensors) -> tuple[Tensor, Tensor]:
+        device = x["q"].device
+        lengths = torch.tensor(call.keys, dtype=torch.int32, device=device)[:, None].repeat(1, self.num_queries)
+        pages, tables = x["k"].flatten(0, 1)[:, None], self.tables(call).to(device)
+        return attn_decode(x["q"], pages, cache_seqlens=lengths, page_table=tables, return_lse=True, **call.keywords(x))
+
+    def tables(self, call: Call) -> Tensor:
+        """(sequences, queries, entries): rows of all sequences, some of them several times."""
+        generator, batch = torch.Generator().manual_seed(0), len(call.queries)
+        shape = (batch, self.num_queries, max(call.keys))
+        tables = torch.randint(batch * CACHE_ROWS, shape, generator=generator, dtype=torch.int32)
+        tables[..., ::MASKED_ENTRIES] = -1
+        return tables
+
+    def split(self, call: Call, x: Tensors) -> list[Qkv]:
+        """(q, k, v) of each query."""
+        rows, parts = x["k"].flatten(0, 1), []
+        for queries, tables, length in zip(x["q"], self.tables(call), call.keys):
+            for q, entries in zip(queries, tables[:, :length]):
+                k = rows[entries[entries >= 0].long().to(rows.device)].transpose(0, 1)
+                parts.append((q[:, None], k, k[..., : call.head_dim_v]))
+        return parts
+
+    def join(self, outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+        sizes = (-1, self.num_queries)
+        out, lse = torch.cat(outs, dim=1).transpose(0, 1), torch.cat(lses, dim=1)
+        return out.unflatten(0, sizes), lse.unflatten(1, sizes).transpose(0, 1)
 
 
 class Feature(NamedTuple):
@@ -227,10 +277,13 @@ FEATURES = {
 }
 
 FP16, FP32 = torch.float16, torch.float32
-DENSE, VARLEN, DECODE = Dense(), Varlen(), Decode()
+DENSE, VARLEN, DECODE, LATENT, TABLES = Dense(), Varlen(), Decode(), Latent(), QueryTables()
 CAUSAL: dict[str, Any] = {"causal": True}
 ALL: dict[str, Any] = {"causal": True, "softcap": 10.0, "dropout": 0.2}
 GQA: dict[str, Any] = {"head_dim": 128, "heads": (8, 2)}
+MLA: dict[str, Any] = {"head_dim": 576, "head_dim_v": 512}
+LISTS: dict[str, Any] = {"value_dim": 512, "scale": 192**-0.5}
+ONE_CACHE: dict[str, Any] = {**CAUSAL, **LISTS}
 PAGED_APPEND = ("append", "pages")
 
 CALLS = (
@@ -295,4 +348,19 @@ CALLS = (
         "decode, sinks, window, fp16", DECODE, (1,) * 2, (300, 77), dtype=FP16, heads=(8, 1),
         options={"window": (100, 0)}, features=("sinks", "pages"),
     ),
+    # Decoding with one latent cache.
+    Call("decode, MLA, 16 heads", LATENT, (1,) * 3, (300, 77, 1), heads=(16, 1), **MLA, options=ONE_CACHE),
+    Call(
+        "decode, MLA, 64 heads, pages of 64", LATENT, (1,) * 3, (511, 77, 1), heads=(64, 1), **MLA, options=ONE_CACHE,
+        features=("pages",), page_size=64, is_core=True,
+    ),
+    Call(
+        "decode, MLA, pages of 1, append, 2", LATENT, (2,) * 3, (300, 77, 0), heads=(16, 1), **MLA, options=ONE_CACHE,
+        features=PAGED_APPEND, page_size=1,
+    ),
+    Call(
+        "decode, MLA, fp8 pages", LATENT, (1,) * 2, (300, 77), heads=(16, 1), **MLA, options=ONE_CACHE,
+        features=("pages", "fp8"),
+    ),
+    Call("decode, MLA, a list for each query", TABLES, (2,) * 2, (300, 77), heads=(64, 1), **MLA, options=LISTS),
 )  # fmt: skip

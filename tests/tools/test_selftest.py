@@ -98,7 +98,7 @@ def test_the_oracle_is_sdpa(q_len: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "family", "most"), [("sm_80", "", 62), ("sm_86", "", 62), ("sm_90", "", 63), ("sm_90", "sm80", 31)]
+    ("gpu", "family", "most"), [("sm_80", "", 67), ("sm_86", "", 67), ("sm_90", "", 68), ("sm_90", "sm80", 32)]
 )
 @pytest.mark.slow
 def test_gpus_have_kernels_for_all_calls(
@@ -117,6 +117,31 @@ def test_a_call_is_planned_for_its_family(monkeypatch: pytest.MonkeyPatch) -> No
         (forward, backward) = launched(BY_NAME["d64 causal, 17 tokens"], ARCHS["sm_90"], family, monkeypatch)
         assert forward.kernel == f"fwd_{family}"
         assert f"bwd_{family}" in [key.kernel for key in backward.keys]
+
+
+def test_latent_calls_cover_both_kernels_and_lists(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    found = set()
+    for name in [name for name in BY_NAME if "MLA" in name]:
+        (key,) = launched(BY_NAME[name], ARCHS["sm_90"], "", monkeypatch)
+        static = key.static
+        found.add((key.kernel, static.page_lookup, static.appends, static.is_fp8, static.has_query_tables))
+    assert found == {
+        ("decode_latent", "", False, False, False),
+        ("decode_latent_sm90", "chunk", False, False, False),
+        ("decode_latent_sm90", "row", True, False, False),
+        ("decode_latent", "chunk", False, True, False),
+        ("decode_latent_sm90", "row", False, False, True),
+    }
+
+
+def test_a_row_that_a_list_names_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, attend = BY_NAME["decode, MLA, a list for each query"], selftest_calls.attn_decode
+
+    def next_rows(*tensors: Tensor, page_table: Tensor, **keywords: Any) -> Any:
+        return attend(*tensors, page_table=page_table.roll(1, dims=1), **keywords)
+
+    monkeypatch.setattr(selftest_calls, "attn_decode", next_rows)
+    assert check(call, "", "cpu").verdict == WRONG
 
 
 def test_kernels_are_compiled_before_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
