@@ -1,7 +1,7 @@
 """The kernels of a pack: those of the calls that people make, and few enough for a wheel of at most 20 MB.
 
-An object takes about 27 KB in the wheel, so that five architectures have room for about 700 kernels. A kernel of
-several rows is stored once. What the table leaves out is compiled on its first call.
+An object takes about 27 KB in the wheel, so that five architectures have room for `MAX_KERNELS`. A kernel of several
+rows is stored once. What the table leaves out is compiled on its first call.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ NOT_ON_HOST = {"x86_64": ("sm_121",), "aarch64": ("sm_86", "sm_89", "sm_120")}
 BF16, FP16, FP8 = "bfloat16", "float16", "float8_e4m3fn"
 D64, D96, D128, D192, D256 = ((width, None) for width in (64, 96, 128, 192, 256))
 MLA: HeadDims = (192, 128)  # the prefill of multi-head latent attention
+LATENT: HeadDims = (576, 512)  # its decoding
 FORWARD, BACKWARD = ("forward",), ("backward",)
 BOTH = (*FORWARD, *BACKWARD)
 FULL_CAUSAL = ("full", "causal")
-# Query heads of a K/V head, for tiles with up to 16 rows and with more.
+# Query heads of a K/V head.
 GROUP = 8
+# Those of a latent cache: for tiles with up to 16 rows, and with more.
+LATENT_GROUPS = (16, 128)
+# The most kernels of five architectures.
+MAX_KERNELS = 740
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +70,23 @@ class DecodeSet:
     appends: tuple[bool, ...] = (False, True)
     features: tuple[tuple[str, ...], ...] = ((),)
     queries: tuple[int, ...] = (1,)
+    groups: tuple[int, ...] = (GROUP,)
+    is_latent: bool = False  # one cache, whose first columns are the values
+    has_query_tables: bool = False  # lists of rows, if a page has one row
 
     def keys(self, arch: ArchSpec) -> list[LaunchKey]:
         keys: dict[LaunchKey, None] = {}
-        for (head_dim, head_dim_v), dtype, band, cache_dtype, page_size, appends, features, queries, batch in (
+        for (head_dim, head_dim_v), dtype, band, cache_dtype, page_size, appends, features, queries, group, batch in (
             itertools.product(
                 self.head_dims, self.dtypes, self.bands, self.cache_dtypes, self.page_sizes, self.appends,
-                self.features, self.queries, _batches(arch),
+                self.features, self.queries, self.groups, _batches(arch),
             )
         ):  # fmt: skip
             problem = DecodeProblem(
                 batch=batch,
                 tokens=queries,
                 total_tokens=batch * queries,
-                heads=GROUP,
+                heads=group,
                 heads_kv=1,
                 head_dim=head_dim,
                 head_dim_v=head_dim_v or head_dim,
@@ -93,8 +101,8 @@ class DecodeSet:
                 rotary_dtype="float32",
                 has_leftpad=False,
                 has_batch_idx=False,
-                is_latent=False,
-                has_query_tables=False,
+                is_latent=self.is_latent,
+                has_query_tables=self.has_query_tables,
                 features=features,
                 num_splits=None,
                 band=band,
@@ -121,6 +129,29 @@ TABLE: tuple[KernelSet | FewQueriesSet | DecodeSet, ...] = (
     DecodeSet(head_dims=(D128,), dtypes=(FP16,)),
     DecodeSet(head_dims=(D64, D128), dtypes=(BF16,), cache_dtypes=(FP8,), page_sizes=(16,)),
     FewQueriesSet(head_dims=(D64, D128, D256), dtypes=(BF16,), masks=FULL_CAUSAL),
+    # Decoding with one latent cache: pages with and without append, contiguous caches, FP8, and lists of rows.
+    DecodeSet(head_dims=(LATENT,), dtypes=(BF16,), groups=LATENT_GROUPS, is_latent=True, page_sizes=(64,)),
+    DecodeSet(
+        head_dims=(LATENT,), dtypes=(BF16,), groups=LATENT_GROUPS, is_latent=True, page_sizes=(None,), appends=(False,)
+    ),
+    DecodeSet(
+        head_dims=(LATENT,),
+        dtypes=(BF16,),
+        groups=LATENT_GROUPS,
+        is_latent=True,
+        cache_dtypes=(FP8,),
+        page_sizes=(64,),
+        appends=(False,),
+    ),
+    DecodeSet(
+        head_dims=(LATENT,),
+        dtypes=(BF16,),
+        groups=LATENT_GROUPS,
+        is_latent=True,
+        page_sizes=(1,),
+        appends=(False,),
+        has_query_tables=True,
+    ),
     # Batches of sequences of different lengths.
     KernelSet(
         head_dims=(D64, D96, D128, D256, MLA),

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import zipfile
@@ -113,6 +114,50 @@ def decode_call(batch: int, page_size: int | None, appends: bool, stored: torch.
         options |= {name: torch.empty(batch, 1, 8, 128, dtype=torch.bfloat16) for name in ("k_new", "v_new")}
     caches = torch.empty(2, *rows, 8, 128, dtype=stored).unbind(0)
     return bind(torch.empty(batch, 1, 32, 128, dtype=torch.bfloat16), *caches, **options)
+
+
+def latent_call(batch: int, heads: int, page_size: int | None, *, appends: bool, fp8: bool) -> tuple[Any, ...]:
+    options: dict[str, Any] = dict(value_dim=512, scale=192**-0.5, cache_seqlens=torch.zeros(batch, dtype=torch.int32))
+    rows = batch, 1024
+    if page_size is not None:
+        rows = batch * 1024 // page_size, page_size
+        options["page_table"] = torch.zeros(batch, 1024 // page_size, dtype=torch.int32)
+    if appends:
+        options["k_new"] = torch.empty(batch, 1, 1, 576, dtype=torch.bfloat16)
+    cache = torch.empty(*rows, 1, 576, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    return bind(torch.empty(batch, 1, heads, 576, dtype=torch.bfloat16), cache, **options)
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+def test_the_pack_covers_latent_caches(arch: ArchSpec) -> None:
+    gpu = RecordingGpu(arch)
+    calls = [
+        latent_call(batch, heads, page_size, appends=appends, fp8=fp8)
+        for batch, heads in itertools.product((1, 128), (8, 16, 64, 128))
+        for page_size, appends, fp8 in ((64, False, False), (16, True, False), (None, False, False), (64, False, True))
+    ]
+    tables = dict(page_table=torch.zeros(4, 2, 2048, dtype=torch.int32), cache_seqlens=2048)
+    for heads in (16, 128):
+        q, rows = torch.empty(4, 2, heads, 576, dtype=torch.bfloat16), torch.empty(999, 1, 1, 576, dtype=torch.bfloat16)
+        calls.append(bind(q, rows, value_dim=512, scale=192**-0.5, **tables))
+    with use_gpu(gpu):
+        for call in calls:
+            decode._bind(*call)
+    assert len(gpu.keys) == len(calls) and set(gpu.keys) <= set(pack_keys(arch))
+
+
+def test_a_wheel_has_room_for_all_kernels() -> None:
+    """Five architectures on x86_64; docs/getting-started.md has their numbers."""
+    counts = {
+        name: len(pack_keys(arch)) for name, arch in ARCHS.items() if name not in pack_table.NOT_ON_HOST["x86_64"]
+    }
+    assert sum(counts.values()) <= pack_table.MAX_KERNELS
+    page = (Path(__file__).parents[2] / "docs" / "getting-started.md").read_text(encoding="utf-8")
+    assert re.findall(r"\d+", page.partition("kernels of common calls, ")[2].partition(":")[0]) == [
+        str(counts["sm_80"]), "80", str(counts["sm_86"]), "86", "89", str(counts["sm_90"]), "90",
+        str(counts["sm_120"]), "120",
+    ]  # fmt: skip
+    assert counts["sm_86"] == counts["sm_89"]
 
 
 # The wheel

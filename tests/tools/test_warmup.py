@@ -83,6 +83,24 @@ def paged_decode() -> None:
     cute_flash.attn_decode(q, pages, pages, cache_seqlens=lengths, page_table=table, cu_seqlens_q=offsets(1, 9))
 
 
+def latent_decode(heads: int = 16, page_size: int | None = None, stored: torch.dtype = torch.bfloat16) -> None:
+    """A step with one latent cache (MLA), and an append."""
+    q, new = torch.zeros(3, 1, heads, 576, **BF16), torch.zeros(3, 1, 1, 576, **BF16)
+    rows = (3, 256) if page_size is None else (3 * 256 // page_size, page_size)
+    options: dict[str, Any] = dict(cache_seqlens=torch.ones(3, dtype=torch.int32), value_dim=512, scale=192**-0.5)
+    if page_size is not None:
+        options["page_table"] = torch.zeros(3, 256 // page_size, dtype=torch.int32)
+    with torch.no_grad():
+        cute_flash.attn_decode(q, torch.zeros(*rows, 1, 576, dtype=stored), k_new=new, **options)
+
+
+@torch.no_grad()
+def decode_with_lists() -> None:
+    q, pages = torch.zeros(3, 2, 64, 576, **BF16), torch.zeros(500, 1, 1, 576, **BF16)
+    tables = torch.zeros(3, 2, 100, dtype=torch.int32)
+    cute_flash.attn_decode(q, pages, cache_seqlens=100, page_table=tables, value_dim=512, scale=192**-0.5)
+
+
 @torch.no_grad()
 def append_without_queries() -> None:
     q, cache, new = (
@@ -134,6 +152,10 @@ STEPS: dict[str, Callable[[], Any]] = {
     "decode": decode,
     "paged decode": paged_decode,
     "append": append_without_queries,
+    "latent": latent_decode,
+    "latent, many heads": lambda: latent_decode(128, 64),
+    "latent, fp8, rows as pages": lambda: latent_decode(16, 1, torch.float8_e4m3fn),
+    "latent, lists": decode_with_lists,
 }
 
 
@@ -157,6 +179,25 @@ def test_kernels_are_those_of_the_call(name: str, arch: str) -> None:
         return
     assert recorded_keys(STEPS[name], ARCHS[arch]) == expected
     assert bool(expected) == (name != "no queries")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_kernels_of_latent_caches(arch: str) -> None:
+    """A generation: the kernels of few and of many query rows, of FP8, and of lists."""
+
+    def step() -> None:
+        for name in STEPS:
+            if name.startswith("latent"):
+                STEPS[name]()
+
+    many = "decode_latent_sm90" if arch == "sm_90" else "decode_latent"
+    keys = [(key.kernel, *key.static.tags) for key in recorded_keys(step, ARCHS[arch])]  # type: ignore[union-attr]
+    assert keys == [
+        ("decode_latent", "appends"),
+        (many, "page_chunk", "appends"),
+        ("decode_latent", "fp8", "page_row", "appends"),
+        (many, "page_row", "has_query_tables"),
+    ]
 
 
 @pytest.mark.parametrize(
