@@ -24,7 +24,7 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 PAGE_SIZE = 16
 CACHE_ROWS = 512  # of each sequence of a K/V cache
 FP8_SCALE = 0.5
-MASKED_ENTRIES = 7  # of the list of a query, each entry whose index is a multiple of this is -1
+MASKED_PAGES = 7  # of the list of a query, each entry whose index is a multiple of this is -1
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class QueryTables(Latent):
         generator, batch = torch.Generator().manual_seed(0), len(call.queries)
         shape = (batch, self.num_queries, max(call.keys))
         tables = torch.randint(batch * CACHE_ROWS, shape, generator=generator, dtype=torch.int32)
-        tables[..., ::MASKED_ENTRIES] = -1
+        tables[..., ::MASKED_PAGES] = -1
         return tables
 
     def split(self, call: Call, x: Tensors) -> list[Qkv]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from profiling.documents import sources
 from profiling.measure.tables import Table, geometric_mean, number
-from profiling.studies import decode, decode_cases, fp32, training
+from profiling.studies import decode, decode_cases, fp32, mla, training
 
 Record = dict[str, Any]
 Cell = dict[str, Any]
@@ -259,3 +259,54 @@ def features_by_head_dim(record: Record) -> Table:
     rows = [(label, *(_ratio(cell, name) for cell in cells)) for name, label in _BY_HEAD_DIM.items()]
     columns = (cell["name"].partition(" S=")[0].replace("=", " = ").replace(" Dv", ", Dv") for cell in cells)
     return Table("", ("forward / backward", *columns), tuple(rows))
+
+
+# ---- decoding with a latent cache
+
+
+def mla_cells(record: Record) -> Table:
+    """MLA over contiguous caches: time, bandwidth and FLOP/s of cute_flash, and the speed over FlashAttention-3."""
+    rows = []
+    for cell in record["cells"]:
+        if cell["part"] in (mla.CELLS, mla.TOKENS):
+            ours, sm80 = cell["sides"][mla.OURS], cell["sides"][mla.SM80]
+            place = (str(cell[name]) for name in ("heads", "tokens", "batch"))
+            times = f"{ours['us']:.1f}", f"{ours['tbps']:.2f}", f"{ours['tflops']:.0f}", f"{sm80['us']:.1f}"
+            peer = f"{cell['sides'][mla.FA3]['us']:.1f}"
+            rows.append((*place, f"{cell['length']:,}", *times, peer, f"**{mla.speed_over(cell, mla.FA3):.2f}**"))
+    columns = ("cute_flash, µs", "TB/s", "TFLOP/s", "by mma.sync, µs", "FlashAttention-3, µs", "over FlashAttention-3")
+    return Table("", ("heads", "T", "B", "keys", *columns), tuple(rows))
+
+
+def mla_caches(record: Record) -> Table:
+    """MLA over pages, lists and FP8: times, and the speed over a contiguous cache in 16 bits."""
+    rows = [
+        (
+            cell["cache"],
+            *(str(cell[name]) for name in ("heads", "batch")),
+            f"{cell['length']:,}",
+            f"{cell['sides'][mla.OURS]['us']:.1f}",
+            f"{cell['sides'][mla.OURS]['tbps']:.2f}",
+            f"{mla.speed_over(cell, mla.CONTIGUOUS):.2f}",
+        )
+        for cell in record["cells"]
+        if cell["part"] in (mla.PAGES, mla.LISTS, mla.FP8_CACHE)
+    ]
+    columns = ("cache", "heads", "B", "keys", "cute_flash, µs", "TB/s", "over contiguous, 16 bits")
+    return Table("", columns, tuple(rows))
+
+
+def mla_line(record: Record) -> str:
+    """MLA: geometric means and host time in two sentences."""
+    cells = [cell for cell in record["cells"] if cell["part"] == mla.CELLS]
+    means = [
+        f"{geometric_mean([mla.speed_over(cell, mla.FA3) for cell in cells if cell['heads'] == heads]):.2f} × with "
+        f"{heads} heads"
+        for heads in sorted({cell["heads"] for cell in cells})
+    ]
+    host_us = record["host"]["us"]
+    return (
+        f"Geometric means of the speed over FlashAttention-3, one token: {', '.join(means)}. Host time of a warm call: "
+        f"{host_us[mla.OURS]:.0f} µs; FlashAttention-3 {host_us[mla.FA3]:.0f} µs. "
+        f"{_commit(record)} ([data]({sources.MLA}))."
+    )

@@ -69,6 +69,7 @@ STEPS = (
     Step("fwd-sm90-gqa8", "bench --suite gqa8 --graph --layout bshd --reference fa3", 35, kernels=FWD_PLAIN),
     Step("fp32", "fp32", 80, kernels=("*/sm_90/*/fp32/*",)),
     Step("decode", "decode", 45, kernels=("decode/*/sm_90/*", "merge/sm_90/*")),
+    Step("decode-mla", "decode --mla", 60, kernels=("decode/*/sm_90/*latent*",)),
     Step("features", "features", 90, kernels=("*/sm90/sm_90/*",)),
     Step("mods", "mods --parallel", 160, kernels=("*/sm90/sm_90/d64/*", "*/sm90/sm_90/d128/*")),
     Step("training", "training", 120, kernels=PLAIN),

@@ -33,6 +33,7 @@ BACKWARD, BACKWARD_SM80 = newest("bwd-sm90-paper"), newest("bwd-sm80-paper")
 BACKWARD_SM80_BHSD = newest("bwd-sm80-paper-bhsd")
 GQA = newest("fwd-sm90-gqa"), newest("fwd-sm90-gqa8")
 FEATURES, MODS, FP32, DECODE = newest("features"), newest("mods"), newest("fp32"), newest("decode")
+MLA = newest("decode-mla")
 TRAINING, CONTEXT_PARALLEL, HOST = newest("training"), newest("context-parallel"), newest("host")
 STANDARD, NUMERICS_GPU = newest("standard"), newest("numerics")
 # Files that `all` does not write: the start of a process, the ladder, a run without a GPU, counters, and the record of

@@ -45,7 +45,7 @@ def produce(p: Params, storage: SharedStorage, division: Division, thread: Int32
             for key in cutlass.range(split.begin, blocks_end, LOAD_KEYS, unroll=1):
                 storage.kv.wait_empty(load)
                 if cutlass.const_expr(p.k_tma is not None):
-                    if is_whole(p, loader, key):
+                    if is_full(p, loader, key):
                         load_by_tma(p, storage, loader, key, load, pages, thread)
                     else:
                         load_by_copies(p, storage, loader, key, load, pages)
@@ -73,7 +73,7 @@ def load_by_copies(
 
 
 @cute.jit
-def is_whole(p: Params, loader: WarpLoader, key: Int32) -> cutlass.Boolean:
+def is_full(p: Params, loader: WarpLoader, key: Int32) -> cutlass.Boolean:
     """Whether TMA may load the half from `key` on: all its keys exist, and are in one page."""
     exist = key >= loader.first_key and key + LOAD_KEYS - 1 <= loader.last_key
     if cutlass.const_expr(p.page_size is not None):
