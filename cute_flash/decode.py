@@ -104,8 +104,10 @@ def attn_decode(
     Args:
         q: Queries, (B, T, H, D), or (T, H, D) with `cu_seqlens_q`.
         k_cache: Keys, (B or more, S, Hkv, D), or pages (num_pages, page_size, Hkv, D) with `page_table`; in the dtype
-            of q, or float8_e4m3fn. Any strides, except that the last dimension is contiguous and, on CUDA, rows start
-            at multiples of 16 bytes. H must be a multiple of Hkv.
+            of q, or float8_e4m3fn; with ``value_dim=512`` also uint8, with rows of 656 bytes in vLLM's format
+            ``fp8_ds_mla``: 512 float8_e4m3fn, 4 float32 scales and 64 bfloat16, for D = 576. Any strides, except that
+            the last dimension is contiguous and, on CUDA, rows start at multiples of 16 bytes. H must be a multiple of
+            Hkv.
         v_cache: Values, in the same form and dtype, with head dim Dv. None with `value_dim`.
         cache_seqlens: (B), int32: the number of rows of each sequence before the append; or one number for all.
         value_dim: Dv, if the values are the first Dv columns of k_cache, which is then the only cache (MLA). Such a
@@ -141,7 +143,8 @@ def attn_decode(
         scale: Factor of q kᵀ; 1 / sqrt(D) by default, and required with `value_dim`, because queries that were
             multiplied into the space of the cache keep the scale of their own head dim.
         k_scale: Scale of an FP8 k_cache, a number or an fp32 tensor, () or (Hkv): a key is its stored value
-            times k_scale. k_new is divided by k_scale, rounded and saturated. None: 1.
+            times k_scale. k_new is divided by k_scale, rounded and saturated. None: 1. Rows of ``fp8_ds_mla`` have
+            scales of their own: k_new is quantized as by vLLM.
         v_scale: The same for v_cache.
         kv_layout: "nhd" as above, or "hnd" for caches (B or more, Hkv, S, D) and pages (num_pages, Hkv, page_size, D).
             k_new and v_new have the same form in both.

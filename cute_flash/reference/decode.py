@@ -12,7 +12,8 @@ This is `attn` over these rows, with the mask aligned bottom right; chunks begin
 rotates an appended key by the position of its row, and a query by its own position if there is a window, a chunk or a
 causal mask, else by cache_seqlens[b]. Rotations are computed in fp32 (fp64 for fp64 inputs) and rounded once: keys to
 the dtype of the cache, queries to `query_dtype`. An FP8 cache stores x / scale, rounded and saturated; a value is
-multiplied by the scale when it is read. Kernels do the same operations, so they write the same bits to the caches.
+multiplied by the scale when it is read. `reference/ds_mla.py` has the rows of `fp8_ds_mla`. Kernels do the same
+operations, so they write the same bits to the caches.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cute_flash.reference import tiled
+from cute_flash.reference import ds_mla, tiled
 from cute_flash.reference.varlen import read_offsets
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band, ceil_div
 from cute_flash.spec.decode import FP8, DecodeArgs, decode_outputs, query_dtype
+from cute_flash.spec.ds_mla import is_ds_mla
 from cute_flash.spec.latent import has_query_tables
 from cute_flash.spec.shapes import lse_dtype
 
@@ -149,6 +151,8 @@ def attend(
     for s in sequences:
         Q = _rotated(s.of_tokens(q).to(lse_dtype(q.dtype)), _positions(s, args, q.device), args)
         Q = Q.to(query_dtype(q.dtype, k_cache.dtype))
+        if is_ds_mla(k_cache) and q.dtype.itemsize == 2:
+            Q = ds_mla.rounded_queries(Q.to(wide))
         K = _loaded(s.read(k_cache, s.first, s.seqlen), args.k_scale, wide)
         V = K[..., : args.value_dim]
         if v_cache is not None:
@@ -201,7 +205,9 @@ def _rotated(x: Tensor, positions: Tensor, args: DecodeArgs) -> Tensor:
 
 
 def _stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Rows (tokens, Hkv, D) in the dtype of a cache; FP8 is divided by the scale first."""
+    """Rows (tokens, Hkv, D) in the dtype of a cache; FP8 is divided by the scale first. Bytes are `fp8_ds_mla`."""
+    if dtype == torch.uint8:
+        return ds_mla.stored(x)
     if dtype != FP8:
         return x.to(dtype)
     largest = torch.finfo(FP8).max
@@ -210,6 +216,8 @@ def _stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 def _loaded(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Rows (keys, Hkv, D) of a cache in `dtype`, times the scale."""
+    if is_ds_mla(rows):
+        return ds_mla.loaded(rows, dtype)
     return rows.to(dtype) if scale is None else rows.to(dtype) * _by_head(scale, dtype)
 
 

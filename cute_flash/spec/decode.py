@@ -5,7 +5,8 @@ The shapes, after `cute_flash.decode` has applied `kv_layout`:
     q                 (B, T, H, D), or (T, H, D) with cu_seqlens_q
     k_cache, v_cache  (B or more, S, Hkv, D) and (…, Dv), or pages (num_pages, page_size, Hkv, D) with page_table
 
-With value_dim, there is no v_cache: the values are the first value_dim columns of k_cache (`spec/latent.py`).
+With value_dim, there is no v_cache: the values are the first value_dim columns of k_cache (`spec/latent.py`). Such a
+cache may consist of bytes (`spec/ds_mla.py`).
 Caches may have any strides, except that the last dimension is contiguous and, on CUDA, rows start at multiples of 16
 bytes, which `runtime.launcher` checks.
 """
@@ -21,6 +22,7 @@ from torch import Tensor
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.band import Band
 from cute_flash.spec.describe import check_device, check_float, check_int32, check_per_head
+from cute_flash.spec.ds_mla import DS_MLA, check_ds_mla, head_dim_of, is_ds_mla
 from cute_flash.spec.latent import check_latent, has_query_tables
 from cute_flash.spec.problem import CPU_DTYPES, check_chunk, check_head_dim, check_heads, check_softcap, check_window
 from cute_flash.spec.shapes import lse_dtype
@@ -99,7 +101,7 @@ class DecodeProblem(NamedTuple):
     head_dim: int
     head_dim_v: int
     dtype: str
-    cache_dtype: str
+    cache_dtype: str  # of torch, or DS_MLA
     page_size: int | None  # None: contiguous caches
     capacity: int  # rows that a sequence can have
     has_new: bool
@@ -130,7 +132,8 @@ class DecodeProblem(NamedTuple):
 
     @property
     def is_fp8(self) -> bool:
-        return self.cache_dtype == _name(FP8)
+        """Whether the caches have e4m3 numbers."""
+        return self.cache_dtype in (_name(FP8), DS_MLA)
 
     @property
     def group(self) -> int:
@@ -155,6 +158,7 @@ def describe_decode(
         UnsupportedError: The device has no kernel for the arguments.
     """
     device = device or ("cpu" if q.device.type in ("cpu", "meta") else "cuda")
+    check_ds_mla(q, k_cache, v_cache, args)
     check_latent(k_cache, v_cache, args, device)
     _check_shapes(q, k_cache, v_cache, args)
     _check_dtypes(q, k_cache, v_cache, device)
@@ -184,7 +188,7 @@ def describe_decode(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         dtype=_name(q.dtype),
-        cache_dtype=_name(k_cache.dtype),
+        cache_dtype=DS_MLA if is_ds_mla(k_cache) else _name(k_cache.dtype),
         page_size=page_size,
         capacity=capacity,
         has_new=args.k_new is not None,
@@ -251,7 +255,7 @@ def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: Deco
             f"k_cache has shape {tuple(k_cache.shape)} and v_cache has {tuple(v_cache.shape)}: all dimensions but the "
             "last must agree"
         )
-    if q.shape[-1] != k_cache.shape[3]:
+    if q.shape[-1] != head_dim_of(k_cache):
         raise ValueError(
             f"q has shape {tuple(q.shape)} and k_cache has {tuple(k_cache.shape)}: the head dims must agree"
         )
@@ -267,7 +271,7 @@ def _check_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, device: st
     if _name(q.dtype) not in dtypes:
         raise UnsupportedError(f"q is {q.dtype} on {device}: use one of {', '.join(dtypes)}")
     for name, x in _caches(k_cache, v_cache).items():
-        if x.dtype not in (q.dtype, FP8):
+        if x.dtype not in (q.dtype, FP8) and not is_ds_mla(x):
             raise ValueError(
                 f"{name} is {x.dtype} and q is {q.dtype}: use {q.dtype} or {FP8}; autocast does not cast q, because it "
                 "cannot cast the caches"
@@ -352,7 +356,7 @@ def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, args: DecodeA
         if x is None or cache is None:
             continue
         leading = (q.shape[0],) if is_ragged else (batch, k_new.shape[1] if k_new.dim() == 4 else "Tn")
-        expected = (*leading, *cache.shape[2:])
+        expected = (*leading, cache.shape[2], head_dim_of(cache))
         if tuple(x.shape) != expected:
             text = ", ".join(map(str, expected))
             note = ", the tokens of q" if is_ragged else ""

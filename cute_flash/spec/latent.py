@@ -4,6 +4,8 @@ DeepSeek's models cache one row of 576 numbers for each token, for all heads: 51
 rotated. Queries are multiplied into the space of these rows before the call, so the row is the key of every head, and
 its first 512 numbers are the value.
 
+Such a cache may have the format `fp8_ds_mla` (`spec/ds_mla.py`).
+
 With a page table for each query, (B, T, max_pages), every query sees the rows of its own table, as in DeepSeek's sparse
 attention. These rows have no positions, so masks by position are excluded. Pages -1 have no rows.
 """
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
+from cute_flash.spec.ds_mla import DS_MLA, head_dim_of, is_ds_mla
 from cute_flash.spec.problem import HEAD_DIM_STEP
 
 if TYPE_CHECKING:
@@ -67,9 +70,9 @@ def check_latent(k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs, devi
         if getattr(args, name) is not None:
             raise ValueError(f"{name} with value_dim={args.value_dim}: {remedy}")
     # `describe_decode` raises an error for a cache that is not 4-D.
-    if k_cache.dim() == 4 and not 1 <= args.value_dim <= k_cache.shape[3]:
+    if k_cache.dim() == 4 and not 1 <= args.value_dim <= head_dim_of(k_cache):
         raise ValueError(
-            f"value_dim={args.value_dim}: give a number of columns from 1 to {k_cache.shape[3]}, the head dim"
+            f"value_dim={args.value_dim}: give a number of columns from 1 to {head_dim_of(k_cache)}, the head dim"
         )
     if args.rotary_cos is not None or args.rotary_sin is not None:
         raise UnsupportedError(
@@ -87,7 +90,9 @@ def check_latent(k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs, devi
 
 def _check_kernel(k_cache: Tensor, args: DecodeArgs) -> None:
     """Raise `UnsupportedError` if the CUDA kernel does not take the widths or the dtype."""
-    widths = (("head_dim", k_cache.shape[-1], MAX_LATENT_DIM), ("value_dim", args.value_dim, MAX_VALUE_DIM))
+    if is_ds_mla(k_cache):
+        raise UnsupportedError(f"{DS_MLA} on cuda: there is no kernel; store the cache in the dtype of q or FP8")
+    widths = (("head_dim", head_dim_of(k_cache), MAX_LATENT_DIM), ("value_dim", args.value_dim, MAX_VALUE_DIM))
     for name, width, most in widths:
         if width is not None and (width % HEAD_DIM_STEP or width > most):
             raise UnsupportedError(

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.decode.ds_mla import ROW_BYTES, packed
+
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 PAGE_SIZES = (None, 1, 8, 16, 24, 32, 64, 128, 256, 528)
@@ -70,7 +72,9 @@ class DecodeCase:
     alibi: str = ""  # slopes (H): "heads"; (B, H): "batch"
     has_sinks: bool = False
     scale: float | None = None
-    fp8: str = ""  # FP8 caches, by their scales: none ("plain"), floats ("number"), 0-d tensors ("scalar"), by "heads"
+    # FP8 caches, by their scales: none ("plain"), floats ("number"), 0-d tensors ("scalar"), by "heads"; or "ds_mla":
+    # rows of `fp8_ds_mla`, with is_latent and the head dims (576, 512)
+    fp8: str = ""
     has_batch_idx: bool = False
     has_out: bool = False
     strided_q: bool = False
@@ -202,13 +206,18 @@ class DecodeCase:
                     x.to(device, torch.int32) for x in (wider, rows_of)
                 )
         k, v = self._storage(num, rows, device, FP8 if self.fp8 else dtype)
+        if self.fp8 == "ds_mla":
+            k = self._ds_mla_storage(num, rows, device)
         for x, name in ((k, "k_scale"), (v, "v_scale")):
             scale = options[name]
             divisor = scale.cpu().double().reshape(-1, 1) if isinstance(scale, Tensor) else scale or 1.0
             for b, before in enumerate(self.seqlens):
-                values = (normal(before, self.heads_kv, x.shape[-1]) / divisor).clamp(-LARGEST, LARGEST)
+                is_packed = x.dtype == torch.uint8
+                values = normal(before, self.heads_kv, self.head_dim if is_packed else x.shape[-1])
+                values = values * _spread(values) if is_packed else (values / divisor).clamp(-LARGEST, LARGEST)
                 if skipped:
                     values[: self.first_visible(b)] = torch.nan
+                values = packed(values) if is_packed else values
                 j = torch.arange(before)
                 index = (places[b].expand(before) if self.page_size is None else table[b, j // rows]), j % rows
                 # As bytes: torch 2.9 does not index FP8 tensors by tensors.
@@ -217,6 +226,13 @@ class DecodeCase:
         if self.kv_layout == "hnd":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         return k, v
+
+    def _ds_mla_storage(self, num: int, rows: int, device: Any) -> Tensor:
+        """A cache of `fp8_ds_mla`, (num, rows, Hkv, 656), full of bytes that make every number NaN."""
+        is_hnd, wide = self.kv_layout == "hnd", ROW_BYTES + 16 * (self.storage == "padded")
+        middle = (self.heads_kv, rows) if is_hnd else (rows, self.heads_kv)
+        cache = torch.full((num, *middle, wide), 0xFF, dtype=torch.uint8, device=device)[..., :ROW_BYTES]
+        return cache.transpose(1, 2) if is_hnd else cache
 
     def _storage(self, num: int, rows: int, device: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """K and V, (num, rows, Hkv, D), full of NaN, as views of the tensors that `storage` and `kv_layout` name."""
@@ -240,6 +256,14 @@ class DecodeCase:
             dim = 1 if is_hnd else 2
             k, v = (x.as_strided(x.shape, [7 if i == dim else x.stride(i) for i in range(4)]) for x in (k, v))
         return (k.transpose(1, 2), v.transpose(1, 2)) if is_hnd else (k, v)
+
+
+def _spread(rows: Tensor) -> Tensor:
+    """Factors of rows (rows, heads, 576) of `fp8_ds_mla`: the scales of a row differ, and one in 16 is small or 0."""
+    factors = torch.ones(len(rows), 1, rows.shape[-1], dtype=rows.dtype)
+    for row in range(len(rows)):
+        factors[row, :, 128 * (row % 4) : 128 * (row % 4) + 128] = (3.0, 0.2, 1.0, 1e-3 * (row % 32 < 16))[row // 4 % 4]
+    return factors
 
 
 def random_cases(seed: int, num: int, longest: int = 200, kind: int | None = None) -> Iterator[DecodeCase]:
@@ -327,19 +351,25 @@ def latent_cases(seed: int, num: int, longest: int = 200) -> Iterator[DecodeCase
     """Draw cases with one cache, whose first columns are the values."""
     for i, case in enumerate(random_cases(seed, num, longest)):
         head_dim, head_dim_v = LATENT_DIMS[i % len(LATENT_DIMS)]
-        yield replace(case, is_latent=True, head_dim=head_dim, head_dim_v=head_dim_v, rotary_dim=0)
+        case = replace(case, is_latent=True, head_dim=head_dim, head_dim_v=head_dim_v, rotary_dim=0)
+        # Every second case with the widths of `fp8_ds_mla` has that format.
+        yield replace(case, fp8="ds_mla") if i % (2 * len(LATENT_DIMS)) == len(LATENT_DIMS) - 1 else case
 
 
 def table_call(
-    seed: int, dtype: torch.dtype, page_size: int = 1, heads_kv: int = 1, fp8: bool = False, **options: Any
+    seed: int, dtype: torch.dtype, page_size: int = 1, heads_kv: int = 1, fp8: bool | str = False, **options: Any
 ) -> DecodeCall:
-    """A call with a page table for each query. Tables have -1 and repeats, and invalid indices past their lengths."""
+    """A call with a page table for each query. Tables have -1 and repeats, and invalid indices past their lengths.
+
+    `fp8`: whether the cache is FP8, or "ds_mla" for the format `fp8_ds_mla`.
+    """
+    head_dim, value_dim = (576, 512) if fp8 == "ds_mla" else (48, 32)
     generator = torch.Generator().manual_seed(seed)
 
     def draw(high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, generator=generator)
 
-    batch, tokens, num_pages, entries, head_dim = 3, 2, 9, 14, 48
+    batch, tokens, num_pages, entries = 3, 2, 9, 14
     q = torch.randn(batch, tokens, 4 * heads_kv, head_dim, generator=generator, dtype=torch.float64).to(dtype)
     cache = torch.randn(num_pages, page_size, heads_kv, head_dim, generator=generator, dtype=torch.float64)
     lengths = draw(entries * page_size + 1, batch, tokens)
@@ -348,9 +378,9 @@ def table_call(
     table[1, 0], table[1, 1, 0], table[2, 0, -1] = -1, -1, -1  # a table of nothing, the first and the last entry
     unused = torch.arange(entries) >= -(-lengths // page_size)[..., None]
     table = torch.where(unused, NO_PAGES[seed % 2], table)
-    stored = cache.to(FP8 if fp8 else dtype)
+    stored = packed(cache) if fp8 == "ds_mla" else cache.to(FP8 if fp8 else dtype)
     tables = {"page_table": table.int(), "cache_seqlens": lengths.int()}
-    return DecodeCall(q, stored, None, {"value_dim": 32, "scale": 0.3, **tables, **options})
+    return DecodeCall(q, stored, None, {"value_dim": value_dim, "scale": 0.3, **tables, **options})
 
 
 def small_case(**changes: Any) -> DecodeCase:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.decode.ds_mla import LATENT, packed, unpacked
 from tests.integrations.plain import rotary
 
 FP8 = torch.float8_e4m3fn
@@ -49,6 +50,7 @@ def oracle(
     """
     k_cache = k_cache.clone()
     is_latent = v_cache is None
+    is_ds_mla = k_cache.dtype == torch.uint8
     v_cache = k_cache[..., :value_dim] if v_cache is None else v_cache.clone()
     v_scale = k_scale if is_latent else v_scale
     has_tables = page_table is not None and page_table.dim() == 3
@@ -59,6 +61,12 @@ def oracle(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # Kernels multiply FP8 keys as fp16.
     rounded_to = torch.float16 if keys.dtype == FP8 and q.dtype == torch.bfloat16 else q.dtype
+
+    def rounded(query: Tensor) -> Tensor:
+        """A query as kernels multiply it."""
+        if is_ds_mla and q.dtype in (torch.float16, torch.bfloat16):
+            return torch.cat((query[..., :LATENT].half().double(), query[..., LATENT:].bfloat16().double()), dim=-1)
+        return query.to(rounded_to).double()
 
     def tokens(x: Tensor, b: int) -> Tensor:
         if cu_seqlens_q is None:
@@ -80,7 +88,15 @@ def oracle(
     def factor(given: Any) -> Tensor:
         return torch.as_tensor(1.0 if given is None else given).double().reshape(-1, 1)
 
+    def read(cache: Tensor, where: tuple[int, int], given: Any) -> Tensor:
+        """A row of a cache, (Hkv, D)."""
+        if is_ds_mla:
+            return unpacked(keys[where])[..., : LATENT if cache is values else None]
+        return cache[where].double() * factor(given)
+
     def stored(x: Tensor, given: Any, dtype: torch.dtype) -> Tensor:
+        if is_ds_mla:
+            return packed(x)
         return (x.double() / factor(given)).clamp(-448, 448).to(dtype) if dtype == FP8 else x.to(dtype)
 
     lengths = []
@@ -122,10 +138,10 @@ def oracle(
     for b in range(batch):
         for i in range(len(tokens(q, b))):
             query, places, distances = seen(b, i)
-            query = query.to(rounded_to).double()
+            query = rounded(query)
             # (rows, Hkv, D); other rows may be NaN, and are never multiplied.
             K, V = (
-                torch.stack([x[where].double() * factor(given) for where in places]) if places else None
+                torch.stack([read(x, where, given) for where in places]) if places else None
                 for x, given in ((keys, k_scale), (values, v_scale))
             )
             for h in range(heads):

@@ -51,6 +51,12 @@ def with_tables(**changes: Any) -> dict[str, Any]:
     return latent(page_table=TABLES, cache_seqlens=SEQLENS) | changes
 
 
+def ds_mla(**changes: Any) -> dict[str, Any]:
+    """A cache with rows of `fp8_ds_mla`."""
+    return latent(q=torch.zeros(B, T, H, 576), k_cache=BYTES, value_dim=512) | changes
+
+
+BYTES = torch.zeros(B, S, HKV, 656, dtype=torch.uint8)
 TABLES, SEQLENS = torch.zeros(B, T, 3, dtype=torch.int32), torch.full((B, T), 5, dtype=torch.int32)
 NEW, NEW3 = torch.zeros(B, T, HKV, D), torch.zeros(B, 3, HKV, D)
 CACHE = torch.zeros(B, S, HKV, D)
@@ -163,6 +169,20 @@ WRONG = [
     (latent(k_cache=CACHE[:1].expand(B, -1, -1, -1), k_new=NEW), "whose rows overlap in memory: give every row"),
     (latent(out=torch.zeros(B, T, H, D)), "out has shape (2, 1, 4, 32): expected (2, 1, 4, 16)"),
     (latent(k_cache=CACHE, q=torch.zeros(B, T, HKV, D), out=CACHE[:, 3:4, :, :16]), "out overlaps k_cache in memory"),
+    (ds_mla(k_cache=BYTES[..., :576]),
+     "k_cache is torch.uint8, with bytes in a row of k_cache: 576 instead of 656. Rows of fp8_ds_mla have 512 "
+     "float8_e4m3fn, which are the value, 4 float32 scales and 64 bfloat16; q has 576 columns, and value_dim is 512"),
+    (ds_mla(q=torch.zeros(B, T, H, 656)), "k_cache is torch.uint8, with columns of q: 656 instead of 576. Rows of"),
+    (ds_mla(value_dim=576), "k_cache is torch.uint8, with value_dim: 576 instead of 512. Rows of fp8_ds_mla have 512"),
+    (ds_mla(value_dim=None), "k_cache is torch.uint8, with value_dim: None instead of 512"),
+    (ds_mla(k_cache=BYTES[:, :, 0]), "k_cache has shape (2, 24, 656): expected (B, S, Hkv, D)"),
+    (ds_mla(v_cache=BYTES), "v_cache is torch.uint8: leave it out, because rows of fp8_ds_mla hold keys and values"),
+    (ds_mla(v_cache=CACHE), "v_cache with a k_cache of torch.uint8: leave it out, and give value_dim=512"),
+    (ds_mla(k_scale=0.5), "k_scale with a k_cache of torch.uint8: leave it out, because the rows have their own"),
+    (ds_mla(v_scale=0.5), "v_scale with value_dim=512: leave it out"),
+    (ds_mla(k_new=NEW), "k_new has shape (2, 1, 2, 32): expected (2, 1, 2, 576)"),
+    (ds_mla(k_new=torch.zeros(B, T, HKV, 576).half()), "k_new is torch.float16 and q is torch.float32: they must"),
+    (ds_mla(k_cache=BYTES[:1].expand(B, -1, -1, -1), k_new=torch.zeros(B, T, HKV, 576)), "whose rows overlap in"),
     (call(page_table=TABLES), "page_table has shape (2, 1, 3): a table for each query needs value_dim"),
     (with_tables(page_table=TABLES[:, :0]),
      "page_table has shape (2, 0, 3): expected (2, 1, max_pages), a table for each query"),
@@ -379,3 +399,11 @@ def test_widths_of_one_cache_on_cuda(width: int, value_dim: int, reason: str) ->
     arguments["value_dim"] = value_dim
     assert decode_supports(**arguments)
     assert (decode_supports(**arguments, gpu="H100").reason or "").startswith(reason)
+
+
+def test_rows_of_bytes_on_cuda() -> None:
+    arguments = ds_mla(q=torch.zeros(B, T, H, 576).half())
+    assert decode_supports(**arguments)
+    assert "fp8_ds_mla on cuda" in (decode_supports(**arguments, gpu="H100").reason or "")
+    problem = describe_decode(*bind(**arguments))
+    assert (problem.head_dim, problem.head_dim_v, problem.cache_dtype) == (576, 512, "fp8_ds_mla") and problem.is_fp8

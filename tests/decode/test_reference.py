@@ -93,6 +93,9 @@ def test_latent_cases_cover_everything() -> None:
     both = "is_ragged", "page_size", "fp8", "leftpad", "softcap", "has_sinks", "has_batch_idx", "has_out", "chunk"
     for name in both:
         assert {bool(getattr(case, name)) for case in LATENT} == {True, False}, name
+    ds_mla = [case for case in LATENT if case.fp8 == "ds_mla"]
+    assert {any(case.new) for case in ds_mla} == {True, False} and {case.kv_layout for case in ds_mla} == {"nhd", "hnd"}
+    assert {bool(case.page_size) for case in ds_mla} == {True, False}
     assert {any(case.new) for case in LATENT} == {True, False} and {case.heads_kv for case in LATENT} >= {1, 2}
 
 
@@ -230,6 +233,7 @@ TABLES = {
     "fp8": {"fp8": True, "k_scale": torch.tensor(0.5)},
     "fp8 heads": {"fp8": True, "heads_kv": 2, "k_scale": torch.tensor([0.5, 2.0])},
     "splits": {"num_splits": 3},
+    "ds_mla": {"fp8": "ds_mla", "page_size": 3},
 }
 
 

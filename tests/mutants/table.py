@@ -390,6 +390,26 @@ MUTANTS: tuple[Mutant, ...] = (
         ('if device == "cuda":', "if False:"),
     ),
     Mutant("cute_flash/spec/decode.py", "torch.float16 if cache == FP8 and", "q if cache == FP8 and", _DECODE),
+    # Rows of bytes.
+    *_mutants(
+        "cute_flash/reference/ds_mla.py",
+        _of("decode/test_ds_mla.py"),
+        ("nan_to_num(nan=0.0, posinf=torch.inf)", "nan_to_num(nan=0.0)"),
+        (".nan_to_num(nan=0.0, posinf=torch.inf)", ""),
+        (".clamp(min=torch.finfo(torch.float32).tiny)", ""),
+        ("(groups / scales).clamp(-largest, largest)", "groups / scales"),
+        ("rows[..., SCALES_BYTE:ROTARY_BYTE]", "rows[..., SCALES_BYTE:ROTARY_BYTE].flip(-1)"),
+        ("latent.to(torch.float16).to(q.dtype)", "latent"),
+        ("rotary.to(torch.bfloat16).to(q.dtype)", "rotary"),
+    ),
+    *_mutants(
+        "cute_flash/spec/ds_mla.py",
+        _of("decode/test_bad_input.py"),
+        ("if v_cache is not None and is_ds_mla(v_cache):", "if False:"),
+        ("if size != expected:", "if False:"),
+        ("if args.k_scale is not None:", "if False:"),
+        ("HEAD_DIM if is_ds_mla(cache) else cache.shape[-1]", "cache.shape[-1]"),
+    ),
     *_mutants(
         "cute_flash/score_mod/trace.py",
         _of("score_mod/test_captures.py"),
