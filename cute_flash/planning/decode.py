@@ -16,6 +16,7 @@ from cute_flash.planning.launch import CompileKey
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band, ceil_div
 from cute_flash.spec.decode import DecodeProblem
+from cute_flash.spec.ds_mla import DS_MLA, ROW_BYTES
 from cute_flash.spec.dtypes import DTYPE_BYTES
 from cute_flash.spec.family import AMPERE
 from cute_flash.spec.features import Buffer
@@ -49,7 +50,7 @@ class DecodeStatic:
 
     dtype: str  # of q and of the output
     head_dim: int
-    cache_dtype: str = ""  # of the caches; "": that of q
+    cache_dtype: str = ""  # of the caches, or DS_MLA; "": that of q
     head_dim_v: int | None = None  # None: equal to head_dim
     has_left: bool = False
     has_right: bool = False
@@ -82,7 +83,23 @@ class DecodeStatic:
 
     @property
     def is_fp8(self) -> bool:
-        return self.cache_dtype == "float8_e4m3fn"
+        """Whether the caches have e4m3 numbers."""
+        return self.cache_dtype in ("float8_e4m3fn", DS_MLA)
+
+    @property
+    def is_ds_mla(self) -> bool:
+        """Whether the cache has rows of `fp8_ds_mla` (`spec/ds_mla.py`)."""
+        return self.cache_dtype == DS_MLA
+
+    @property
+    def has_cache_scales(self) -> bool:
+        """Whether the launch has scales of the caches."""
+        return self.is_fp8 and not self.is_ds_mla
+
+    @property
+    def cache_width(self) -> int:
+        """Elements of a row of the keys' cache."""
+        return ROW_BYTES if self.is_ds_mla else self.head_dim
 
     @property
     def mma_dtype(self) -> str:
@@ -99,7 +116,7 @@ class DecodeStatic:
         flags = ("ragged", "varlen", "has_leftpad", "has_batch_idx", "appends", "has_query_tables")
         pages = (f"page_{self.page_lookup}",) if self.page_lookup else ()
         rotary = (f"rotary_{self.rotary}",) if self.rotary else ()
-        fp8 = ("fp8",) if self.is_fp8 else ()
+        fp8 = ("ds_mla" if self.is_ds_mla else "fp8",) if self.is_fp8 else ()
         return (*fp8, *pages, *(name for name in flags if getattr(self, name)), *rotary, *self.features)
 
     @property

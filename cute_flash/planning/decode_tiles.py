@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.tiles.common import WARP_ROWS, align_smem
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
+from cute_flash.spec.ds_mla import LATENT_DIM, NUM_SCALES, ROTARY_BYTE, ROTARY_DIM, ROW_BYTES, SCALES_BYTE
 
 if TYPE_CHECKING:
     from cute_flash.planning.decode import DecodeStatic
@@ -19,6 +20,14 @@ ATOM_BYTES = 128
 NUM_WARPS = 4
 # Rows of the output that the warps of a CTA exchange at a time.
 EXCHANGE_ROWS = 8
+
+
+class RowSegment(NamedTuple):
+    """A part of a cache's rows that is copied to shared memory: to swizzled atoms, or less than an atom as it is."""
+
+    source: int  # its first byte in a row
+    num_bytes: int
+    target: int  # its first byte in a stage
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,16 @@ class DecodeTile:
         """One warp's share of a block of K or V. Rows are a multiple of 128 bytes long."""
         row_bytes = ceil_div(self.head_dim * self.element_bytes, ATOM_BYTES) * ATOM_BYTES
         return SmemTile(self.tile_n, row_bytes // self.element_bytes, self.element_bytes)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage of a warp: of K and V."""
+        return 2 * self.kv_smem.bytes
+
+    @property
+    def row_segments(self) -> tuple[RowSegment, ...]:
+        """The parts of a row in the order of their copies."""
+        return (RowSegment(source=0, num_bytes=self.kv_smem.cols * self.element_bytes, target=0),)
 
     @property
     def kv_bytes(self) -> int:
@@ -167,12 +186,21 @@ class LatentTile(DecodeTile):
         return SmemTile(self.tile_n, row_bytes // self.element_bytes, self.element_bytes)
 
     @property
+    def stage_bytes(self) -> int:
+        return self.kv_smem.bytes
+
+    @property
     def p_smem(self) -> SmemTile:
         return SmemTile(self.tile_m, self.tile_n)
 
     @property
+    def num_p(self) -> int:
+        """Tiles of P in shared memory."""
+        return 1
+
+    @property
     def kv_bytes(self) -> int:
-        return self.stages * self.kv_smem.bytes
+        return self.stages * self.stage_bytes
 
     @property
     def q_tail_words(self) -> int:
@@ -184,13 +212,63 @@ class LatentTile(DecodeTile):
         # P, the rest of Q, the row maxima of warps that share rows, the words of existing keys, and the statistics.
         rows = self.tile_m * self.warps_per_row * 4 + self.stages * self.tile_n * 4
         statistics = 2 * 4 * self.num_stats * EXCHANGE_ROWS
-        p_bytes = align_smem(self.p_smem.bytes)
+        p_bytes = align_smem(self.num_p * self.p_smem.bytes)
         return align_smem(self.kv_bytes) + p_bytes + 4 * self.q_tail_words + rows + statistics + 64
 
     @property
     def holds_queries(self) -> bool:
         """Whether the last stage has room for the queries as in global memory, and as the operand of the MMA."""
-        return 2 * self.q_smem.bytes <= self.kv_smem.bytes
+        return 2 * self.q_smem.bytes <= self.stage_bytes
+
+
+@dataclass(frozen=True)
+class DsMlaTile(LatentTile):
+    """The tile of a cache with rows of `fp8_ds_mla`.
+
+    A stage has three tiles: the e4m3 numbers, the rotary columns, and the scales, four of each key. P is written four
+    times, multiplied by each of the scales of its keys.
+    """
+
+    @property
+    def q_steps(self) -> int:
+        # Fewer would not fit the shared memory of sm_89.
+        return 22
+
+    @property
+    def kv_smem(self) -> SmemTile:
+        """The e4m3 numbers of a block."""
+        return SmemTile(self.tile_n, LATENT_DIM, self.element_bytes)
+
+    @property
+    def rotary_smem(self) -> SmemTile:
+        """The rotary columns of a block."""
+        return SmemTile(self.tile_n, ROTARY_DIM)
+
+    @property
+    def rotary_offset(self) -> int:
+        """The first byte of the rotary columns in a stage."""
+        return self.kv_smem.bytes
+
+    @property
+    def scales_offset(self) -> int:
+        """The first byte of the scales in a stage."""
+        return self.rotary_offset + self.rotary_smem.bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.tile_n * ROW_BYTES
+
+    @property
+    def row_segments(self) -> tuple[RowSegment, ...]:
+        return (
+            RowSegment(source=0, num_bytes=LATENT_DIM, target=0),
+            RowSegment(source=ROTARY_BYTE, num_bytes=2 * ROTARY_DIM, target=self.rotary_offset),
+            RowSegment(source=SCALES_BYTE, num_bytes=4 * NUM_SCALES, target=self.scales_offset),
+        )
+
+    @property
+    def num_p(self) -> int:
+        return NUM_SCALES
 
 
 def decode_tile(static: DecodeStatic, rows: int, num_heads: int, arch: ArchSpec) -> DecodeTile:
@@ -233,11 +311,13 @@ def latent_tile(static: DecodeStatic, rows: int, arch: ArchSpec) -> LatentTile:
     head_dim = max(ceil_div(static.head_dim, 64) * 64, values)
     tile_m = 32 if rows > 16 else 16
     shapes = [(tile_m, 64, 8), (16, 64, 8), (16, 32, 4)]
-    if static.is_fp8 and not static.has_query_tables:
-        # Half of the bytes leave half of the time for a key: more independent products hide their latency.
+    if static.is_fp8 and not static.has_query_tables and not static.is_ds_mla:
+        # Half of the bytes leave half of the time for a key: more independent products hide their latency. Rows of
+        # `fp8_ds_mla` would spill.
         shapes = [(16, 128, 8), *shapes]
+    tile_class = DsMlaTile if static.is_ds_mla else LatentTile
     tiles = [
-        LatentTile(head_dim, m, n, num_warps, stages, static.cache_bytes, values=values)
+        tile_class(head_dim, m, n, num_warps, stages, static.cache_bytes, values=values)
         for m, n, num_warps in shapes
         for stages in (5, 4, 3, 2)
     ]

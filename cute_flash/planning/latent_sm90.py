@@ -63,6 +63,10 @@ class LatentTileSm90(DecodeTile):
         return LOAD_KEYS // PRODUCER_WARPS
 
     @property
+    def stage_bytes(self) -> int:
+        return self.kv_smem.bytes
+
+    @property
     def loads(self) -> int:
         """Loads of a block."""
         return self.tile_n // LOAD_KEYS

@@ -139,7 +139,7 @@ _SPLIT_WINDOW = (*(Operand(f"window_{side}", "i32", when=_if(f"has_{side}")) for
 _CACHE = ("pages", "page rows", "Hkv")
 _DECODE = (
     _rows("q", "Bq", "T", "H", "D"),
-    Operand("k_cache", "rows cache", (*_CACHE, "D")),
+    Operand("k_cache", "rows cache", (*_CACHE, "cache D")),
     Operand("v_cache", "rows cache", (*_CACHE, "Dv")),
     _rows("out", "Bq", "T", "H", "Dv", element="out"),
     Operand("lse", "statistics f32", ("Bq", "H", "T")),
@@ -152,8 +152,8 @@ _DECODE = (
     _rows("v_new", "Bq", "Tn", "Hkv", "Dv")._replace(when=_if("appends")),
     Operand("rotary_cos", "rotary", ("positions", "rotary pairs"), when=_if("rotary")),
     Operand("rotary_sin", "rotary", ("positions", "rotary pairs"), when=_if("rotary")),
-    Operand("k_scale", "strided f32", ("Hkv",), when=_if("is_fp8")),
-    Operand("v_scale", "strided f32", ("Hkv",), when=_if("is_fp8")),
+    Operand("k_scale", "strided f32", ("Hkv",), when=_if("has_cache_scales")),
+    Operand("v_scale", "strided f32", ("Hkv",), when=_if("has_cache_scales")),
     SCALE,
     *_SPLIT_WINDOW,
     *_SPLIT_FEATURES,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.spec.ds_mla import DS_MLA, head_dim_of, is_ds_mla
+from cute_flash.spec.ds_mla import head_dim_of
 from cute_flash.spec.problem import HEAD_DIM_STEP
 
 if TYPE_CHECKING:
@@ -90,8 +90,6 @@ def check_latent(k_cache: Tensor, v_cache: Tensor | None, args: DecodeArgs, devi
 
 def _check_kernel(k_cache: Tensor, args: DecodeArgs) -> None:
     """Raise `UnsupportedError` if the CUDA kernel does not take the widths or the dtype."""
-    if is_ds_mla(k_cache):
-        raise UnsupportedError(f"{DS_MLA} on cuda: there is no kernel; store the cache in the dtype of q or FP8")
     widths = (("head_dim", head_dim_of(k_cache), MAX_LATENT_DIM), ("value_dim", args.value_dim, MAX_VALUE_DIM))
     for name, width, most in widths:
         if width is not None and (width % HEAD_DIM_STEP or width > most):

@@ -26,7 +26,7 @@ BATCH, MANY = 2, 100
 # Names in `DecodeCase.features`. "attn" and "attn_varlen": calls of these functions with few queries, which split keys.
 FEATURES = (
     "page16", "page1", "fp8", "append", "rotary_halves", "rotary_pairs", "ragged", "leftpad", "batch_idx", "softcap",
-    "alibi", "sinks", "rows32", "many_sequences", "attn", "attn_varlen", "tables",
+    "alibi", "sinks", "rows32", "many_sequences", "attn", "attn_varlen", "tables", "ds_mla",
 )  # fmt: skip
 
 
@@ -96,6 +96,10 @@ def latent_cases() -> Iterator[DecodeCase]:
         yield case(place, 576, "page1", "append", **mla)
         yield case(place, 576, "fp8", **mla)
         yield case(place, 320, value_dim=256)
+        yield case(place, 576, "ds_mla", "page16", **mla)
+        yield case(place, 576, "ds_mla", "page1", "tables", mask="full", **mla)
+        yield case(place, 576, "ds_mla", "page16", "append", *score, mask="window", **mla)
+    yield case(("sm90", "sm_90"), 576, "ds_mla", "rows32", "ragged", "append", dtype="fp16", **mla)
     yield case(("sm90", "sm_90"), 576, "rows32", "page1", *score, mask="chunk", **mla)
     yield case(("sm90", "sm_90"), 576, "fp8", "page1", "tables", mask="full", **mla)
     yield case(("sm90", "sm_90"), 576, "fp8", "page16", "append", *score, mask="window", **mla)
@@ -139,8 +143,9 @@ def decode_key(case: DecodeCase) -> CompileKey:
     made = {"leftpad": integers, "batch_idx": integers, "softcap": 3.0}
     made |= {"alibi": torch.zeros(HEADS), "sinks": torch.zeros(HEADS)}
     options |= {{"batch_idx": "cache_batch_idx"}.get(name, name): x for name, x in made.items() if name in names}
-    stored = torch.float8_e4m3fn if "fp8" in names else dtype
-    caches = [torch.empty(*rows, HEADS_KV, width, dtype=stored) for width in (case.head_dim, width_v)]
+    stored = torch.float8_e4m3fn if "fp8" in names else torch.uint8 if "ds_mla" in names else dtype
+    widths = (656 if "ds_mla" in names else case.head_dim), width_v
+    caches = [torch.empty(*rows, HEADS_KV, width, dtype=stored) for width in widths]
     if case.value_dim is not None:
         caches, options = caches[:1], options | {"value_dim": case.value_dim, "scale": 0.1}
     call = bind(torch.empty(*leading, HEADS, case.head_dim, dtype=dtype), *caches, **options)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32
+from cutlass import BFloat16, Float16, Float32, Int32
 
 from cute_flash.device.memory.ldmatrix import MmaOperand
 from cute_flash.device.ptx import chosen_bytes, instruction
@@ -71,6 +71,26 @@ def _shifted(spread: Int32) -> Int32:
         "abs.f16x2 n, a;\n\tset.eq.u32.f16x2 n, n, c;\n\tmul.f16x2 a, a, b;\n\tor.b32 {$w0}, a, n;\n\t}"
     )
     return instruction(text, Int32, bits, Int32(0x5C005C00), Int32(0x3F803F80))
+
+
+def column_pairs(word: Int32, dtype: type, has_cvt: bool) -> tuple[Int32, Int32]:
+    """Four FP8 numbers, of two columns of two keys: the first column of both keys, and the second, in 16 bits.
+
+    In bf16, NaN becomes 480. That does not matter for the values of a latent cache: the score of the key is NaN too.
+    """
+    if dtype == BFloat16:
+        return _bf16(word << 8), _bf16(word)
+    return widened(chosen_bytes(word, Int32(0), Int32(0x3120)), has_cvt)
+
+
+def _bf16(spread: Int32) -> Int32:
+    """Convert FP8 in the high bytes of two halves to bf16, except NaN: shift right by 4, multiply by 2^120."""
+    bits = (spread & Int32(-0x7FFF8000)) | ((spread >> 4) & Int32(0x07F007F0))
+    text = (
+        "{\n\t.reg .b32 a, b, c;\n\tmov.b32 a, {$r0};\n\tmov.b32 b, {$r1};\n\tmov.b32 c, {$r2};\n\t"
+        "fma.rn.bf16x2 {$w0}, a, b, c;\n\t}"
+    )
+    return instruction(text, Int32, bits, Int32(0x7B807B80), Int32(-0x7FFF8000))  # + -0, which keeps the sign of 0
 
 
 @cute.jit
@@ -144,10 +164,13 @@ def load_words(row: Int32, words: cute.Tensor):
 def add_output(
     tiled_mma: cute.TiledMma, acc: cute.Tensor, rP: cute.Tensor, values: Fp8Tile, first_chunk: Int32 | None = None
 ):
-    """O += P V for the keys of a warp. `first_chunk`: the first of its runs of 16 columns of V; None: it has all."""
+    """O += P V for the keys of a warp, in the dtype of P.
+
+    `first_chunk`: the first of the warp's runs of 16 columns of V; None: it has all.
+    """
     address, lane, num_keys, has_cvt = values
-    key, chunk = lane % 16, lane // 16
-    fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2), 4), stride=((1, 2), 4)), Float16)
+    key, chunk, dtype = lane % 16, lane // 16, rP.element_type
+    fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2), 4), stride=((1, 2), 4)), dtype)
     registers = cute.recast_tensor(fragment, Int32)
     acc_tiles = cute.logical_divide(acc, (None, None, 4))
     for c in cutlass.range_constexpr(cute.size(acc, mode=[2]) // 4):
@@ -163,7 +186,7 @@ def add_output(
             # Matrices: keys 0-7 and 8-15 of the first chunk, then of the second.
             for n in cutlass.range_constexpr(2):
                 for half in cutlass.range_constexpr(2):
-                    even_odd = widened(chosen_bytes(words[2 * n + half], Int32(0), Int32(0x3120)), has_cvt)
+                    even_odd = column_pairs(words[2 * n + half], dtype, has_cvt)
                     registers[4 * n + half], registers[4 * n + 2 + half] = even_odd
             cute.gemm(tiled_mma, acc_c, rP[None, None, k], fragment, acc_c)
 

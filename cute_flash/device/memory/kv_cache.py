@@ -120,7 +120,7 @@ class WarpLoader:
     def load(self, block_key: Int32, stage: Int32, pages: cute.Tensor | None):
         """Start to copy the warp's keys in the block that begins at `block_key`. `pages`: from `look_up`."""
         smem, caches, chunk_keys = self.tile.kv_smem, self.caches.present, self.chunk
-        key, memory = block_key + self.key_offset, self.stages + stage * (len(caches) * smem.bytes)
+        key, memory = block_key + self.key_offset, self.stages + stage * self.tile.stage_bytes
         targets = tuple(memory + i * smem.bytes for i in range(len(caches)))
         lane_row, lane_chunk = self.lane // LANES_PER_ROW, self.lane % LANES_PER_ROW
         first_offset, num_keys = key - self.first_key + lane_row, cutlass.max(self.last_key - self.first_key + 1, 0)
@@ -137,16 +137,27 @@ class WarpLoader:
                 for cache, start, target in zip(caches, starts, targets, strict=True):
                     row_bytes = cache.width * cache.element_bytes
                     source = self.row_address(cache, start, i * ROWS_AT_ONCE) + lane_chunk * VECTOR_BYTES
-                    for j in cutlass.range_constexpr(smem.cols * cache.element_bytes // ATOM_BYTES):
-                        begin, key_offset = j * ATOM_BYTES, first_offset + row
-                        if cutlass.const_expr(has_page is not None):
-                            key_offset = cutlass.select_(has_page, key_offset, Int32(-1))
-                        if cutlass.const_expr(begin + ATOM_BYTES > row_bytes):
-                            # As an unsigned number -1 exceeds `num_keys`, so `copy_if_less` writes zeros.
-                            exists = begin + lane_chunk * VECTOR_BYTES < row_bytes
-                            key_offset = cutlass.select_(exists, key_offset, Int32(-1))
-                        offset = j * smem.rows * ATOM_BYTES + (row + lane_row) * ATOM_BYTES + swizzled
-                        copy_if_less(target + offset, source + begin, key_offset, num_keys)
+                    for segment in self.tile.row_segments:
+                        for j in cutlass.range_constexpr(segment.num_bytes // ATOM_BYTES):
+                            begin, key_offset = segment.source + j * ATOM_BYTES, first_offset + row
+                            if cutlass.const_expr(has_page is not None):
+                                key_offset = cutlass.select_(has_page, key_offset, Int32(-1))
+                            if cutlass.const_expr(begin + ATOM_BYTES > row_bytes):
+                                # As an unsigned number -1 exceeds `num_keys`, so `copy_if_less` writes zeros.
+                                exists = begin + lane_chunk * VECTOR_BYTES < row_bytes
+                                key_offset = cutlass.select_(exists, key_offset, Int32(-1))
+                            atom = segment.target + j * smem.rows * ATOM_BYTES
+                            offset = atom + (row + lane_row) * ATOM_BYTES + swizzled
+                            copy_if_less(target + offset, source + begin, key_offset, num_keys)
+                        if cutlass.const_expr(segment.num_bytes == VECTOR_BYTES):
+                            key_offset = first_offset + row
+                            if cutlass.const_expr(has_page is not None):
+                                key_offset = cutlass.select_(has_page, key_offset, Int32(-1))
+                            # `target` is that of the warp's first row of an atom.
+                            first = segment.target - self.key_offset * (ATOM_BYTES - VECTOR_BYTES)
+                            if lane_chunk == 0:
+                                offset = first + (row + lane_row) * VECTOR_BYTES
+                                copy_if_less(target + offset, source + segment.source, key_offset, num_keys)
 
     @cute.jit
     def existing(self, first: Int32) -> Int32:

@@ -57,6 +57,7 @@ class Fakes:
         """`sizes` has the symbolic sizes of kernels before this one; those of this kernel are added."""
         self.static, self.tile, self.sizes = static, tile, sizes
         self.widths = {"D": static.head_dim, "Dv": static.width_v}
+        self.widths["cache D"] = getattr(static, "cache_width", static.head_dim)
 
     def make(self, operand: Operand) -> Any:
         """The fake of one operand, by its `Operand.type`."""

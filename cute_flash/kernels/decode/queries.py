@@ -2,16 +2,18 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import BFloat16, Float32, Int32
 
 from cute_flash.device.memory import fp8
 from cute_flash.device.memory.kv_cache import copy_if_less
 from cute_flash.device.memory.rotary import VECTOR, load_floats
 from cute_flash.device.memory.smem import element_at
+from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.kv_splits import Lengths, Split
 from cute_flash.kernels.decode.storage import Params, SharedStorage
 from cute_flash.planning.decode_tiles import ATOM_BYTES
 from cute_flash.spec.band import ceil_div
+from cute_flash.spec.ds_mla import LATENT_DIM
 
 
 @cute.jit
@@ -36,6 +38,9 @@ def stage(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, th
     """Wait for the queries that `load` copied, apply rotary, and write them as the operand of the MMA."""
     tile, dtype = p.config.tile, p.config.dtype
     vectors = tile.head_dim // VECTOR
+    if cutlass.const_expr(p.config.static.is_ds_mla):
+        # Else the addresses of all elements, which are those of every split, would stay in registers.
+        thread = rederived(thread)
     # The blocks that were requested after the queries may still be in flight.
     cute.arch.cp_async_wait_group(tile.stages - 1)
     cute.arch.sync_threads()
@@ -55,7 +60,16 @@ def stage(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, th
                 p.rotary.load(raw, vector, position, x)
         # Rotated queries are rounded once, to the dtype of the MMA; others are exact in the dtype of q.
         rounded.store(x.load().to(dtype))
-        if cutlass.const_expr(p.config.static.is_fp8):
+        if cutlass.const_expr(p.config.static.is_ds_mla):
+            if vector * VECTOR < LATENT_DIM:
+                for j in cutlass.range_constexpr(VECTOR):
+                    column = fp8.query_column(vector * VECTOR + j)
+                    element_at(storage.sQ, p.config.tile.q_smem, row, column)[0] = rounded[j]
+            else:
+                rotary = cute.make_rmem_tensor(VECTOR, BFloat16)
+                rotary.store(x.load().to(BFloat16))
+                store_chunk(p, storage, row, vector, rotary)
+        elif cutlass.const_expr(p.config.static.is_fp8):
             for j in cutlass.range_constexpr(VECTOR):
                 column = fp8.query_column(vector * VECTOR + j)
                 if cutlass.const_expr(p.config.static.is_latent):
@@ -63,12 +77,17 @@ def stage(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, th
                 else:
                     storage.sQ[row, column, 0] = rounded[j]
         else:
-            # The swizzle of the tile: the 16-byte chunk c of row r is at c ^ (r mod 8).
-            columns, chunk = vector // 8, (vector % 8) ^ (row % 8)
-            address = Int32(storage.sQ.iterator.toint()) + (columns * tile.tile_m + row) * ATOM_BYTES + chunk * 16
-            target = cute.make_ptr(dtype, address, cutlass.AddressSpace.smem, assumed_align=16)
-            cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(VECTOR)))
+            store_chunk(p, storage, row, vector, rounded)
     cute.arch.sync_threads()
+
+
+def store_chunk(p: Params, storage: SharedStorage, row: Int32, vector: Int32, rounded: cute.Tensor):
+    """Store eight columns of a row to the operand of the MMA."""
+    # The swizzle of the tile: the 16-byte chunk c of row r is at c ^ (r mod 8).
+    columns, chunk = vector // 8, (vector % 8) ^ (row % 8)
+    address = Int32(storage.sQ.iterator.toint()) + (columns * p.config.tile.tile_m + row) * ATOM_BYTES + chunk * 16
+    target = cute.make_ptr(rounded.element_type, address, cutlass.AddressSpace.smem, assumed_align=16)
+    cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(VECTOR)))
 
 
 def vector_index(p: Params, i: int, thread: Int32) -> Int32:

@@ -34,6 +34,11 @@ class Config:
     tile: DecodeTile
     dtype: type  # of the MMA operands
 
+    @property
+    def p_dtype(self) -> type:
+        """The dtype of P."""
+        return cutlass.BFloat16 if self.static.is_ds_mla else self.dtype
+
 
 class QueryRow(NamedTuple):
     """A row of a query tile: its coordinates in q, and its token within the sequence."""
@@ -109,7 +114,7 @@ class Params:
         first_row = self.splits.first_row(split.batch) if static.varlen else None
         head = self.cache_head(split)
         common = head, batch, first_row, self.page_table, self.page_size, static.page_lookup
-        keys = CacheHead(self.mK, *common, static.head_dim, static.cache_bytes)
+        keys = CacheHead(self.mK, *common, static.cache_width, static.cache_bytes)
         values = None if self.mV is None else CacheHead(self.mV, *common, static.width_v, static.cache_bytes)
         return CacheHeads(keys, values)
 
@@ -134,7 +139,7 @@ class Team:
 class LatentStorage:
     """Shared memory of a latent cache's kernel. The warps that share 16 rows are numbered within them."""
 
-    sP: cute.Tensor  # (tile_m, tile_n, 1)
+    sP: cute.Tensor  # (tile_m, tile_n, tile of P)
     row_max: cute.Tensor  # (warp, row) fp32: the maxima of a block
     q_tail: cute.Tensor  # (word of a fragment, lane, k-step, 16 rows): the k-steps of Q that are not in registers
     sExists: cute.Tensor | None  # (stage, key): whether a key has a page, if a page can be -1
@@ -148,7 +153,7 @@ class LatentStorage:
             layout = cute.make_layout((tile.stages, tile.tile_n), stride=(tile.tile_n, 1))
             exists = smem.allocate_tensor(Int32, layout, 16)
         return LatentStorage(
-            sP=allocate_stages(smem, config.dtype, tile.p_smem, 1),
+            sP=allocate_stages(smem, config.p_dtype, tile.p_smem, tile.num_p),
             row_max=smem.allocate_tensor(Float32, cute.make_layout((tile.warps_per_row, tile.tile_m)), 16),
             q_tail=smem.allocate_tensor(Int32, tail, 16),
             sExists=exists,
@@ -160,7 +165,7 @@ class SharedStorage:
     sQ: cute.Tensor  # (tile_m, tile_d, 1)
     raw_q: cute.Tensor  # (tile_m, tile_d): the queries of the next split, as in global memory
     # (tile_n, tile_d, stage): K and V alternate; all stages of warp 0, then of warp 1, ... Of a latent cache, the
-    # stages of all warps.
+    # stages of all warps; of rows of `fp8_ds_mla`, their bytes.
     sKV: cute.Tensor
     exchange: cute.Tensor  # (tile_v, 8 rows, sum) fp32
     stats: cute.Tensor  # (2, 8 rows, warp) fp32: m and l
@@ -176,9 +181,12 @@ class SharedStorage:
         cache_dtype = config.dtype if tile.element_bytes == 2 else cutlass.Uint8
         latent = None
         if is_latent:
-            sKV = allocate_stages(smem, cache_dtype, tile.kv_smem, tile.stages)
+            if config.static.is_ds_mla:
+                sKV = smem.allocate_tensor(cache_dtype, cute.make_layout(tile.kv_bytes), SMEM_ALIGN)
+            else:
+                sKV = allocate_stages(smem, cache_dtype, tile.kv_smem, tile.stages)
             # The first loads leave the last stage free, so the queries pass through it to registers.
-            last = Int32(sKV.iterator.toint()) + (tile.stages - 1) * tile.kv_smem.bytes
+            last = Int32(sKV.iterator.toint()) + (tile.stages - 1) * tile.stage_bytes
             sQ, raw_q = tile_at(last, config.dtype, tile.q_smem), None
             pointer = cute.make_ptr(q_dtype, last + tile.q_smem.bytes, cutlass.AddressSpace.smem, assumed_align=16)
             raw_q = cute.make_tensor(pointer, raw_layout)
