@@ -47,7 +47,7 @@ def random_group(family: str, group: int) -> list[Case]:
 # Widths of rows and values, query heads, and tokens. Each pair of them has kernels of its own.
 LATENT_WIDTHS = ((576, 512), (576, 512), (512, 512), (320, 256), (192, 128), (48, 32))
 LATENT_HEADS, LATENT_TOKENS = (1, 8, 16, 20, 64, 128), (1, 1, 2, 3, 8)
-LATENT_GROUPS, LATENT_CASES = 20, 10
+LATENT_GROUPS, LATENT_CASES, DS_MLA_GROUPS = 20, 10, 8
 MLA = DecodeCase(
     seed=5, seqlens=(1000, 77, 0), tokens=(1, 1, 1), new=(0, 0, 0), heads_kv=1, group=16, head_dim=576, head_dim_v=512,
     page_size=64, is_latent=True, scale=192**-0.5,
@@ -56,7 +56,16 @@ MLA = DecodeCase(
 
 def latent_group(family: str, group: int) -> list[Case]:
     """Random calls with latent caches, of one kind, different for each family."""
-    seed = 1000 * list(FAMILIES).index(family) + 500 + group
+    return _latent(1000 * list(FAMILIES).index(family) + 500 + group, group)
+
+
+def ds_mla_group(family: str, group: int) -> list[Case]:
+    """The same with rows of `fp8_ds_mla`."""
+    cases = _latent(1000 * list(FAMILIES).index(family) + 800 + group, group)
+    return [(replace(case, head_dim=576, head_dim_v=512, fp8="ds_mla"), dtype) for case, dtype in cases]
+
+
+def _latent(seed: int, group: int) -> list[Case]:
     cases = []
     for i, case in enumerate(random_cases(seed, LATENT_CASES, kind=seed)):
         rng = random.Random(seed * 1000 + i)
@@ -82,6 +91,7 @@ def latent_cases() -> Iterator[Case]:
     for heads in LATENT_HEADS:
         yield replace(MLA, group=heads), torch.bfloat16
         yield replace(MLA, group=heads, fp8="scalar"), torch.bfloat16
+        yield replace(MLA, group=heads, fp8="ds_mla"), torch.bfloat16
 
 
 BASE = DecodeCase(
@@ -243,6 +253,7 @@ def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
     for family in runnable:
         drawn = [case for group in range(GROUPS) for case in random_group(family, group)]
         latent = [case for group in range(LATENT_GROUPS) for case in latent_group(family, group)]
-        for case, dtype in (*fixed_cases(), *drawn, *latent_cases(), *latent):
+        ds_mla = [case for group in range(DS_MLA_GROUPS) for case in ds_mla_group(family, group)]
+        for case, dtype in (*fixed_cases(), *drawn, *latent_cases(), *latent, *ds_mla):
             yield from decode_keys(case, dtype, family, arch)
     yield from split_keys(arch)

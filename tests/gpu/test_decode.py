@@ -16,6 +16,7 @@ import cute_flash
 from cute_flash import reference
 from cute_flash.decode import bind
 from cute_flash.jit.kernels import cache_info
+from cute_flash.reference import ds_mla
 from tests.decode.cases import DecodeCall, DecodeCase
 from tests.gpu import decode_cases
 from tests.gpu.captured import Captured
@@ -53,7 +54,9 @@ def assert_decoded(out: Tensor, lse: Tensor, call: DecodeCall, before: DecodeCal
     exact, exact_lse = reference.decode.attend(q, keys, values, args, sequences, torch.float64)
     # Σ p |v|, which bounds the error of rounded weights.
     latent = {} if args.value_dim is None else {"v_scale": args.k_scale}
-    magnitudes = (keys[..., : args.value_dim] if values is None else values).to(torch.float64).abs()
+    is_ds_mla = keys.dtype == torch.uint8
+    numbers = ds_mla.loaded(keys, torch.float64) if is_ds_mla else keys
+    magnitudes = (numbers[..., : args.value_dim] if values is None else values).to(torch.float64).abs()
     sizes, _ = reference.decode.attend(q, keys, magnitudes, args._replace(**latent), sequences, torch.float64)
     assert out.shape == exact.shape and out.dtype == q.dtype
     assert lse.shape == exact_lse.shape and lse.dtype == torch.float32
@@ -63,7 +66,8 @@ def assert_decoded(out: Tensor, lse: Tensor, call: DecodeCall, before: DecodeCal
     allowed = 5e-5 + 1e-5 * exact_lse.masked_fill(empty, 0.0).abs()
     assert (lse_error <= allowed).all(), f"lse: error {lse_error.max():.2e}"
     assert (out[sizes == 0] == 0).all(), "rows that see no key must be exactly 0"
-    error, ulp = (out.double() - exact).abs(), ULP[q.dtype]
+    # Kernels round the weights of `fp8_ds_mla` to bf16.
+    error, ulp = (out.double() - exact).abs(), ULP[torch.bfloat16 if is_ds_mla else q.dtype]
     assert error.isfinite().all(), "out: not finite"
     assert (error <= ulp * sizes + 1e-5).all(), f"out: {(error / (sizes + 1e-30)).max():.2e} of Σ p |v|"
     assert not error.numel() or error.mean() <= ulp / 2 * sizes.mean() + 1e-6, "out: the mean error is too large"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import cute_flash
+from cute_flash.reference import ds_mla
 from tests.decode.cases import DecodeCall, DecodeCase, table_call
 from tests.gpu import decode_cases
 from tests.gpu.captured import Captured
@@ -29,6 +30,32 @@ def test_random_calls(group: int, family: str) -> None:
             raise AssertionError(f"{case.id}: {error}") from error
 
 
+@pytest.mark.parametrize("group", range(decode_cases.DS_MLA_GROUPS))
+def test_random_calls_with_rows_of_ds_mla(group: int, family: str) -> None:
+    for case, dtype in decode_cases.ds_mla_group(family, group):
+        try:
+            check(case, dtype)
+        except Exception as error:
+            raise AssertionError(f"{case.id}: {error}") from error
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_scales_of_all_sizes(dtype: torch.dtype) -> None:
+    """The scales of a key and of neighbouring keys differ by up to 2^60; keys with small values have large weights."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    rows = torch.randn(600, 1, 576, generator=generator, device=DEVICE)
+    exponents = torch.randint(-60, 1, (600, 1, 5), generator=generator, device=DEVICE).float()
+    rows *= (2.0**exponents).repeat_interleave(128, dim=-1)[..., :576]
+    rows[::7] = 0
+    q = torch.randn(2, 3, 16, 576, generator=generator, device=DEVICE).to(dtype)
+    cache = torch.full((4, 300, 1, 656), 0xFF, dtype=torch.uint8, device=DEVICE)
+    cache[2:] = ds_mla.stored(rows).view(2, 300, 1, 656)
+    lengths, places = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ((300, 77), (2, 3)))
+    options = {"value_dim": 512, "scale": 0.2, "cache_seqlens": lengths, "cache_batch_idx": places}
+    call = DecodeCall(q, cache, None, options)
+    assert_decoded(*run(call), call, call)
+
+
 @pytest.mark.parametrize("page_size", (None, 1, 64), ids=str)
 @pytest.mark.parametrize("heads", (16, 128))
 def test_long_sequences(page_size: int | None, heads: int) -> None:
@@ -37,12 +64,12 @@ def test_long_sequences(page_size: int | None, heads: int) -> None:
 
 @pytest.mark.parametrize("heads", decode_cases.LATENT_HEADS)
 @pytest.mark.parametrize("num_splits", (1, 2, 7, 32, 5000))
-@pytest.mark.parametrize("fp8", ("", "scalar"))
+@pytest.mark.parametrize("fp8", ("", "scalar", "ds_mla"))
 def test_forced_splits(heads: int, num_splits: int, fp8: str) -> None:
     check(replace(MLA, group=heads, fp8=fp8), BF16, num_splits=num_splits)
 
 
-@pytest.mark.parametrize("fp8", ("", "heads"))
+@pytest.mark.parametrize("fp8", ("", "heads", "ds_mla"))
 def test_an_append_without_queries(fp8: str) -> None:
     check(replace(MLA, tokens=(0,) * 3, new=(5,) * 3, fp8=fp8), BF16)
 
@@ -80,12 +107,14 @@ def on_gpu(call: DecodeCall) -> DecodeCall:
 def test_tables(page_size: int, heads_kv: int) -> None:
     for seed in range(8):
         options = {"softcap": 20.0} if seed % 2 else {}
-        call = on_gpu(table_call(seed, BF16, page_size=page_size, heads_kv=heads_kv, fp8=seed % 4 > 1, **options))
-        assert_decoded(*run(call), call, call)
+        for fp8 in ("ds_mla", seed % 4 > 1):
+            call = on_gpu(table_call(seed, BF16, page_size=page_size, heads_kv=heads_kv, fp8=fp8, **options))
+            assert_decoded(*run(call), call, call)
 
 
 @pytest.mark.parametrize("heads", (1, 16, 64, 128))
-def test_lists_of_rows_equal_the_gathered_rows(heads: int) -> None:
+@pytest.mark.parametrize("has_bytes", (False, True))
+def test_lists_of_rows_equal_the_gathered_rows(heads: int, has_bytes: bool) -> None:
     """Lists of 2048 of 65,536 rows, with -1 at every place of a block, and NaN in all other rows."""
     generator = torch.Generator(DEVICE).manual_seed(heads)
     batch, tokens, entries, rows = 2, 2, 2048, 65_536
@@ -96,6 +125,7 @@ def test_lists_of_rows_equal_the_gathered_rows(heads: int) -> None:
     table[torch.rand(table.shape, generator=generator, device=DEVICE) < 0.3] = -1
     table[0, 0, :130], table[1, 1] = -1, -1
     lengths = torch.tensor([[entries, 1000], [65, 2048]], dtype=torch.int32, device=DEVICE)
+    cache = ds_mla.stored(cache) if has_bytes else cache
     call = DecodeCall(q, cache, None, {"value_dim": 512, "scale": 0.05, "page_table": table, "cache_seqlens": lengths})
     assert_decoded(*run(call), call, call)
 

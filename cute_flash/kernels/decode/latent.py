@@ -8,10 +8,10 @@ keys of a block for S = Q K^T, and the value columns for O += P V:
     vote       barrier with a vote: if a row has outgrown m, the warps combine their row maxima, and write P again
     output     O += P V, with P of all keys and the warp's columns of V
 
-Rows of `fp8_ds_mla` have a scale for each group of 128 columns. S is the sum of the groups' products, each multiplied by
-the scale of its key, and of the rotary columns' product, which is in bf16. The columns of V of a warp are in one group.
-P is written four times, multiplied by the scales of a group in fp32 and rounded once, to bf16, whose range is that of
-the scales. So the output has the accuracy of a bf16 cache.
+Rows of `fp8_ds_mla` have a scale for each group of 128 columns. S is the sum of the groups' products, each multiplied
+by the scale of its key, and of the rotary columns' product, which is in bf16. The columns of V of a warp are in one
+group. P is written four times, multiplied by the scales of a group in fp32 and rounded once, to bf16, which has the
+range of the scales. So the weights have the relative error of a bf16 cache's, 2^-9, also if q is fp16.
 """
 
 from dataclasses import dataclass, replace
