@@ -49,6 +49,7 @@ _REFERENCE = _of("reference/test_features.py", "reference/test_dense.py")
 _FORWARD, _BACKWARD = _of("planning/test_forward.py"), _of("planning/test_backward.py")
 _DECISIONS = _of("planning/test_decisions.py")
 _OPERANDS = _of("runtime/test_dense.py")
+_LATENT = _of("planning/test_latent.py")
 _DECODE = _of("decode/test_reference.py")
 _SHARDS = _of("distributed/test_calls.py", "distributed/test_accumulate.py", "distributed/test_large_groups.py")
 _FLASH = _of("integrations/test_flash_attn.py", "integrations/test_flash_attn_3.py")
@@ -194,9 +195,52 @@ MUTANTS: tuple[Mutant, ...] = (
     *_mutants(
         "cute_flash/planning/decode.py",
         _of("planning/test_decisions.py", "runtime/test_decode.py"),
-        ("32 if rows > 16 and head_dim <= 128 else 16", "32 if rows > 16 else 16"),
         ("ceil_div(tokens * group, tile.tile_m) + batch", "ceil_div(tokens * group, tile.tile_m)"),
         ("rows <= MAX_SPLIT_ROWS and keys >= MIN_SPLIT_KEYS", "keys >= MIN_SPLIT_KEYS"),
+    ),
+    Mutant(
+        "cute_flash/planning/decode_tiles.py",
+        "32 if rows > 16 and head_dim <= 128 else 16",
+        "32 if rows > 16 else 16",
+        _of("planning/test_decisions.py"),
+    ),
+    # Latent caches: head groups, tiles, and the calls that use wgmma.
+    *_mutants(
+        "cute_flash/planning/decode_tiles.py",
+        _LATENT,
+        ("if group % n == 0 and n * tokens <= tile_m", "if n * tokens <= tile_m"),
+        ("if 2 * heads * tokens >= tile_m", "if 2 * heads * tokens > tile_m"),
+        ("tile_m = 32 if rows > 16 else 16", "tile_m = 32 if rows >= 16 else 16"),
+        ("values = 256 if static.width_v <= 256 else 512", "values = 512"),
+        ("head_dim = max(ceil_div(static.head_dim, 64) * 64, values)", "head_dim = ceil_div(static.head_dim, 64) * 64"),
+        ("if static.is_fp8 and not static.has_query_tables:", "if static.is_fp8:"),
+        ("if tile.holds_queries and", "if"),
+        ("for stages in (5, 4, 3, 2)", "for stages in (2, 3, 4, 5)"),
+    ),
+    *_mutants(
+        "cute_flash/planning/latent_sm90.py",
+        _LATENT,
+        ("and rows > MAX_ROWS_MMA_SYNC", "and rows >= MAX_ROWS_MMA_SYNC"),
+        ('and family != "sm80"', ""),
+        ("and static.cache_bytes == 2", ""),
+        ("return arch.has_wgmma and", "return"),
+        ("values = 256 if static.width_v <= 256 else 512", "values = 512"),
+        ("min(LatentTileSm90.q_in_registers, head_dim // Q_COLUMNS - 1)", "LatentTileSm90.q_in_registers"),
+        ("deeper if deeper.smem_bytes <= arch.smem_per_cta else tile", "deeper"),
+    ),
+    *_mutants(
+        "cute_flash/planning/decode.py",
+        _LATENT,
+        ("rows, target = group * tokens_of_sequence, arch.target", "rows, target = group, arch.target"),
+        ("heads_kv * head_groups, group // head_groups", "heads_kv, group // head_groups"),
+        ("batch, tokens = batch * tokens, 1", "batch, tokens = batch, 1"),
+        ("Band() if problem.has_query_tables else problem.band", "problem.band"),
+    ),
+    *_mutants(
+        "cute_flash/tools/explain_decode.py",
+        _of("tools/test_explain_decode.py"),
+        ("self.head_dim if self.is_latent else self.head_dim + self.width_v", "self.head_dim + self.width_v"),
+        ("return groups * ceil_div(", "return ceil_div("),
     ),
     *_mutants(
         "cute_flash/kernels/common/varlen_scheduler.py",
@@ -386,8 +430,8 @@ MUTANTS: tuple[Mutant, ...] = (
         _of("decode/test_bad_input.py", "decode/test_ops.py"),
         ("not 1 <= args.value_dim <= k_cache.shape[3]", "not 1 <= args.value_dim"),
         ("if args.window_right not in (None, 0):", "if False:"),
-        ("and args.k_new is None and", "and"),
-        ('if device == "cuda":', "if False:"),
+        ('    "k_new": "append in a call before",\n', ""),
+        ("width % HEAD_DIM_STEP or width > most", "width > most"),
     ),
     Mutant("cute_flash/spec/decode.py", "torch.float16 if cache == FP8 and", "q if cache == FP8 and", _DECODE),
     # Rows of bytes.
