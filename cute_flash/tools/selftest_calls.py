@@ -24,7 +24,7 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 PAGE_SIZE = 16
 CACHE_ROWS = 512  # of each sequence of a K/V cache
 FP8_SCALE = 0.5
-MASKED_PAGES = 7  # of the list of a query, each entry whose index is a multiple of this is -1
+MASK_STEP = 7  # every seventh index in the list of a query is -1
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Latent(Decode):
 
 
 class QueryTables(Latent):
-    """One cache, with a list of its rows for each of two queries of a sequence; entries of -1 have no row."""
+    """One cache, with a list of its rows for each of two queries of a sequence; indices of -1 have no row."""
 
     num_queries: ClassVar[int] = 2
 
@@ -218,19 +218,19 @@ class QueryTables(Latent):
         return attn_decode(x["q"], pages, cache_seqlens=lengths, page_table=tables, return_lse=True, **call.keywords(x))
 
     def tables(self, call: Call) -> Tensor:
-        """(sequences, queries, entries): rows of all sequences, some of them several times."""
+        """(sequences, queries, indices): rows of all sequences, some of them several times."""
         generator, batch = torch.Generator().manual_seed(0), len(call.queries)
         shape = (batch, self.num_queries, max(call.keys))
         tables = torch.randint(batch * CACHE_ROWS, shape, generator=generator, dtype=torch.int32)
-        tables[..., ::MASKED_PAGES] = -1
+        tables[..., ::MASK_STEP] = -1
         return tables
 
     def split(self, call: Call, x: Tensors) -> list[Qkv]:
         """(q, k, v) of each query."""
         rows, parts = x["k"].flatten(0, 1), []
         for queries, tables, length in zip(x["q"], self.tables(call), call.keys):
-            for q, entries in zip(queries, tables[:, :length]):
-                k = rows[entries[entries >= 0].long().to(rows.device)].transpose(0, 1)
+            for q, indices in zip(queries, tables[:, :length]):
+                k = rows[indices[indices >= 0].long().to(rows.device)].transpose(0, 1)
                 parts.append((q[:, None], k, k[..., : call.head_dim_v]))
         return parts
 
