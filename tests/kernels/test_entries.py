@@ -12,7 +12,8 @@ pytest.importorskip("cutlass")
 
 from cute_flash.kernels.common.fakes import fake_arguments
 from cute_flash.planning.decode import DecodeStatic
-from cute_flash.planning.decode_tiles import decode_tile
+from cute_flash.planning.decode_tiles import decode_tile, latent_tile
+from cute_flash.planning.latent_sm90 import latent_tile_sm90
 from cute_flash.planning.merge import MergeStatic, MergeTile
 from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
 from cute_flash.planning.registry import KERNELS
@@ -42,6 +43,10 @@ def test_an_entry_is_compiled_for_the_operands_of_its_row_by_name_and_in_order(k
     if kernel in ("decode", "fwd_split_kv"):
         static = DecodeStatic("bfloat16", 64, heads_first=kernel == "fwd_split_kv")
         tile = decode_tile(static, 4, 8, ARCHS["sm_90"])
+    elif kernel.startswith("decode_latent"):
+        static = DecodeStatic("bfloat16", 576, head_dim_v=512, is_latent=True)
+        is_wgmma = kernel.endswith("sm90")
+        tile = latent_tile_sm90(static, ARCHS["sm_90"]) if is_wgmma else latent_tile(static, 16, ARCHS["sm_90"])
     elif kernel == "merge_partials":
         static, tile = MergeStatic("bfloat16", 64, 3), MergeTile()
     else:

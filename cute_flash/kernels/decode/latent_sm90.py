@@ -9,14 +9,15 @@ columns are the value. Four warpgroups have three roles:
 | 1         | scores: S = Q K^T, features, mask, softmax; P to shared memory             | latent_sm90_scores.py   |
 | 2, 3      | output: O = O alpha + P V, half of the columns each; write, merge splits   | latent_sm90_output.py   |
 
-| shared memory | elements               | lifetime                                                          |
-|---------------|------------------------|-------------------------------------------------------------------|
-| sQ            | 64 x tile_d            | one split, until the scores warpgroup has read it for the last time |
-| sK            | stages x 32 x tile_d   | one block: S of the block, then P V                                |
-| sP            | 2 x 64 x 32            | one block                                                         |
+| shared memory | elements             | lifetime                                                            |
+|---------------|----------------------|---------------------------------------------------------------------|
+| sQ            | 64 x tile_d          | one split, until the scores warpgroup has read it for the last time |
+| sK            | stages x 64 x tile_d | one block: S of the block, then P V; its halves are released apart  |
+| sP            | 64 x 64              | one block, handed over in halves                                    |
 
 The roles are ordered only by the pipelines of `latent_sm90_storage.py`. The scores warpgroup computes S of the next
-block and P of the current one at the same time. The output warpgroups finish a split while the others begin the next.
+block while the output warpgroups compute P V of the current one, and the producer loads further halves of blocks, by
+TMA or by cp.async. The output warpgroups finish a split while the others begin the next.
 """
 
 from typing import Any, ClassVar
