@@ -298,12 +298,12 @@ def mla_caches(record: Record) -> Table:
 
 def mla_line(record: Record) -> str:
     """MLA: geometric means and host time in two sentences."""
-    cells = [cell for cell in record["cells"] if cell["part"] == mla.CELLS]
-    means = [
-        f"{geometric_mean([mla.speed_over(cell, mla.FA3) for cell in cells if cell['heads'] == heads]):.2f} × with "
-        f"{heads} heads"
-        for heads in sorted({cell["heads"] for cell in cells})
-    ]
+    ratios: dict[int, list[float]] = {}
+    for cell in record["cells"]:
+        ratio = mla.speed_over(cell, mla.FA3)
+        if cell["part"] == mla.CELLS and ratio is not None:
+            ratios.setdefault(cell["heads"], []).append(ratio)
+    means = [f"{geometric_mean(ratios[heads]):.2f} × with {heads} heads" for heads in sorted(ratios)]
     host_us = record["host"]["us"]
     return (
         f"Geometric means of the speed over FlashAttention-3, one token: {', '.join(means)}. Host time of a warm call: "
