@@ -86,14 +86,18 @@ def test_every_kernel_and_every_feature_is_locked() -> None:
 
 def test_decode_kernels_of_both_architectures_are_locked() -> None:
     keys = {name: compile_key(case) for name, case in CASES.items() if name.startswith("decode/")}
-    assert {key.kernel for key in keys.values()} == {"decode", "decode_latent", "fwd_split_kv"}
+    latent = [key for key in keys.values() if key.static.is_latent]
+    assert {key.kernel for key in latent} == {"decode_latent", "decode_latent_sm90"}
+    assert {key.kernel for key in keys.values() if key not in latent} == {"decode", "fwd_split_kv"}
     for target in ("sm_80", "sm_90"):
-        found = [key for key in keys.values() if key.target.startswith(target)]
+        rows = {key.tile.tile_m for key in latent if key.target.startswith(target)}
+        assert rows == ({16, 32} if target == "sm_80" else {16, 32, 64})
+        found = [key for key in keys.values() if key.target.startswith(target) and key not in latent]
         assert {key.tile.tile_m for key in found} == {16, 32} and {key.tile.head_dim for key in found} == {64, 128, 256}
         assert {key.static.page_lookup for key in found} == {"", "chunk", "row"}
         assert {key.static.rotary for key in found} == {"", "halves", "pairs"}
     assert {(key.target[:5], key.static.has_fp8_cvt) for key in keys.values() if key.static.is_fp8} == {
-        ("sm_80", False), ("sm_90", False), ("sm_90", True),
+        ("sm_80", False), ("sm_89", False), ("sm_90", False), ("sm_90", True),
     }  # fmt: skip
 
 

@@ -213,7 +213,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tile_m = 32 if rows > 16 else 16", "tile_m = 32 if rows >= 16 else 16"),
         ("values = 256 if static.width_v <= 256 else 512", "values = 512"),
         ("head_dim = max(ceil_div(static.head_dim, 64) * 64, values)", "head_dim = ceil_div(static.head_dim, 64) * 64"),
-        ("if static.is_fp8 and not static.has_query_tables:", "if static.is_fp8:"),
+        ("if static.is_fp8 and not static.has_query_tables and", "if static.is_fp8 and"),
         ("if tile.holds_queries and", "if"),
         ("for stages in (5, 4, 3, 2)", "for stages in (2, 3, 4, 5)"),
     ),
@@ -428,7 +428,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *_mutants(
         "cute_flash/spec/latent.py",
         _of("decode/test_bad_input.py", "decode/test_ops.py"),
-        ("not 1 <= args.value_dim <= k_cache.shape[3]", "not 1 <= args.value_dim"),
+        ("not 1 <= args.value_dim <= head_dim_of(k_cache)", "not 1 <= args.value_dim"),
         ("if args.window_right not in (None, 0):", "if False:"),
         ('    "k_new": "append in a call before",\n', ""),
         ("width % HEAD_DIM_STEP or width > most", "width > most"),
