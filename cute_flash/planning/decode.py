@@ -220,7 +220,7 @@ def plan_decode(problem: DecodeProblem, arch: ArchSpec, family: str = "") -> Dec
     )
     batch, tokens = problem.batch, problem.total_tokens if problem.tokens is None else problem.tokens
     if problem.has_query_tables:
-        # The kernel computes each query as a sequence of its own.
+        # To the kernel, each query is a sequence with one token.
         batch, tokens = batch * tokens, 1
     sizes = SplitSizes(batch, tokens, problem.heads, problem.heads_kv, problem.capacity)
     kernel = "decode_latent" if problem.is_latent else "decode"

@@ -1,4 +1,4 @@
-"""Tiles of the kernels that split keys: `DecodeTile`, `LatentTile` of latent caches (MLA), and their choice."""
+"""Tiles of the kernels that split keys: `DecodeTile`, those of latent caches (MLA), and their choice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ EXCHANGE_ROWS = 8
 
 
 class RowSegment(NamedTuple):
-    """A part of a cache's rows that is copied to shared memory: to swizzled atoms, or less than an atom as it is."""
+    """Consecutive bytes of a cache row, and their place in a stage of shared memory.
+
+    A segment of whole swizzle atoms is swizzled. A shorter one is not.
+    """
 
     source: int  # its first byte in a row
     num_bytes: int
@@ -106,7 +109,7 @@ class DecodeTile:
     @property
     def kv_bytes(self) -> int:
         """All stages of K and V of all warps."""
-        return 2 * self.num_warps * self.stages * self.kv_smem.bytes
+        return self.num_warps * self.stages * self.stage_bytes
 
     @property
     def exchange_bytes(self) -> int:
@@ -130,12 +133,8 @@ class DecodeTile:
 
 
 @dataclass(frozen=True)
-class LatentTile(DecodeTile):
-    """`tile_m` query rows against blocks of `tile_n` keys of a latent cache (MLA).
-
-    `num_warps` / (`tile_m` / 16) warps share 16 rows. Each computes the scores of a part of the keys, and the output of
-    a part of the value columns; P passes through shared memory.
-    """
+class OneCacheTile(DecodeTile):
+    """A tile of a latent cache (MLA), whose stages are blocks of `tile_n` keys for all warps."""
 
     values: int = 512  # columns of the output, with padding
 
@@ -146,6 +145,28 @@ class LatentTile(DecodeTile):
     @property
     def block_keys(self) -> int:
         return self.tile_n
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage: one block."""
+        return self.kv_smem.bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.stages * self.stage_bytes
+
+    @property
+    def p_smem(self) -> SmemTile:
+        return SmemTile(self.tile_m, self.tile_n)
+
+
+@dataclass(frozen=True)
+class LatentTile(OneCacheTile):
+    """`tile_m` query rows against blocks of `tile_n` keys of a latent cache, by mma.sync.
+
+    `num_warps` / (`tile_m` / 16) warps share 16 rows. Each computes the scores of a part of the keys, and the output of
+    a part of the value columns; P passes through shared memory.
+    """
 
     @property
     def load_keys(self) -> int:
@@ -180,27 +201,9 @@ class LatentTile(DecodeTile):
         return self.warps_per_row
 
     @property
-    def kv_smem(self) -> SmemTile:
-        """A block of the cache. Rows are a multiple of 128 bytes long."""
-        row_bytes = ceil_div(self.head_dim * self.element_bytes, ATOM_BYTES) * ATOM_BYTES
-        return SmemTile(self.tile_n, row_bytes // self.element_bytes, self.element_bytes)
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.kv_smem.bytes
-
-    @property
-    def p_smem(self) -> SmemTile:
-        return SmemTile(self.tile_m, self.tile_n)
-
-    @property
     def num_p(self) -> int:
         """Tiles of P in shared memory."""
         return 1
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.stages * self.stage_bytes
 
     @property
     def q_tail_words(self) -> int:

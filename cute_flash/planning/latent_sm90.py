@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cute_flash.planning.decode_tiles import DecodeTile
+from cute_flash.planning.decode_tiles import OneCacheTile
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.arch import ArchSpec
@@ -33,7 +33,7 @@ SPLIT_INTEGERS, SPLIT_SLOTS = 12, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentTileSm90(DecodeTile):
+class LatentTileSm90(OneCacheTile):
     """64 query rows against blocks of 64 keys, whose first columns are the values. A stage is one block.
 
     wgmma with 32 keys would read Q from shared memory twice as often. Halves of a stage are loaded and released by
@@ -44,40 +44,19 @@ class LatentTileSm90(DecodeTile):
     tile_n: int = 64
     num_warps: int = 4 * WARPGROUPS
     stages: int = 2
-    values: int = 512  # columns of the output, with padding
     has_query_tables: bool = False  # there is a word of shared memory for each key: whether it has a page
     q_in_registers: int = 4  # tiles of `Q_COLUMNS` columns of Q that stay in registers during a split
     # Registers of a thread of the producer, the scores warpgroup and the output warpgroups.
     registers: tuple[int, int, int] = (40, 152, 160)
 
     @property
-    def width_v(self) -> int:
-        return self.values
-
-    @property
-    def block_keys(self) -> int:
-        return self.tile_n
-
-    @property
     def load_keys(self) -> int:
         return LOAD_KEYS // PRODUCER_WARPS
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.kv_smem.bytes
 
     @property
     def loads(self) -> int:
         """Loads of a block."""
         return self.tile_n // LOAD_KEYS
-
-    @property
-    def p_smem(self) -> SmemTile:
-        return SmemTile(self.tile_m, self.tile_n)
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.stages * self.kv_smem.bytes
 
     @property
     def q_steps(self) -> int:

@@ -138,7 +138,7 @@ def _of(record: Record, name: str) -> list[Record]:
 
 
 def _labels(name: str) -> list[str]:
-    """A label for each kernel of a rung: the rung's name and, if it has several kernels, what the kernel computes."""
+    """A label for each kernel of a rung: the rung's name, and the result of the kernel if the rung has several."""
     return [" ".join((name, what)) for what in KERNELS[name]] if name in KERNELS else [name]
 
 

@@ -117,6 +117,13 @@ class WarpLoader:
         return pages
 
     @cute.jit
+    def load_before(self, end: Int32, block_key: Int32, stage: Int32, pages: cute.Tensor | None):
+        """`load` as one cp.async group, which is empty if the block begins at or after `end`, the end of the split."""
+        if block_key < end:
+            self.load(block_key, stage, pages)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
     def load(self, block_key: Int32, stage: Int32, pages: cute.Tensor | None):
         """Start to copy the warp's keys in the block that begins at `block_key`. `pages`: from `look_up`."""
         smem, caches, chunk_keys = self.tile.kv_smem, self.caches.present, self.chunk

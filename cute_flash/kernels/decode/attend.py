@@ -48,7 +48,7 @@ def start(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, th
     blocks = [split.begin + i * tile.block_keys for i in range(tile.stages - 1)]
     pages = [loader.look_up(key) for key in blocks]
     for i in cutlass.range_constexpr(tile.stages - 1):
-        load_block(loader, split, blocks[i], Int32(i), pages[i])
+        loader.load_before(split.end, blocks[i], Int32(i), pages[i])
 
 
 @cute.jit
@@ -66,7 +66,7 @@ def attend(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, o
         # Wait until the data of all lanes has landed, and all lanes have read the stage that is loaded next.
         cute.arch.sync_warp()
         ahead = stage - 1 if stage > 0 else Int32(tile.stages - 1)
-        load_block(loader, split, key + ahead_keys, ahead, pages)
+        loader.load_before(split.end, key + ahead_keys, ahead, pages)
         if cutlass.const_expr(pages is not None):
             pages.store(loader.look_up(key + ahead_keys + tile.block_keys).load())
         process_block(p, state, key + loader.key_offset, key - split.begin, stage)
@@ -80,14 +80,6 @@ def warp_loader(p: Params, storage: SharedStorage, split: Split, sequence: Lengt
     caches = p.cache_heads(split)
     stages = Int32(storage.sKV.iterator.toint()) + warp * (tile.stages * 2 * tile.kv_smem.bytes)
     return WarpLoader(caches, tile, thread % 32, sequence.first_key, last_key, warp * tile.tile_n, stages)
-
-
-@cute.jit
-def load_block(loader: WarpLoader, split: Split, first_key: Int32, stage: Int32, pages: cute.Tensor | None):
-    """Start to load a warp's keys of a block, if the block begins before the end of the split."""
-    if first_key < split.end:
-        loader.load(first_key, stage, pages)
-    cute.arch.cp_async_commit_group()
 
 
 @cute.jit

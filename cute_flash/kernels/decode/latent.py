@@ -21,7 +21,6 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 
 from cute_flash.device.memory import fp8
-from cute_flash.device.memory.kv_cache import WarpLoader
 from cute_flash.device.memory.ldmatrix import FragmentStore, MmaOperand, ShortOperand, swizzled
 from cute_flash.device.memory.smem import part_of, tile_at
 from cute_flash.device.memory.views import as_mn
@@ -39,7 +38,7 @@ from cute_flash.spec.ds_mla import GROUP, LATENT_DIM, NUM_SCALES, ROTARY_DIM
 
 @dataclass(frozen=True)
 class DsMlaState:
-    """What a warp needs for rows of `fp8_ds_mla`, besides their e4m3 numbers."""
+    """The operands of a warp for the rotary columns and the scales of rows of `fp8_ds_mla`."""
 
     tiled_mma: cute.TiledMma  # in bf16
     rotary: ShortOperand  # the rotary columns of the warp's keys
@@ -92,18 +91,18 @@ class WarpState:
 @cute.jit
 def start(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32):
     """Start to load the first blocks of a split. All warps are done with the stages."""
-    tile, loader = p.config.tile, warp_loader(p, storage, split, sequence, thread)
+    tile, loader = p.config.tile, p.block_loader(split, sequence, storage.sKV, storage.latent.sExists, thread)
     blocks = [split.begin + i * tile.block_keys for i in range(tile.stages - 1)]
     pages = [loader.look_up(key) for key in blocks]
     for i in cutlass.range_constexpr(tile.stages - 1):
-        load_block(loader, split, blocks[i], Int32(i), pages[i])
+        loader.load_before(split.end, blocks[i], Int32(i), pages[i])
 
 
 @cute.jit
 def attend(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, output: Output, thread: Int32):
     """Add the keys of a split to each warp's output. `start` has started the first loads."""
     state = warp_state(p, storage, split, sequence, output, thread)
-    loader, tile = warp_loader(p, storage, split, sequence, thread), p.config.tile
+    loader, tile = p.block_loader(split, sequence, storage.sKV, storage.latent.sExists, thread), p.config.tile
     load_queries(p, state)
     stage = Int32(0)
     ahead_keys = (tile.stages - 1) * tile.block_keys
@@ -113,35 +112,12 @@ def attend(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, o
         # Wait until the data of all warps has landed, and all warps have read the stage that is loaded next.
         cute.arch.sync_threads()
         ahead = stage - 1 if stage > 0 else Int32(tile.stages - 1)
-        load_block(loader, split, key + ahead_keys, ahead, pages)
+        loader.load_before(split.end, key + ahead_keys, ahead, pages)
         if cutlass.const_expr(pages is not None):
             pages.store(loader.look_up(key + ahead_keys + tile.block_keys).load())
         process_block(p, state, key, key - split.begin, stage)
         stage = stage + 1 if stage < tile.stages - 1 else Int32(0)
     cute.arch.cp_async_wait_group(0)
-
-
-def warp_loader(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32) -> WarpLoader:
-    tile, warp = p.config.tile, cute.arch.make_warp_uniform(thread // 32)
-    first = warp * tile.load_keys
-    return WarpLoader(
-        caches=p.cache_heads(split),
-        tile=tile,
-        lane=thread % 32,
-        first_key=sequence.first_key,
-        last_key=cutlass.min(sequence.key_len, split.end) - 1,
-        key_offset=first,
-        stages=Int32(storage.sKV.iterator.toint()) + first * ATOM_BYTES,
-        sExists=storage.latent.sExists,
-    )
-
-
-@cute.jit
-def load_block(loader: WarpLoader, split: Split, first_key: Int32, stage: Int32, pages: cute.Tensor | None):
-    """Start to load a warp's part of a block, if the block begins before the end of the split."""
-    if first_key < split.end:
-        loader.load(first_key, stage, pages)
-    cute.arch.cp_async_commit_group()
 
 
 @cute.jit

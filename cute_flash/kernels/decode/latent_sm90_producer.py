@@ -39,13 +39,13 @@ def produce(p: Params, storage: SharedStorage, division: Division, thread: Int32
             storage.q.wait_empty(count)
             load_queries(p, storage, split, sequence, thread)
             arrive_by_copies(storage.q.full_barrier(count))
-            loader = stage_loader(p, storage, split, sequence, thread)
+            loader = p.block_loader(split, sequence, storage.sK, storage.sExists, thread)
             pages = loader.look_up(split.begin)
             blocks_end = split.begin + rounded_up(split.end - split.begin, Int32(tile.block_keys))
             for key in cutlass.range(split.begin, blocks_end, LOAD_KEYS, unroll=1):
                 storage.kv.wait_empty(load)
                 if cutlass.const_expr(p.k_tma is not None):
-                    if is_full(p, loader, key):
+                    if takes_tma(p, loader, key):
                         load_by_tma(p, storage, loader, key, load, pages, thread)
                     else:
                         load_by_copies(p, storage, loader, key, load, pages)
@@ -73,7 +73,7 @@ def load_by_copies(
 
 
 @cute.jit
-def is_full(p: Params, loader: WarpLoader, key: Int32) -> cutlass.Boolean:
+def takes_tma(p: Params, loader: WarpLoader, key: Int32) -> cutlass.Boolean:
     """Whether TMA may load the half from `key` on: all its keys exist, and are in one page."""
     exist = key >= loader.first_key and key + LOAD_KEYS - 1 <= loader.last_key
     if cutlass.const_expr(p.page_size is not None):
@@ -156,24 +156,8 @@ def copy_row(
         copy_if_less(target + j * smem.rows * ATOM_BYTES, source + j * ATOM_BYTES, index, num_rows)
 
 
-def stage_loader(p: Params, storage: SharedStorage, split: Split, sequence: Lengths, thread: Int32) -> WarpLoader:
-    """Copies a warp's quarter of the rows of each half block, in the first half of the first stage."""
-    tile, warp = p.config.tile, cute.arch.make_warp_uniform(thread // 32)
-    first = warp * tile.load_keys
-    return WarpLoader(
-        caches=p.cache_heads(split),
-        tile=tile,
-        lane=thread % 32,
-        first_key=sequence.first_key,
-        last_key=cutlass.min(sequence.key_len, split.end) - 1,
-        key_offset=first,
-        stages=Int32(storage.sK.iterator.toint()) + first * ATOM_BYTES,
-        sExists=storage.sExists,
-    )
-
-
 def at_half(p: Params, storage: SharedStorage, loader: WarpLoader, half: Int32) -> WarpLoader:
-    """The loader for a half of a stage."""
+    """The loader for a half of a stage. `loader` is that of the first half of the first stage."""
     tile, exists = p.config.tile, None
     offset = half // tile.loads * tile.kv_smem.bytes + half % tile.loads * (LOAD_KEYS * ATOM_BYTES)
     if storage.sExists is not None:

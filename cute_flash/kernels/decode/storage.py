@@ -9,7 +9,7 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.memory.copies import assume_aligned
-from cute_flash.device.memory.kv_cache import CacheHead, CacheHeads
+from cute_flash.device.memory.kv_cache import CacheHead, CacheHeads, WarpLoader
 from cute_flash.device.memory.rotary import Rotary
 from cute_flash.device.memory.smem import allocate_stages, tile_at
 from cute_flash.device.memory.tma import TmaTiles
@@ -18,7 +18,7 @@ from cute_flash.device.scheduling.kv_splits import KvSplits, Lengths, Split, Til
 from cute_flash.device.scores.score import Score
 from cute_flash.device.softmax.softmax import Softmax
 from cute_flash.planning.decode import DecodeStatic
-from cute_flash.planning.decode_tiles import EXCHANGE_ROWS, DecodeTile
+from cute_flash.planning.decode_tiles import ATOM_BYTES, EXCHANGE_ROWS, DecodeTile
 from cute_flash.planning.tiles.common import SMEM_ALIGN, WARP_ROWS
 
 # Fields of `Split` and of `TileCtas` that shared memory holds during the main loop, which does not need them.
@@ -117,6 +117,23 @@ class Params:
         keys = CacheHead(self.mK, *common, static.cache_width, static.cache_bytes)
         values = None if self.mV is None else CacheHead(self.mV, *common, static.width_v, static.cache_bytes)
         return CacheHeads(keys, values)
+
+    def block_loader(
+        self, split: Split, sequence: Lengths, stages: cute.Tensor, sExists: cute.Tensor | None, thread: Int32
+    ) -> WarpLoader:
+        """The loader of a warp's rows of blocks of a latent cache. `stages`: the memory of all blocks."""
+        tile = self.config.tile
+        first = cute.arch.make_warp_uniform(thread // 32) * tile.load_keys
+        return WarpLoader(
+            caches=self.cache_heads(split),
+            tile=tile,
+            lane=thread % 32,
+            first_key=sequence.first_key,
+            last_key=cutlass.min(sequence.key_len, split.end) - 1,
+            key_offset=first,
+            stages=Int32(stages.iterator.toint()) + first * ATOM_BYTES,
+            sExists=sExists,
+        )
 
 
 @dataclass(frozen=True)
