@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.decode_tiles import DecodeTile, decode_tile, latent_tile, num_head_groups
-from cute_flash.planning.latent_sm90 import latent_tile_sm90, uses_wgmma
+from cute_flash.planning.latent_sm90 import LATENT_SM90, latent_tile_sm90, loads_by_tma, uses_wgmma
 from cute_flash.planning.launch import CompileKey
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band, ceil_div
@@ -71,6 +71,7 @@ class DecodeStatic:
     has_fp8_cvt: bool = False  # the architecture converts FP8 to fp16 in one instruction; only with FP8 caches
     is_latent: bool = False  # one cache, whose first head_dim_v columns are the values (`spec/latent.py`)
     has_query_tables: bool = False  # a page table for each query, in which pages -1 have no rows
+    multicasts: bool = False  # the CTAs of two head groups form a cluster, in which TMA loads each key once
     overlaps_previous: bool = False  # the kernel starts early (programmatic dependent launch), on sm_90
 
     @property
@@ -113,7 +114,7 @@ class DecodeStatic:
     @property
     def tags(self) -> tuple[str, ...]:
         """The features that differ from plain decode, for kernel names."""
-        flags = ("ragged", "varlen", "has_leftpad", "has_batch_idx", "appends", "has_query_tables")
+        flags = ("ragged", "varlen", "has_leftpad", "has_batch_idx", "appends", "has_query_tables", "multicasts")
         pages = (f"page_{self.page_lookup}",) if self.page_lookup else ()
         rotary = (f"rotary_{self.rotary}",) if self.rotary else ()
         fp8 = ("ds_mla" if self.is_ds_mla else "fp8",) if self.is_fp8 else ()
@@ -263,7 +264,7 @@ def plan_splits(
     if static.is_latent:
         tile: DecodeTile
         if uses_wgmma(static, rows, arch, family):
-            kernel, tile, target = f"{kernel}_sm90", latent_tile_sm90(static, arch), "sm_90a"
+            kernel, tile, target = LATENT_SM90, latent_tile_sm90(static, arch), "sm_90a"
         else:
             tile = latent_tile(static, rows, arch)
         head_groups = num_head_groups(group, tokens_of_sequence, tile.tile_m)
@@ -288,6 +289,8 @@ def plan_splits(
         num_ctas = num_query_tiles * num_splits
     if num_query_tiles >= MAX_OVERLAP_TILES_PER_SM * arch.num_sms:
         static = replace(static, overlaps_previous=False)
+    if kernel == LATENT_SM90 and heads_at_once % 2 == 0 and head_groups % 2 == 0:
+        static = replace(static, multicasts=loads_by_tma(static))
     plan = DecodePlan(
         key=CompileKey.of(kernel, static, tile, target),
         tile=tile,

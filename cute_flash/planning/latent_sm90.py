@@ -14,6 +14,7 @@ from cute_flash.spec.band import ceil_div
 if TYPE_CHECKING:
     from cute_flash.planning.decode import DecodeStatic
 
+LATENT_SM90 = "decode_latent_sm90"  # the name of the kernel
 WARPGROUP_THREADS = 128
 # Warpgroups: a producer, one that computes the scores, and two that compute half of the output's columns each.
 WARPGROUPS, OUTPUT_WARPGROUPS = 4, 2

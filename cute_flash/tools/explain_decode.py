@@ -250,6 +250,7 @@ class DecodeExplanation(Bound):
         splits = f"{low}" if low == high else f"{low} to {high}"
         function = "attn, few queries: the keys are split among CTAs" if shape.is_attn else "attn_decode"
         groups = f"; {plan.head_groups} groups of heads" if plan.head_groups > 1 else ""
+        groups += ", clusters of 2 CTAs" * plan.key.static.multicasts
         once = " in one cache" if shape.is_latent else ""
         times = ", ".join(f"{unit} {1e6 * seconds:.2f} us" for unit, seconds in self.unit_seconds.items())
         return aligned(

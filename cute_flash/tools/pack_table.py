@@ -31,10 +31,10 @@ BOTH = (*FORWARD, *BACKWARD)
 FULL_CAUSAL = ("full", "causal")
 # Query heads of a K/V head.
 GROUP = 8
-# Those of a latent cache: for tiles with up to 16 rows, and with more.
-LATENT_GROUPS = (16, 128)
+# Those of a latent cache: for tiles with up to 16 rows, for those with more, and for clusters of two CTAs.
+LATENT_GROUPS = (16, 64, 128)
 # The most kernels of five architectures.
-MAX_KERNELS = 740
+MAX_KERNELS = 744
 
 
 @dataclass(frozen=True, kw_only=True)

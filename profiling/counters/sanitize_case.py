@@ -256,7 +256,7 @@ LATENT_DIM, LATENT_VALUES = 576, 512
 _LATENT = {"heads_kv": 1, "value_dim": LATENT_VALUES}
 LATENT_CALLS = {
     f"latent{heads}_{name}": DecodeCall(**fields, **_LATENT, heads=heads)  # type: ignore[arg-type]
-    for heads in (16, 64)
+    for heads in (16, 64, 128)
     for name, fields in {
         "contiguous": {},
         "append": {"appends": True, "page_size": 1},

@@ -48,6 +48,9 @@ def random_group(family: str, group: int) -> list[Case]:
 LATENT_WIDTHS = ((576, 512), (576, 512), (512, 512), (320, 256), (192, 128), (48, 32))
 LATENT_HEADS, LATENT_TOKENS = (1, 8, 16, 20, 64, 128), (1, 1, 2, 3, 8)
 LATENT_GROUPS, LATENT_CASES, DS_MLA_GROUPS = 20, 10, 8
+# Query heads and tokens that make an even number of head groups by wgmma, and sizes of pages that TMA or cp.async load.
+CLUSTER_ROWS, CLUSTER_PAGES = ((128, 1), (128, 2), (64, 2), (32, 4), (64, 8)), (None, None, 16, 32, 48, 64, 160)
+CLUSTER_GROUPS = 10
 MLA = DecodeCase(
     seed=5, seqlens=(1000, 77, 0), tokens=(1, 1, 1), new=(0, 0, 0), heads_kv=1, group=16, head_dim=576, head_dim_v=512,
     page_size=64, is_latent=True, scale=192**-0.5,
@@ -77,6 +80,26 @@ def _latent(seed: int, group: int) -> list[Case]:
             changes |= {"tokens": tokens, "new": tokens if any(case.new) else case.new}
         latent = replace(case, is_latent=True, head_dim=head_dim, head_dim_v=head_dim_v, rotary_dim=0)
         cases.append((replace(latent, **changes), DTYPES[group % 2]))
+    return cases
+
+
+def cluster_group(group: int) -> list[Case]:
+    """Random calls with latent caches, for which two CTAs form a cluster."""
+    cases = []
+    for i, (case, dtype) in enumerate(_latent(5000 + group, group)):
+        rng = random.Random(5000 * (group + 1) + i)
+        heads, tokens = rng.choice(CLUSTER_ROWS)
+        ragged = tuple(rng.randint(0, tokens) for _ in range(case.batch))
+        changes = {
+            "heads_kv": rng.choice((1, 1, 2)),
+            "group": heads,
+            "tokens": (*ragged[1:], tokens) if case.is_ragged else (tokens,) * case.batch,
+            "new": (0,) * case.batch,
+            "seqlens": tuple(rng.choice((rng.randint(0, 300), rng.randint(0, 5000))) for _ in range(case.batch)),
+            "page_size": CLUSTER_PAGES[group % len(CLUSTER_PAGES)],
+            "fp8": "",
+        }
+        cases.append((replace(case, **changes), dtype))
     return cases
 
 
@@ -254,6 +277,7 @@ def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
         drawn = [case for group in range(GROUPS) for case in random_group(family, group)]
         latent = [case for group in range(LATENT_GROUPS) for case in latent_group(family, group)]
         ds_mla = [case for group in range(DS_MLA_GROUPS) for case in ds_mla_group(family, group)]
-        for case, dtype in (*fixed_cases(), *drawn, *latent_cases(), *latent, *ds_mla):
+        clusters = [case for group in range(CLUSTER_GROUPS) for case in cluster_group(group)]
+        for case, dtype in (*fixed_cases(), *drawn, *latent_cases(), *latent, *ds_mla, *clusters):
             yield from decode_keys(case, dtype, family, arch)
     yield from split_keys(arch)

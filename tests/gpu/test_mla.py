@@ -30,6 +30,15 @@ def test_random_calls(group: int, family: str) -> None:
             raise AssertionError(f"{case.id}: {error}") from error
 
 
+@pytest.mark.parametrize("group", range(decode_cases.CLUSTER_GROUPS))
+def test_random_calls_of_clusters(group: int) -> None:
+    for case, dtype in decode_cases.cluster_group(group):
+        try:
+            check(case, dtype)
+        except Exception as error:
+            raise AssertionError(f"{case.id}: {error}") from error
+
+
 @pytest.mark.parametrize("group", range(decode_cases.DS_MLA_GROUPS))
 def test_random_calls_with_rows_of_ds_mla(group: int, family: str) -> None:
     for case, dtype in decode_cases.ds_mla_group(family, group):
@@ -74,7 +83,7 @@ def test_an_append_without_queries(fp8: str) -> None:
     check(replace(MLA, tokens=(0,) * 3, new=(5,) * 3, fp8=fp8), BF16)
 
 
-@pytest.mark.parametrize("heads", (16, 64))
+@pytest.mark.parametrize("heads", (16, 64, 128))
 def test_same_input_same_bits(heads: int) -> None:
     call = replace(MLA, seqlens=(5000, 300, 20_000), group=heads).build(DEVICE, BF16)
     first = run(call)
@@ -133,17 +142,17 @@ def test_lists_of_rows_equal_the_gathered_rows(heads: int, has_bytes: bool) -> N
 # ---- graphs
 
 
-@pytest.mark.parametrize("heads", (16, 64))
+@pytest.mark.parametrize(("heads", "new"), [(16, 1), (64, 1), (128, 0)])
 @pytest.mark.parametrize("page_size", (None, 64), ids=str)
-def test_a_graph_with_lengths_written_in_place(heads: int, page_size: int | None) -> None:
+def test_a_graph_with_lengths_written_in_place(heads: int, new: int, page_size: int | None) -> None:
     """Lengths, page tables, queries and new rows change between replays; the cache carries over."""
-    largest = replace(MLA, seqlens=(2000,) * 3, new=(1,) * 3, page_size=page_size, group=heads)
+    largest = replace(MLA, seqlens=(2000,) * 3, new=(new,) * 3, page_size=page_size, group=heads)
     call = largest.build(DEVICE, BF16)
     captured = Captured.of(lambda: run(call))
     for seed, lengths in enumerate(((2000, 2000, 2000), (0, 1, 1999), (17, 0, 0), (1024, 1023, 1025))):
         other = replace(largest, seed=seed).build(DEVICE, BF16)
         call.q.copy_(other.q)
-        for name in ("k_new", *(["page_table"] if page_size else [])):
+        for name in (*(["k_new"] if new else []), *(["page_table"] if page_size else [])):
             call.options[name].copy_(other.options[name])
         call.k_cache.copy_(other.k_cache)
         for x in (call, other):

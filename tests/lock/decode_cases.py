@@ -26,7 +26,7 @@ BATCH, MANY = 2, 100
 # Names in `DecodeCase.features`. "attn" and "attn_varlen": calls of these functions with few queries, which split keys.
 FEATURES = (
     "page16", "page1", "fp8", "append", "rotary_halves", "rotary_pairs", "ragged", "leftpad", "batch_idx", "softcap",
-    "alibi", "sinks", "rows32", "many_sequences", "attn", "attn_varlen", "tables", "ds_mla",
+    "alibi", "sinks", "rows32", "many_sequences", "attn", "attn_varlen", "tables", "ds_mla", "group128",
 )  # fmt: skip
 
 
@@ -105,6 +105,10 @@ def latent_cases() -> Iterator[DecodeCase]:
     yield case(("sm90", "sm_90"), 576, "fp8", "page16", "append", *score, mask="window", **mla)
     yield case(("sm90", "sm_90"), 576, "rows32", "page1", "append", **mla)
     yield case(("sm90", "sm_90"), 320, "rows32", "page16", dtype="fp16", value_dim=256)
+    # Two head groups, whose CTAs form clusters.
+    yield case(("sm90", "sm_90"), 576, "group128", **mla)
+    yield case(("sm90", "sm_90"), 576, "group128", "page16", *score, mask="window", **mla)
+    yield case(("sm90", "sm_90"), 320, "group128", "ragged", dtype="fp16", value_dim=256)
     yield case(("sm90", "sm_90"), 512, "leftpad", "batch_idx", dtype="fp16", **mla)
     yield case(("sm90", "sm_90"), 192, "ragged", "append", "page16", value_dim=128)
     yield case(("sm80", "sm_80"), 576, "rows32", "page16", *score, mask="window", **mla)
@@ -116,6 +120,7 @@ def decode_key(case: DecodeCase) -> CompileKey:
         (key,) = _attention_keys(case)
         return key
     names, tokens = set(case.features), 8 if "rows32" in case.features else 1
+    heads = HEADS_KV * 128 if "group128" in names else HEADS
     dtype, ragged = DTYPES[case.dtype], "ragged" in case.features
     batch = MANY if "many_sequences" in names else BATCH
     leading = (batch * tokens,) if ragged else (batch, tokens)
@@ -141,14 +146,14 @@ def decode_key(case: DecodeCase) -> CompileKey:
         options |= {name: torch.empty(LENGTH, case.head_dim // 2) for name in ("rotary_cos", "rotary_sin")}
         options["rotary_interleaved"] = "rotary_pairs" in names
     made = {"leftpad": integers, "batch_idx": integers, "softcap": 3.0}
-    made |= {"alibi": torch.zeros(HEADS), "sinks": torch.zeros(HEADS)}
+    made |= {"alibi": torch.zeros(heads), "sinks": torch.zeros(heads)}
     options |= {{"batch_idx": "cache_batch_idx"}.get(name, name): x for name, x in made.items() if name in names}
     stored = torch.float8_e4m3fn if "fp8" in names else torch.uint8 if "ds_mla" in names else dtype
     widths = (656 if "ds_mla" in names else case.head_dim), width_v
     caches = [torch.empty(*rows, HEADS_KV, width, dtype=stored) for width in widths]
     if case.value_dim is not None:
         caches, options = caches[:1], options | {"value_dim": case.value_dim, "scale": 0.1}
-    call = bind(torch.empty(*leading, HEADS, case.head_dim, dtype=dtype), *caches, **options)
+    call = bind(torch.empty(*leading, heads, case.head_dim, dtype=dtype), *caches, **options)
     gpu = RecordingGpu(ARCHS[case.arch])
     with use_gpu(gpu), use_kernels(case.family):
         decode._bind(*call)

@@ -235,6 +235,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ("heads_kv * head_groups, group // head_groups", "heads_kv, group // head_groups"),
         ("batch, tokens = batch * tokens, 1", "batch, tokens = batch, 1"),
         ("Band() if problem.has_query_tables else problem.band", "problem.band"),
+        ("if kernel == LATENT_SM90 and heads_at_once % 2 == 0", "if kernel == LATENT_SM90"),
+        (" and head_groups % 2 == 0", ""),
+        ("multicasts=loads_by_tma(static)", "multicasts=True"),
     ),
     *_mutants(
         "cute_flash/tools/explain_decode.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,18 @@ MMA_SYNC, WGMMA = "decode_latent", "decode_latent_sm90"
 
 
 def plan(
-    gpu: str, heads: int, tokens: int = 1, *, batch: int = 4, heads_kv: int = 1, family: str = "", **static: object
+    gpu: str,
+    heads: int,
+    tokens: int = 1,
+    *,
+    batch: int = 4,
+    heads_kv: int = 1,
+    num_splits: int | None = None,
+    family: str = "",
+    **static: Any,
 ) -> DecodePlan:
     sizes = SplitSizes(batch, tokens, heads * heads_kv, heads_kv, 4096)
-    return plan_splits(MMA_SYNC, replace(STATIC, **static), sizes, arch.by_name(gpu), family=family)  # type: ignore[arg-type]
+    return plan_splits(MMA_SYNC, replace(STATIC, **static), sizes, arch.by_name(gpu), num_splits, family)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +116,34 @@ def test_head_groups_count_as_kv_heads(gpu: str, heads: int, tokens: int, groups
     assert found.head_groups == groups == found.sizes["head_groups"]
     assert found.num_query_tiles == 4 * heads_kv * groups * row_tiles
     assert found.heads_at_once in (1, heads_kv * groups) and found.num_ctas % found.heads_at_once == 0
+
+
+@pytest.mark.parametrize(
+    ("multicasts", "heads", "tokens", "changes"),
+    [
+        (True, 128, 1, {}),
+        (True, 64, 2, {}),
+        (True, 128, 2, {"page_lookup": "chunk"}),
+        (True, 128, 1, {"page_lookup": "chunk", "heads_kv": 2}),
+        # 132 CTAs are not divided among 20 head groups.
+        (False, 128, 1, {"heads_kv": 10}),
+        # One head group, three, and parts of keys that each have a CTA of their own.
+        (False, 64, 1, {}),
+        (False, 192, 1, {}),
+        (False, 128, 1, {"num_splits": 4}),
+        # cp.async loads all keys.
+        (False, 128, 1, {"page_lookup": "row"}),
+        (False, 128, 1, {"appends": True}),
+    ],
+)
+def test_two_head_groups_form_clusters(multicasts: bool, heads: int, tokens: int, changes: dict[str, Any]) -> None:
+    """CTAs of neighbouring head groups, which read the same keys by TMA."""
+    found = plan("H200", heads, tokens, **changes)
+    assert found.key.kernel == WGMMA and found.key.static.multicasts == multicasts
+    assert ("multicasts" in found.key.static.tags) == multicasts
+    if multicasts:
+        assert found.heads_at_once % 2 == found.num_ctas % found.heads_at_once == 0
+    assert not plan("H200", heads, tokens, family="sm80", **changes).key.static.multicasts
 
 
 @pytest.mark.parametrize(("gpu", "heads", "kernel", "tiles"), [("H200", 16, MMA_SYNC, 12), ("H200", 128, WGMMA, 24)])

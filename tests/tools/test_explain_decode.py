@@ -159,7 +159,10 @@ def test_text_of_one_cache(capsys: pytest.CaptureFixture) -> None:
     assert "Hkv=1 Sq=1 Sk=4096 D=576/512" in out
     assert "cache       bfloat16, pages of 64, values: its first 512 columns\n" in out
     assert "64 rows x 64 keys, D 576/512, 4 warpgroups: a producer, scores, two halves of the output, 2 stages" in out
-    assert "64 tiles; 2 groups of heads" in out and "150.995 MB in one cache, read by 2 tile(s) of rows" in out
+    assert (
+        "64 tiles; 2 groups of heads, clusters of 2 CTAs" in out
+        and "150.995 MB in one cache, read by 2 tile(s) of rows" in out
+    )
     assert main([*MLA_ARGV, "--cache-dtype", "fp8"]) == 0
     assert "8 warps, 8 share 16 rows" in capsys.readouterr().out
 

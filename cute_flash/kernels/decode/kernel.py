@@ -136,8 +136,10 @@ class Decode(Kernel):
             head_groups=args.head_groups,
             k_tma=self.make_tma(args.k_cache),
         )
-        options = {"use_pdl": static.overlaps_previous, **self.launch_options}
-        self.launch(self.symbol(self.name), params, Grid(args.num_ctas), tile.num_threads, stream, **options)
+        options, grid = {"use_pdl": static.overlaps_previous, **self.launch_options}, Grid(args.num_ctas)
+        if cutlass.const_expr(static.multicasts):
+            options["cluster"], grid = (1, 2, 1), Grid(args.num_ctas // args.heads_at_once, args.heads_at_once)
+        self.launch(self.symbol(self.name), params, grid, tile.num_threads, stream, **options)
 
     def num_sequences(self, args: SimpleNamespace) -> Int32:
         if args.cu_seqlens_q is not None:
@@ -238,7 +240,8 @@ class Decode(Kernel):
         """Set the output of tokens after the last sequence to 0, and their LSE to -inf."""
         _, num_tokens, heads, _ = p.mO.shape
         first = p.splits.first_token(p.splits.num_sequences)
-        num_ctas, _, _ = cute.arch.grid_dim()
+        ctas_x, ctas_y, _ = cute.arch.grid_dim()
+        num_ctas = ctas_x * ctas_y if self.static.multicasts else ctas_x
         zeros = cute.make_rmem_tensor(VECTOR, p.mO.element_type)
         zeros.fill(0.0)
         vectors = self.static.width_v // VECTOR

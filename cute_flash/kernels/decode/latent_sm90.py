@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from cute_flash.device.memory.tma import TmaTiles
@@ -59,7 +60,9 @@ class DecodeLatentSm90(Decode):
         if cutlass.const_expr(not loads_by_tma(self.static)):
             return None
         heads_first = cute.make_tensor(k_cache.iterator, cute.select(k_cache.layout, mode=[0, 2, 1, 3]))
-        return TmaTiles.of(cpasync.CopyBulkTensorTileG2SOp(), heads_first, TMA_BOX)
+        multicasts = self.static.multicasts
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicasts else cpasync.CopyBulkTensorTileG2SOp()
+        return TmaTiles.of(op, heads_first, TMA_BOX)
 
     @property
     def size_name(self) -> str:
@@ -68,7 +71,7 @@ class DecodeLatentSm90(Decode):
 
     @cute.kernel
     def kernel(self, p: Params):
-        cta, _, _ = cute.arch.block_idx()
+        cta = self.cta_index(p)
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         storage = SharedStorage.allocate(p.config)
@@ -76,7 +79,7 @@ class DecodeLatentSm90(Decode):
             with cute.arch.elect_one():
                 storage.init_barriers()
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.sync()
         if cutlass.const_expr(self.static.overlaps_previous):
             # The kernel starts before the previous one ends (programmatic dependent launch).
             self.read_params(p, storage)
@@ -97,3 +100,19 @@ class DecodeLatentSm90(Decode):
             compute_output(p, storage, team, thread, cta)
             if cutlass.const_expr(self.static.ragged):
                 self.zero_padding(p, team, thread, cta)
+        if cutlass.const_expr(self.static.multicasts):
+            # The other CTA may still arrive at the barriers of this one.
+            self.sync()
+
+    def cta_index(self, p: Params) -> Int32:
+        """The index of this CTA. Those of a cluster have the same interval of keys, and neighbouring head groups."""
+        interval, head, _ = cute.arch.block_idx()
+        return interval + head * p.splits.num_intervals.divisor if self.static.multicasts else interval
+
+    def sync(self):
+        """The barrier of the CTA, or of the cluster."""
+        if self.static.multicasts:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()

@@ -61,8 +61,8 @@ def compute_output(p: Params, storage: SharedStorage, team: Team, thread: Int32,
                 start_gemm(p.tiled_mma.pv, acc_O, rP[None, None, None, 0], rV_i, True, steps)
             for half in cutlass.range_constexpr(tile.loads):
                 warpgroup.wait_group(tile.loads - 1 - half)
-                storage.p.release(tile.loads * iteration + half)
-                storage.kv.release(tile.loads * i + half)
+                storage.p.release_per_thread(tile.loads * iteration + half)
+                storage.release_half(tile.loads * i + half)
         block += num_blocks
         load_statistics(storage, statistics, block + count, thread)
         finish(p, storage, team, acc_O, statistics, count, thread, cta)
@@ -92,10 +92,9 @@ def load_statistics(storage: SharedStorage, statistics: Statistics, iteration: I
         row = first_row(thread % WARPGROUP_THREADS) + 8 * r
         statistics.m[r], statistics.l[r] = storage.factors[row], storage.sums[row]
         largest = cute.arch.fmax(largest, cute.arch.fmax(statistics.m[r], statistics.l[r]))
-    # The vote needs the values of all lanes, and the address of the arrival depends on the vote.
-    loaded = Int32(cute.arch.vote_ballot_sync(largest > 0.0))
+    loaded = cutlass.select_(largest > 0.0, Int32(1), Int32(0))
     for half in cutlass.range_constexpr(loads):
-        storage.p.release(loads * iteration + half, loaded)
+        storage.p.release_per_thread(loads * iteration + half, loaded)
 
 
 @cute.jit

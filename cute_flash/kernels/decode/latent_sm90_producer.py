@@ -11,7 +11,7 @@ from cute_flash.device.memory.rotary import VECTOR
 from cute_flash.device.memory.smem import affine_layout
 from cute_flash.device.scheduling.kv_splits import Division, Lengths, Split, rounded_up
 from cute_flash.kernels.decode.append import append
-from cute_flash.kernels.decode.latent_sm90_storage import SharedStorage
+from cute_flash.kernels.decode.latent_sm90_storage import CTAS, SharedStorage
 from cute_flash.kernels.decode.storage import Params, Team
 from cute_flash.planning.decode_tiles import ATOM_BYTES
 from cute_flash.planning.latent_sm90 import LOAD_KEYS, TMA_BOX, WARPGROUP_THREADS
@@ -91,24 +91,30 @@ def load_by_tma(
     pages: cute.Tensor | None,
     thread: Int32,
 ):
-    """Start to load a half of a block by TMA. All threads of the producer arrive; one also announces the bytes."""
+    """Start to load a half of a block by TMA. All threads of the producer arrive; one also announces the bytes.
+
+    In a cluster, the CTAs load different halves of the block, each for both.
+    """
     tile, keys, full = p.config.tile, loader.caches.k, storage.kv.full_barrier(load)
     num_boxes = tile.kv_smem.cols // TMA_BOX.cols
     if thread == 0:
         cute.arch.mbarrier_arrive_and_expect_tx(full, num_boxes * TMA_BOX.bytes)
     else:
         cute.arch.mbarrier_arrive(full)
-    if thread < 32:
+    half, ctas = storage.kv.stage(load), 0 if storage.rank is None else (1 << CTAS) - 1
+    is_loading = thread < 32
+    if cutlass.const_expr(storage.rank is not None):
+        is_loading = is_loading and half % tile.loads == storage.rank
+    if is_loading:
         cute.arch.sync_warp()
         batch = keys.batch
         if cutlass.const_expr(pages is not None):
             batch = cutlass.min(cutlass.max(pages[0], 0), keys.mX.shape[0] - 1)
-        half = storage.kv.stage(load)
         first = half // tile.loads * tile.kv_smem.cosize + half % tile.loads * (LOAD_KEYS * TMA_BOX.cols)
         for j in cutlass.range_constexpr(num_boxes):
             offset = cute.assume(first + j * tile.tile_n * TMA_BOX.cols, divby=TMA_BOX.cosize)
             sX = cute.make_tensor(storage.sK.iterator + offset, affine_layout(TMA_BOX))
-            p.k_tma.load(sX, keys.row(key) // LOAD_KEYS, keys.head_kv, batch, full, j)
+            p.k_tma.load(sX, keys.row(key) // LOAD_KEYS, keys.head_kv, batch, full, j, ctas)
 
 
 def arrive_by_copies(barrier: cute.Pointer):

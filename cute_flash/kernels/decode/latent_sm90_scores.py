@@ -73,13 +73,14 @@ def compute_scores(p: Params, storage: SharedStorage, thread: Int32):
         load_first_steps(p, storage, operands, thread)
         for i in cutlass.range(num_blocks, unroll=1):
             block = first + i
+            key_block = key_block_of(p, storage, split, i, block, count)
+            # Let the first half of P V of the last block go first. Beside S it would release its keys later.
+            storage.p.wait_empty(tile.loads * key_block.iteration)
             storage.wait_block(block)
-            start_scores(p, operands, acc_S, storage.stage_of_block(block))
+            start_scores(p, operands, acc_S, key_block.stage)
             warpgroup.wait_group(0)
-            for half in cutlass.range_constexpr(tile.loads):
-                storage.kv.release(tile.loads * block + half)
-            compute_probs(p, storage, rows, acc_S, key_block(p, storage, split, i, block, count))
-        storage.q.release(count)
+            compute_probs(p, storage, rows, acc_S, key_block)
+        storage.q.release_per_thread(count)
         first += num_blocks
         store_statistics(p, storage, softmax, first + count, thread)
         storage.release_split(count)
@@ -87,7 +88,7 @@ def compute_scores(p: Params, storage: SharedStorage, thread: Int32):
         exists = storage.wait_split(count)
 
 
-def key_block(p: Params, storage: SharedStorage, split: Split, i: Int32, block: Int32, count: Int32) -> KeyBlock:
+def key_block_of(p: Params, storage: SharedStorage, split: Split, i: Int32, block: Int32, count: Int32) -> KeyBlock:
     """The i-th block of a split, after `block` blocks and `count` splits in all."""
     keys_seen = i * p.config.tile.block_keys
     return KeyBlock(split.begin + keys_seen, keys_seen, storage.stage_of_block(block), block + count)
@@ -203,10 +204,8 @@ def store_statistics(p: Params, storage: SharedStorage, softmax: Softmax, iterat
 
 @cute.jit
 def hand_over(storage: SharedStorage, iteration: Int32):
-    """Arrive at the `full` barrier of P once per warp, after all its lanes have written."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(storage.p.full_barrier(iteration))
+    """Arrive at the `full` barrier of P. Every thread does, because each has written a part."""
+    cute.arch.mbarrier_arrive(storage.p.full_barrier(iteration))
 
 
 @cute.jit

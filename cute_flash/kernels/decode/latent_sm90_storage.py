@@ -4,13 +4,17 @@ Every pipeline counts its iterations from the start of the kernel:
 
 | pipeline | iteration            | full: arrivals        | empty: arrivals          | data                          |
 |----------|----------------------|-----------------------|--------------------------|-------------------------------|
-| splits   | split, and the end   | producer: 1           | scores, output: 12 warps | fields of the split           |
-| q        | split                | producer: 128 copies  | scores: 4 warps          | Q                             |
-| kv       | half of a block      | producer: 128 copies  | scores, output: 12 warps | K, which contains V           |
-| p        | half of a block, end | scores: 4 warps       | output: 8 warps          | P and factors of O; then m, l |
+| splits   | split, and the end   | producer: 1           | scores, output: 384      | fields of the split           |
+| q        | split                | producer: 128 copies  | scores: 128              | Q                             |
+| kv       | half of a block      | producer: 128 copies  | output: 8 warps          | K, which contains V           |
+| p        | half of a block, end | scores: 128           | output: 256              | P and factors of O; then m, l |
 
 The copies of a thread count as one arrival. With tables of queries, each thread also arrives at `kv` by itself.
 Thus a split with n blocks takes 2 n iterations of `kv` and 2 n + 2 of `p`. The factors come with the first half of P.
+The scores warpgroup hands over P of a block after its reads of K, so only the output warpgroups release K.
+
+In a cluster of two CTAs, which have two head groups and the same keys, TMA of the CTA of rank r loads half r of every
+block to both CTAs. `kv.empty` then counts the output warps of both.
 """
 
 from dataclasses import dataclass, replace
@@ -33,6 +37,7 @@ from cute_flash.smem.tile import SmemTile
 SPLIT_FIELDS = ("batch", "head_kv", "row_tile", "query_tile", "begin", "end", "is_first")
 TILE_CTAS_FIELDS = ("first", "last", "num_final")
 SCORES_WARPS, OUTPUT_WARPS = 4, 8
+CTAS = 2  # of a cluster
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class SharedStorage:
     kv: Pipeline
     p: Pipeline
     fields: PublishedTiles
+    rank: Int32 | None  # of this CTA in a cluster; None: no cluster
 
     @staticmethod
     def allocate(config: Config) -> "SharedStorage":
@@ -80,16 +86,20 @@ class SharedStorage:
         merge_share = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
         pipelines = [Pipeline.allocate(smem, stages) for stages in (SLOTS, 1, tile.loads * tile.stages, tile.loads)]
         fields = PublishedTiles.allocate(smem, len(SPLIT_FIELDS) + len(TILE_CTAS_FIELDS))
-        return SharedStorage(sQ, sK, sV, sP, factors, sums, rescales, config, exists, merge_share, *pipelines, fields)
+        rank = cute.arch.block_idx_in_cluster() if config.static.multicasts else None
+        return SharedStorage(
+            sQ, sK, sV, sP, factors, sums, rescales, config, exists, merge_share, *pipelines, fields, rank
+        )
 
     @cute.jit
     def init_barriers(self):
         """Called by one thread, before a fence and a CTA barrier."""
-        self.splits.init(1, SCORES_WARPS + OUTPUT_WARPS)
-        self.q.init(WARPGROUP_THREADS, SCORES_WARPS)
+        scores, output = WARPGROUP_THREADS, self.config.tile.merging_threads
+        self.splits.init(1, scores + output)
+        self.q.init(WARPGROUP_THREADS, scores)
         arrivals = WARPGROUP_THREADS if self.sExists is None else 2 * WARPGROUP_THREADS
-        self.kv.init(arrivals, SCORES_WARPS + OUTPUT_WARPS)
-        self.p.init(SCORES_WARPS, OUTPUT_WARPS)
+        self.kv.init(arrivals, OUTPUT_WARPS if self.rank is None else CTAS * OUTPUT_WARPS)
+        self.p.init(scores, output)
 
     # ---- Q and K, which the producer copies by cp.async
 
@@ -107,6 +117,16 @@ class SharedStorage:
         for half in cutlass.range_constexpr(loads - 1):
             self.kv.wait_full(loads * block + half)
         self.wait_loaded(self.kv, loads * block + loads - 1)
+
+    @cute.jit
+    def release_half(self, load: Int32):
+        """Release a half of a block, also for the other CTA of the cluster. Called by every output warp."""
+        if cutlass.const_expr(self.rank is None):
+            self.kv.release(load)
+        else:
+            lane = cute.arch.lane_idx()
+            if lane < CTAS:
+                cute.arch.mbarrier_arrive(self.kv.empty_barrier(load, None), peer_cta_rank_in_cluster=lane)
 
     def stage_of_block(self, block: Int32) -> Int32:
         """The index of a block in sK and sV."""
@@ -152,6 +172,5 @@ class SharedStorage:
 
     @cute.jit
     def release_split(self, count: Int32):
-        """Release the fields of a split. Called by every warp that reads them, when it is done with the split."""
-        cute.arch.sync_warp()
-        self.splits.release(count)
+        """Release the fields of a split. Called by every thread that reads them, when it is done with the split."""
+        self.splits.release_per_thread(count)

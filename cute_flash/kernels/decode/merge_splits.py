@@ -211,7 +211,7 @@ def arrive(
     if it has another split to compute. The CTAs of the grid run at the same time. If another process or a limit on
     SMs prevents that, waiting is still safe while more than `num_shares` CTAs run: CTAs start in the order of the
     grid, so only one query tile has both waiting CTAs and CTAs that have not started, and at most `num_shares` CTAs
-    wait for it.
+    wait for it. Clusters of two CTAs have two such query tiles.
 
     The barriers order the memory accesses of all threads before and after the accesses of thread 0.
     """
