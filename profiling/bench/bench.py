@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -184,11 +184,41 @@ def blank_cell(shape: Shape, settings: Settings, l2_bytes: int | None) -> Cell:
     )
 
 
-def _fill(cell: Cell, peers: Sequence[Peer], settings: Settings, tools: Tools) -> Cell:
+@dataclass
+class MatrixProduct:
+    """A large product through cuBLAS on random data. Every cell times it in the same rounds as the peers."""
+
+    name: str
+    flops: float
+    timed_call: TimedCall
+    round_ms: list[float] = field(default_factory=list)  # of all cells so far
+
+    @staticmethod
+    def of(settings: Settings, tools: Tools) -> MatrixProduct:
+        size, dtype = settings.ceiling_size, DTYPES[settings.dtype]
+        a, b = (torch.randn((size, size), device=tools.device).to(dtype) for _ in range(2))
+        return MatrixProduct(f"matmul {settings.dtype} {size}^3", 2.0 * size**3, TimedCall(lambda: a @ b))
+
+    def add(self, round_ms: Sequence[float]) -> float | None:
+        """Add the rounds of a cell; return their TFLOP/s."""
+        self.round_ms.extend(round_ms)
+        return self._tflops(round_ms)
+
+    def ceiling(self) -> Ceiling:
+        return Ceiling(self.name, self._tflops(self.round_ms), tuple(self.round_ms))
+
+    def _tflops(self, round_ms: Sequence[float]) -> float | None:
+        return self.flops / statistics.median(round_ms) / 1e9 if round_ms else None
+
+
+def _fill(cell: Cell, peers: Sequence[Peer], settings: Settings, tools: Tools, product: MatrixProduct | None) -> Cell:
     wanted = DISTRIBUTIONS if settings.outliers else DISTRIBUTIONS[:1]
     checks = {name: _check(cell.shape, peers, name, settings, tools) for name in wanted}
     normal = checks["normal"]
-    measured = measure(normal.timed_calls, tools.timer, settings.rounds, settings.ms)
+    timed_calls = normal.timed_calls | ({} if product is None else {product.name: product.timed_call})
+    measured, ceiling = measure(timed_calls, tools.timer, settings.rounds, settings.ms), None
+    if product is not None and product.name in measured.samples:
+        ceiling = product.add(measured.samples[product.name].round_ms)
     label = DIRECTIONS[settings.direction].label
     oracles = {distribution: checked.oracles for distribution, checked in checks.items()}
     failed = [one.message for one in oracles.values() if isinstance(one, Failure)]
@@ -202,57 +232,40 @@ def _fill(cell: Cell, peers: Sequence[Peer], settings: Settings, tools: Tools) -
             for output, oracle in by_output.items()
         },
         oracle_error=failed[0] if failed else None,
+        ceiling_tflops=ceiling,
     )
 
 
-def run_cell(cell: Cell, peers: Sequence[Peer], settings: Settings, tools: Tools) -> Cell:
+def run_cell(
+    cell: Cell, peers: Sequence[Peer], settings: Settings, tools: Tools, product: MatrixProduct | None = None
+) -> Cell:
     """The cell with its results. If the inputs cannot be made, that error is the result of all peers."""
-    filled = attempt(partial(_fill, cell, peers, settings, tools), tools.timer)
+    filled = attempt(partial(_fill, cell, peers, settings, tools, product), tools.timer)
     if isinstance(filled, Failure):
         return replace(cell, results={peer.name: Result(error=filled.message) for peer in peers})
     return filled
 
 
-def measure_ceiling(settings: Settings, tools: Tools, earlier: Ceiling | None = None) -> Ceiling:
-    """The speed of cuBLAS on random data. A second call, at the end of the run, adds its rounds to `earlier`."""
-    size, dtype = settings.ceiling_size, DTYPES[settings.dtype]
-    name = f"matmul {settings.dtype} {size}^3"
-
-    def rounds() -> tuple[float, ...]:
-        a, b = (torch.randn((size, size), device=tools.device).to(dtype) for _ in range(2))
-        timed_call = TimedCall(lambda: a @ b)
-        return measure({name: timed_call}, tools.timer, settings.rounds, settings.ms).samples[name].round_ms
-
-    times = attempt(rounds, tools.timer)
-    round_ms = (earlier.round_ms if earlier else ()) + (() if isinstance(times, Failure) else times)
-    tflops = 2 * size**3 / statistics.median(round_ms) / 1e9 if round_ms else None
-    return Ceiling(name, tflops, round_ms)
-
-
 def steps(settings: Settings, tools: Tools) -> list[Step]:
-    """The cells, between two measurements of the matrix product."""
+    """The cells; then the matrix product in the rounds of all of them."""
     peers, _ = settings.peers()
     tools = tools if settings.graph else replace(tools, timer=tools.events)
     shapes, l2_bytes = settings.shapes(), tools.facts().get("l2_bytes")
     # The state of the card after each cell, and before the first.
     states: list[Record] = []
-    ceilings: list[Ceiling] = []
-
-    def ceiling() -> Record:
-        ceilings.append(measure_ceiling(settings, tools, ceilings[-1] if ceilings else None))
-        return asdict(ceilings[-1])
+    product = cache(lambda: MatrixProduct.of(settings, tools))
 
     @torch.no_grad()
     def cell_of(shape: Shape) -> Record:
         before = states[-1] if states else tools.card_state()
-        cell = run_cell(blank_cell(shape, settings, l2_bytes), peers, settings, tools)
+        cell = run_cell(blank_cell(shape, settings, l2_bytes), peers, settings, tools, product())
         states.append(tools.card_state())
         return replace(cell, before=before, after=states[-1]).as_dict()
 
-    product = Step("ceiling", "the matrix product", ceiling)
+    ceiling = Step("ceiling", "the matrix product of all cells", lambda: asdict(product().ceiling()))
     cells = [Step("cells", shape.id, partial(cell_of, shape)) for shape in shapes]
     compiled = [Step(None, f"kernels of {fa4_cache.FA4}", partial(_compile_fa4, settings, tools.jobs))]
-    return [*compiled * any(peer.name == fa4_cache.FA4 for peer in peers), product, *cells, product]
+    return [*compiled * any(peer.name == fa4_cache.FA4 for peer in peers), *cells, ceiling]
 
 
 def _compile_fa4(settings: Settings, jobs: int) -> Record:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from statistics import median
 from typing import Any
 
-from cute_flash.planning.plan import Plan, plan_backward, plan_forward
-from cute_flash.spec.arch import SM_80, SM_90
 from profiling.bench.report import NOISY_SPREAD, NORMS
 from profiling.documents import sources
 from profiling.measure.record import Cell, Run
@@ -24,6 +22,15 @@ RUNS = {
     "forward sm80": sources.FORWARD_SM80,
     "backward sm90": sources.BACKWARD,
     "backward sm80": sources.BACKWARD_SM80,
+}
+# GPU in the name of a provider -> the GPUs that take its tiles.
+TILES = {"A100": "A100", "L40S": "99 KB of shared memory: A10, RTX 30 and 40, L40S", "sm80": "Hopper"}
+# Rows of the summary. The sm80 kernels have the tiles of an A100.
+SUMMARY = {
+    "forward sm90": sources.FORWARD,
+    "backward sm90": sources.BACKWARD,
+    "forward sm80, tiles of an A100": sources.TILES[0],
+    "backward sm80, tiles of an A100": sources.TILES[1],
 }
 # The shortest and the longest sequence of the papers, and one between.
 LENGTHS = (512, 2048, 16384)
@@ -68,8 +75,9 @@ def distance(*runs: Run) -> Table:
         cells, ceiling = _by_shape(run), run.ceiling and run.ceiling.tflops
         for head_dim in _head_dims(run):
             shapes = [(head_dim, mask, length) for mask in MASKS for length in LENGTHS]
-            speeds = [cells[shape].tflops(run.ours[0]) if shape in cells else None for shape in shapes]
-            texts = [f"{speed:.0f} ({speed / ceiling:.0%})" if speed and ceiling else "-" for speed in speeds]
+            found = [cells[shape] for shape in shapes if shape in cells]
+            speeds = [(cell.tflops(run.ours[0]), cell.ceiling_tflops or ceiling) for cell in found]
+            texts = [f"{speed:.0f} ({speed / product:.0%})" if speed and product else "-" for speed, product in speeds]
             rows.append((f"[{label}]({path}), {head_dim}", *texts))
     columns = [f"{mask} {length}" for mask in MASKS for length in LENGTHS]
     return Table("", ("kernel, D", *columns), tuple(rows))
@@ -78,7 +86,8 @@ def distance(*runs: Run) -> Table:
 def summary(*runs: Run) -> Table:
     """One line per run: geometric means of the ratio to the best peer of each cell."""
     rows = []
-    for (label, path), run in zip(RUNS.items(), runs, strict=True):
+    for (label, path), run in zip(SUMMARY.items(), runs, strict=True):
+        run = run if len(run.ours) == 1 else with_tiles(run, "A100")
         ratios = _over_best(run, run.cells)
         dims = [_mean(run, (cell for cell in run.cells if cell.shape.head_dim == d)) for d in (64, 128, 256)]
         short = _mean(run, (cell for cell in run.cells if cell.shape.seqlen <= SHORT))
@@ -149,18 +158,44 @@ def cells(forward: Run, backward: Run) -> Table:
     return Table("", ("TFLOP/s (speed-up)", *(f"S = {length}" for length in _lengths(backward))), tuple(rows))
 
 
-def tiles_sm80(forward: Run, backward: Run) -> str:
-    """In how many cells of the sm80 kernels an A100 has another tile than the GPU that they were timed on."""
+def with_tiles(run: Run, gpu: str) -> Run:
+    """A run of the sm80 kernels whose first provider has the tiles of a GPU; "sm80": those of the GPU of the run."""
+    name = f"cute_flash-{gpu}"
+    return replace(run, ours=(name, *(other for other in run.ours if other != name)))
 
-    def counts(run: Run, plan: Callable[..., Plan]) -> str:
-        problems = [cell.shape.problem(cell.dtype) for cell in run.cells]
-        tiles = [[str(plan(x, gpu, family="sm80").main.tile) for gpu in (SM_80, SM_90)] for x in problems]
-        return f"{sum(ampere != hopper for ampere, hopper in tiles)} of {len(tiles)}"
+
+def cells_with_tiles(gpu: str, forward: Run, backward: Run) -> Table:
+    """`cells` of the sm80 kernels with the tiles of a GPU."""
+    return cells(with_tiles(forward, gpu), with_tiles(backward, gpu))
+
+
+def tiles(forward: Run, backward: Run) -> Table:
+    """The speed of the sm80 kernels over FlashAttention-2, with the tiles of each GPU."""
+    rows = []
+    for (gpu, name), (label, run) in product(TILES.items(), (("forward", forward), ("backward", backward))):
+        own = with_tiles(run, gpu)
+        ratios = _over_best(own, own.cells)
+        dims = [_mean(own, (cell for cell in own.cells if cell.shape.head_dim == d)) for d in (64, 128, 256)]
+        short = _mean(own, (cell for cell in own.cells if cell.shape.seqlen <= SHORT))
+        reach, slower = f"{min(ratios):.2f} to {max(ratios):.2f}", sum(ratio < 1 for ratio in ratios)
+        rows.append((name, label, f"**{_mean(own, own.cells)}**", reach, *dims, short, str(slower)))
+    columns = ("tiles of", "", "mean", "lowest to highest", "D = 64", "128", "256", f"S ≤ {SHORT}", "cells below 1")
+    return Table("", columns, tuple(rows))
+
+
+def tiles_line(forward: Run, backward: Run) -> str:
+    """What the sm80 rows of the summary measure, and the means with the tiles of other GPUs."""
+
+    def means(gpu: str) -> str:
+        runs = [with_tiles(run, gpu) for run in (forward, backward)]
+        slower = sum(ratio < 1 for run in runs for ratio in _over_best(run, run.cells))
+        below = f" ({slower} of {sum(len(run.cells) for run in runs)} cells are below 1)" if slower else ""
+        return f"{' and '.join(_mean(run, run.cells) for run in runs)}{below}"
 
     return (
-        "The sm80 rows ran with the tiles that Hopper has for these kernels. An A100 has other tiles in "
-        f"{counts(forward, plan_forward)} forward and {counts(backward, plan_backward)} backward cells, which are not "
-        "measured there yet."
+        "The sm80 rows ran on the H200 with the tiles that an A100 takes. With the tiles of GPUs that have 99 KB of "
+        f"shared memory (A10, RTX 30 and 40, L40S), forward and backward have {means('L40S')}, with those of Hopper "
+        f"{means('sm80')}. FA2 always has the tiles that it takes on an H200."
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from profiling.documents import (
@@ -99,11 +100,8 @@ def markdown(table: Table) -> str:
 
 
 def summary(*runs: Run) -> str:
-    """The summary of all runs, and what its rows of sm80 kernels leave open."""
-    by_label = dict(zip(RUNS, runs, strict=True))
-    return f"{markdown(doc_speed.summary(*runs))}\n\n" + doc_speed.tiles_sm80(
-        by_label["forward sm80"], by_label["backward sm80"]
-    )
+    """The summary of all runs, and what the tiles of its sm80 kernels are."""
+    return f"{markdown(doc_speed.summary(*runs))}\n\n{doc_speed.tiles_line(*runs[-2:])}"
 
 
 def _figure(name: str, alt: str) -> Recipe:
@@ -124,13 +122,15 @@ BLOCKS = {
     "conflicts": _figure("conflicts", "Wavefronts, conflicts and time by layout"),
     "hbm": _figure("hbm", "HBM bytes, predicted and measured"),
     "distance": Recipe(doc_speed.distance, RUNS.values()),
-    "summary": Recipe(summary, RUNS.values()),
+    "summary": Recipe(summary, doc_speed.SUMMARY.values()),
     "conditions": Recipe(doc_speed.conditions, RUNS.values()),
     "kernels": Recipe(kernels),
     "memory": Recipe(doc_speed.memory, (sources.BACKWARD_SM80, sources.BACKWARD_SM80_BHSD)),
     "cells_sm90": Recipe(doc_speed.cells, (sources.FORWARD, sources.BACKWARD)),
-    "cells_sm80": Recipe(doc_speed.cells, (sources.FORWARD_SM80, sources.BACKWARD_SM80)),
-    "tiles_sm80": Recipe(doc_speed.tiles_sm80, (sources.FORWARD_SM80, sources.BACKWARD_SM80)),
+    "tiles_sm80": Recipe(doc_speed.tiles, sources.TILES),
+    "cells_a100": Recipe(partial(doc_speed.cells_with_tiles, "A100"), sources.TILES),
+    "cells_99kb": Recipe(partial(doc_speed.cells_with_tiles, "L40S"), sources.TILES),
+    "cells_sm80": Recipe(partial(doc_speed.cells_with_tiles, "sm80"), sources.TILES),
     "example": Recipe(doc_speed.example, (sources.FORWARD, sources.BACKWARD)),
     "accuracy": Recipe(doc_speed.accuracy, RUNS.values()),
     "accuracy_line": Recipe(doc_speed.accuracy_line, (*RUNS.values(), sources.NUMERICS_GPU)),

@@ -27,6 +27,8 @@ from profiling.measure.tables import Table, number, show
 PAPER = "bench --suite paper --graph --layout bshd"
 UNFINISHED = "unfinished"
 SM80 = "--kernels sm80 --providers cute_flash,sdpa-flash"
+# The mma.sync kernels with the tiles of Hopper, of an A100, and of GPUs with 99 KB of shared memory.
+TILES = "--providers sdpa-flash,cute_flash-sm80,cute_flash-A100,cute_flash-L40S --rounds 4"
 # The head dims of all runs without features.
 _FORWARD = (
     *(f"fwd/sm90/*/d{d}/*/plain/*" for d in (64, 128, 256)),
@@ -65,6 +67,8 @@ STEPS = (
         45,
         kernels=("bwd/sm80/sm_90/*/bf16/*",),
     ),
+    Step("tiles-fwd", f"{PAPER} {TILES}", 50, kernels=("fwd/sm80/sm_90/*/bf16/*/plain/*",)),
+    Step("tiles-bwd", f"{PAPER} {TILES} --direction bwd", 65, kernels=("bwd/sm80/sm_90/*/bf16/*/plain/*",)),
     Step("fwd-sm90-gqa", "bench --suite gqa --graph --layout bshd --reference fa3", 35, kernels=FWD_PLAIN),
     Step("fwd-sm90-gqa8", "bench --suite gqa8 --graph --layout bshd --reference fa3", 35, kernels=FWD_PLAIN),
     Step("fp32", "fp32", 80, kernels=("*/sm_90/*/fp32/*",)),

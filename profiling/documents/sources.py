@@ -31,6 +31,8 @@ FORWARD, FORWARD_SM80 = newest("fwd-sm90-paper"), newest("fwd-sm80-paper")
 BACKWARD, BACKWARD_SM80 = newest("bwd-sm90-paper"), newest("bwd-sm80-paper")
 # The same with (B, H, S, D) memory; the runs above have (B, S, H, D) memory.
 BACKWARD_SM80_BHSD = newest("bwd-sm80-paper-bhsd")
+# The sm80 kernels with the tiles of several GPUs.
+TILES = newest("tiles-fwd"), newest("tiles-bwd")
 GQA = newest("fwd-sm90-gqa"), newest("fwd-sm90-gqa8")
 FEATURES, MODS, FP32, DECODE = newest("features"), newest("mods"), newest("fp32"), newest("decode")
 MLA = newest("decode-mla")

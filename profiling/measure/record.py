@@ -58,6 +58,7 @@ class Cell:
     oracle_error: str | None = None
     before: dict[str, Any] = field(default_factory=dict)
     after: dict[str, Any] = field(default_factory=dict)
+    ceiling_tflops: float | None = None  # of the matrix product (`Ceiling`) in the rounds of this cell
 
     @property
     def key(self) -> str:
@@ -101,7 +102,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A large matrix product through cuBLAS, timed at the beginning and the end of the run."""
+    """A large matrix product through cuBLAS, timed in the rounds of all cells.
+
+    In older files it is timed at the beginning and the end of the run, and cells have no time of it.
+    """
 
     name: str
     tflops: float | None
