@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32, Int64
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from cute_flash.device.memory.smem import affine_layout, byte_swizzle
@@ -79,7 +79,6 @@ class TmaTiles:
         batch: Int32 | VarlenRows,
         barrier: cute.Pointer,
         column: Int32 | int = 0,
-        ctas: cutlass.Constexpr = 0,
     ):
         """Start to load a tile into sX (rows, cols); `barrier` counts its bytes.
 
@@ -87,12 +86,9 @@ class TmaTiles:
             block: index of the tile along the rows.
             batch: batch index, or the rows of the sequence in a varlen tensor.
             column: index of the tile along the columns.
-            ctas: with a multicast operation, a bit for each CTA of the cluster that gets the tile, at the same
-                addresses of shared memory as this CTA.
         """
         tXsX, tXgX = self._partition(sX, head, batch, column)
-        multicast = {"mcast_mask": Int16(ctas)} if cutlass.const_expr(ctas != 0) else {}
-        cute.copy(self.atom, tXgX[None, block], tXsX, tma_bar_ptr=barrier, **multicast)
+        cute.copy(self.atom, tXgX[None, block], tXsX, tma_bar_ptr=barrier)
 
     @cute.jit
     def store(self, sX: cute.Tensor, block: Int32, head: Int32, batch: Int32 | VarlenRows, column: Int32 | int = 0):

@@ -27,6 +27,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
+from cute_flash.device.memory.multicast import MulticastTiles
 from cute_flash.device.memory.tma import TmaTiles
 from cute_flash.device.mma.wgmma import make_mma
 from cute_flash.kernels.decode.kernel import Decode
@@ -60,9 +61,9 @@ class DecodeLatentSm90(Decode):
         if cutlass.const_expr(not loads_by_tma(self.static)):
             return None
         heads_first = cute.make_tensor(k_cache.iterator, cute.select(k_cache.layout, mode=[0, 2, 1, 3]))
-        multicasts = self.static.multicasts
-        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicasts else cpasync.CopyBulkTensorTileG2SOp()
-        return TmaTiles.of(op, heads_first, TMA_BOX)
+        if cutlass.const_expr(self.static.multicasts):
+            return MulticastTiles.of(cpasync.CopyBulkTensorTileG2SMulticastOp(), heads_first, TMA_BOX)
+        return TmaTiles.of(cpasync.CopyBulkTensorTileG2SOp(), heads_first, TMA_BOX)
 
     @property
     def size_name(self) -> str:

@@ -11,7 +11,7 @@ from cute_flash.device.memory.rotary import VECTOR
 from cute_flash.device.memory.smem import affine_layout
 from cute_flash.device.scheduling.kv_splits import Division, Lengths, Split, rounded_up
 from cute_flash.kernels.decode.append import append
-from cute_flash.kernels.decode.latent_sm90_storage import CTAS, SharedStorage
+from cute_flash.kernels.decode.latent_sm90_storage import SharedStorage
 from cute_flash.kernels.decode.storage import Params, Team
 from cute_flash.planning.decode_tiles import ATOM_BYTES
 from cute_flash.planning.latent_sm90 import LOAD_KEYS, TMA_BOX, WARPGROUP_THREADS
@@ -101,8 +101,7 @@ def load_by_tma(
         cute.arch.mbarrier_arrive_and_expect_tx(full, num_boxes * TMA_BOX.bytes)
     else:
         cute.arch.mbarrier_arrive(full)
-    half, ctas = storage.kv.stage(load), 0 if storage.rank is None else (1 << CTAS) - 1
-    is_loading = thread < 32
+    half, is_loading = storage.kv.stage(load), thread < 32
     if cutlass.const_expr(storage.rank is not None):
         is_loading = is_loading and half % tile.loads == storage.rank
     if is_loading:
@@ -114,7 +113,7 @@ def load_by_tma(
         for j in cutlass.range_constexpr(num_boxes):
             offset = cute.assume(first + j * tile.tile_n * TMA_BOX.cols, divby=TMA_BOX.cosize)
             sX = cute.make_tensor(storage.sK.iterator + offset, affine_layout(TMA_BOX))
-            p.k_tma.load(sX, keys.row(key) // LOAD_KEYS, keys.head_kv, batch, full, j, ctas)
+            p.k_tma.load(sX, keys.row(key) // LOAD_KEYS, keys.head_kv, batch, full, j)
 
 
 def arrive_by_copies(barrier: cute.Pointer):

@@ -25,6 +25,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from cute_flash.device.memory.multicast import CTAS
 from cute_flash.device.memory.smem import allocate_stages
 from cute_flash.device.scheduling.kv_splits import Split, TileCtas
 from cute_flash.device.scheduling.pipeline import Pipeline
@@ -37,7 +38,6 @@ from cute_flash.smem.tile import SmemTile
 SPLIT_FIELDS = ("batch", "head_kv", "row_tile", "query_tile", "begin", "end", "is_first")
 TILE_CTAS_FIELDS = ("first", "last", "num_final")
 SCORES_WARPS, OUTPUT_WARPS = 4, 8
-CTAS = 2  # of a cluster
 
 
 @dataclass(frozen=True)
