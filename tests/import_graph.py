@@ -49,13 +49,18 @@ def _imports(tree: ast.AST, in_function: bool) -> Iterator[tuple[str, bool]]:
         yield from _imports(node, inside)
 
 
-def reached_from(modules: Iterable[str]) -> set[str]:
-    """The modules below `cute_flash` that the given ones import, directly or not, and the given ones."""
+def reached_from(modules: Iterable[str], *, runs_packages: bool = True) -> set[str]:
+    """The modules below `cute_flash` that the given ones import, directly or not, and the given ones.
+
+    `runs_packages`: also the packages of these modules, which an import runs. Without them, only those packages from
+    which a module imports a name.
+    """
     pending, reached = list(modules), set[str]()
     while pending:
         name = pending.pop()
         if name.startswith("cute_flash.") and name not in reached:
             reached.add(name)
             pending += (found for found, _ in imports(name))
-            pending.append(name.rpartition(".")[0])  # importing a module runs its package
+            if runs_packages:
+                pending.append(name.rpartition(".")[0])
     return reached

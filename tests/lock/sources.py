@@ -56,13 +56,16 @@ def _digest_of_module(module: str) -> str:
 
 @cache
 def traced_modules(kernel: str) -> frozenset[str]:
-    """The modules that a kernel's class imports, those that describe its arguments, and the caller of the compiler."""
+    """The modules that a kernel's class imports, those that describe its arguments, and the caller of the compiler.
+
+    Not the packages of these modules: what a package imports does not change a kernel that imports another name.
+    """
     if kernel == LAYOUTS:
         modules = (module for module in files() if module.startswith(LAYOUTS))
         return frozenset(module for module in modules if not module.startswith(f"{LAYOUTS}.studies"))
     module = KERNELS[kernel].path.partition(":")[0]
     roots = (f"cute_flash.kernels.{module}", "cute_flash.kernels.common.fakes")
-    return frozenset({*reached_from(roots), "cute_flash.jit.compile"})
+    return frozenset({*reached_from(roots, runs_packages=False), "cute_flash.jit.compile"})
 
 
 def _described(key: CompileKey) -> str:

@@ -137,6 +137,10 @@ def test_a_kernel_reaches_what_its_class_imports() -> None:
     assert "cute_flash.kernels.sm90.bwd_wide" in found["bwd_sm90_wide"]
     assert not any("sm90" in module and "kernels" in module for module in found["fwd_sm80"])
     assert all("cute_flash.jit.compile" in modules and len(modules) > 20 for modules in found.values())
+    # Not what only a package imports.
+    tiles = "cute_flash.planning.tiles"
+    assert f"{tiles}.bwd_sm90" in found["bwd_sm90"] and f"{tiles}.fwd_sm90" not in found["bwd_sm90"]
+    assert tiles in found["bwd_preprocess"], "it imports a name from the package"
 
 
 @pytest.mark.slow
