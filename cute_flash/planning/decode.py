@@ -32,6 +32,7 @@ MIN_SPLIT_KEYS = 512
 MAX_VARLEN_TOKENS = 4
 # The most parts of the keys of a query tile; a larger `num_splits` is reduced.
 MAX_SPLITS = 1024
+# Even, so that the CTAs of a cluster, with neighbouring query tiles, both have a counter or neither has one.
 COUNTERS_STEP = 4096
 # Keys of a unit without `num_splits`: a CTA computes whole units (`device/scheduling/kv_splits.py`).
 UNIT_KEYS = 32

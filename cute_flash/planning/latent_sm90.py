@@ -27,7 +27,7 @@ COLUMNS_PV = 128
 Q_COLUMNS = 64
 # Keys that are loaded together, whose P is handed over, and that are released after P V: half of a block.
 LOAD_KEYS = 32
-# What one TMA instruction loads of a half: the rows of all warps, in one atom of columns.
+# What one TMA instruction loads of a half: all its rows, in one atom of columns.
 TMA_BOX = SmemTile(LOAD_KEYS, 64)
 # Integers of a published split, padded to 16 bytes, and the number of splits that are published at a time.
 SPLIT_INTEGERS, SPLIT_SLOTS = 12, 2

@@ -15,7 +15,7 @@ class MulticastTiles(TmaTiles):
     def load(
         self, sX: cute.Tensor, block: Int32, head: Int32, batch: Int32, barrier: cute.Pointer, column: Int32 | int = 0
     ):
-        """As in `TmaTiles`; `barrier` counts the bytes in each CTA."""
+        """As in `TmaTiles`. The barrier at the address `barrier` in each CTA counts the bytes that this CTA gets."""
         tXsX, tXgX = self._partition(sX, head, batch, column)
         ctas = Int16((1 << CTAS) - 1)
         cute.copy(self.atom, tXgX[None, block], tXsX, tma_bar_ptr=barrier, mcast_mask=ctas)

@@ -194,7 +194,7 @@ class KvSplits:
 
         Without `num_splits`, each CTA gets at least `least_units` units.
         """
-        # CTAs of one head have consecutive indices: `Decode.arrive` relies on it.
+        # CTAs of one head have consecutive indices: `merge_splits.arrive` relies on it.
         head, interval = divmod(cta, self.num_intervals)
         lane = cute.arch.lane_idx()
         first_counts = self.tile_counts(lane)

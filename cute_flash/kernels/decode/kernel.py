@@ -138,6 +138,7 @@ class Decode(Kernel):
         )
         options, grid = {"use_pdl": static.overlaps_previous, **self.launch_options}, Grid(args.num_ctas)
         if cutlass.const_expr(static.multicasts):
+            # The CTAs of a cluster have the same interval of keys, and neighbouring heads.
             options["cluster"], grid = (1, 2, 1), Grid(args.num_ctas // args.heads_at_once, args.heads_at_once)
         self.launch(self.symbol(self.name), params, grid, tile.num_threads, stream, **options)
 

@@ -18,6 +18,8 @@ columns are the value. Four warpgroups have three roles:
 The roles are ordered only by the pipelines of `latent_sm90_storage.py`. The scores warpgroup computes S of the next
 block while the output warpgroups compute P V of the current one, and the producer loads further halves of blocks, by
 TMA or by cp.async. The output warpgroups finish a split while the others begin the next.
+
+The CTAs of two head groups may form a cluster, in which each key is loaded once (`latent_sm90_storage.py`).
 """
 
 from typing import Any, ClassVar

@@ -74,7 +74,10 @@ def load_by_copies(
 
 @cute.jit
 def takes_tma(p: Params, loader: WarpLoader, key: Int32) -> cutlass.Boolean:
-    """Whether TMA may load the half from `key` on: all its keys exist, and are in one page."""
+    """Whether TMA may load the half from `key` on: all its keys exist, and are in one page.
+
+    The CTAs of a cluster must decide alike, so it depends on the sequence and the keys only.
+    """
     exist = key >= loader.first_key and key + LOAD_KEYS - 1 <= loader.last_key
     if cutlass.const_expr(p.page_size is not None):
         exist = exist and p.page_size.divisor % LOAD_KEYS == 0

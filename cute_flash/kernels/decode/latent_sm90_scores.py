@@ -74,7 +74,8 @@ def compute_scores(p: Params, storage: SharedStorage, thread: Int32):
         for i in cutlass.range(num_blocks, unroll=1):
             block = first + i
             key_block = key_block_of(p, storage, split, i, block, count)
-            # Let the first half of P V of the last block go first. Beside S it would release its keys later.
+            # Start S when the first half of P V of the previous block is done. If both ran at once, the keys of that
+            # half would be released later.
             storage.p.wait_empty(tile.loads * key_block.iteration)
             storage.wait_block(block)
             start_scores(p, operands, acc_S, key_block.stage)

@@ -6,15 +6,17 @@ Every pipeline counts its iterations from the start of the kernel:
 |----------|----------------------|-----------------------|--------------------------|-------------------------------|
 | splits   | split, and the end   | producer: 1           | scores, output: 384      | fields of the split           |
 | q        | split                | producer: 128 copies  | scores: 128              | Q                             |
-| kv       | half of a block      | producer: 128 copies  | output: 8 warps          | K, which contains V           |
+| kv       | half of a block      | producer: 128         | output: 8 or 16 warps    | K, which contains V           |
 | p        | half of a block, end | scores: 128           | output: 256              | P and factors of O; then m, l |
 
-The copies of a thread count as one arrival. With tables of queries, each thread also arrives at `kv` by itself.
+The copies of a thread count as one arrival. If TMA loads a half, each thread of the producer arrives by itself, and
+the barrier also waits for the bytes. With tables of queries, each thread arrives twice.
 Thus a split with n blocks takes 2 n iterations of `kv` and 2 n + 2 of `p`. The factors come with the first half of P.
 The scores warpgroup hands over P of a block after its reads of K, so only the output warpgroups release K.
 
-In a cluster of two CTAs, which have two head groups and the same keys, TMA of the CTA of rank r loads half r of every
-block to both CTAs. `kv.empty` then counts the output warps of both.
+In a cluster, two CTAs have the same splits of two head groups. TMA of the CTA of rank r loads half r of a block to
+both, and `kv.empty` counts the output warps of both. Halves that TMA may not load are copied by each CTA for itself.
+So both must have the same splits and decide alike about TMA: they compute both from the lengths of the sequence only.
 """
 
 from dataclasses import dataclass, replace
@@ -93,7 +95,7 @@ class SharedStorage:
 
     @cute.jit
     def init_barriers(self):
-        """Called by one thread, before a fence and a CTA barrier."""
+        """Called by one thread, before a fence and a barrier of the CTA or the cluster."""
         scores, output = WARPGROUP_THREADS, self.config.tile.merging_threads
         self.splits.init(1, scores + output)
         self.q.init(WARPGROUP_THREADS, scores)
@@ -101,7 +103,7 @@ class SharedStorage:
         self.kv.init(arrivals, OUTPUT_WARPS if self.rank is None else CTAS * OUTPUT_WARPS)
         self.p.init(scores, output)
 
-    # ---- Q and K, which the producer copies by cp.async
+    # ---- Q and K
 
     @cute.jit
     def wait_loaded(self, pipeline: Pipeline, iteration: Int32):

@@ -211,7 +211,8 @@ def arrive(
     if it has another split to compute. The CTAs of the grid run at the same time. If another process or a limit on
     SMs prevents that, waiting is still safe while more than `num_shares` CTAs run: CTAs start in the order of the
     grid, so only one query tile has both waiting CTAs and CTAs that have not started, and at most `num_shares` CTAs
-    wait for it. Clusters of two CTAs have two such query tiles.
+    wait for it. Of a cluster of two CTAs both stay until both are done, and the query tiles of both head groups may
+    wait at the same time. So waiting is then safe while more than 2 `num_shares` clusters run.
 
     The barriers order the memory accesses of all threads before and after the accesses of thread 0.
     """
