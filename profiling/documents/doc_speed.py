@@ -184,7 +184,7 @@ def tiles(forward: Run, backward: Run) -> Table:
 
 
 def tiles_line(forward: Run, backward: Run) -> str:
-    """What the sm80 rows of the summary measure, and the means with the tiles of other GPUs."""
+    """A sentence about the tiles of the sm80 kernels: those of the summary, and the speed with other tiles."""
 
     def means(gpu: str) -> str:
         runs = [with_tiles(run, gpu) for run in (forward, backward)]

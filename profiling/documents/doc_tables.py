@@ -100,7 +100,7 @@ def markdown(table: Table) -> str:
 
 
 def summary(*runs: Run) -> str:
-    """The summary of all runs, and what the tiles of its sm80 kernels are."""
+    """The summary of all runs, and a sentence about the tiles of the sm80 kernels."""
     return f"{markdown(doc_speed.summary(*runs))}\n\n{doc_speed.tiles_line(*runs[-2:])}"
 
 

@@ -56,9 +56,9 @@ def _digest_of_module(module: str) -> str:
 
 @cache
 def traced_modules(kernel: str) -> frozenset[str]:
-    """The modules that a kernel's class imports, those that describe its arguments, and the caller of the compiler.
+    """The modules that a kernel's class imports, the modules of its arguments' types, and `jit.compile`.
 
-    Not the packages of these modules: what a package imports does not change a kernel that imports another name.
+    A package is left out if no module imports a name from it: then its own imports do not change the kernel.
     """
     if kernel == LAYOUTS:
         modules = (module for module in files() if module.startswith(LAYOUTS))
