@@ -1,0 +1,117 @@
+"""Shared memory of the Hopper forward for wide heads: one ring of pieces of K and V.
+
+A K/V block of `tile_n` keys is loaded in pieces, because a whole block of K or V would take more than half of shared
+memory. The ring has the pieces in the order in which the tensor cores use them:
+
+    K of block 0 | K of block 1 | V of block 0 | K of block 2 | V of block 1 | ... | V of the last block
+
+| piece | elements             | read by                                                   |
+|-------|----------------------|-----------------------------------------------------------|
+| of K  | tile_n x 64 columns  | both warpgroups: each half of the keys                    |
+| of V  | 32 keys x tile_dv/2  | one warpgroup: the one with these columns of the output   |
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.memory import SmemAllocator
+
+from cute_flash.device.memory.smem import affine_layout, allocate_stages
+from cute_flash.device.scheduling.block_sparse import BlockCounts
+from cute_flash.device.scheduling.pipeline import Pipeline
+from cute_flash.device.scheduling.published_tiles import PublishedTiles
+from cute_flash.device.scheduling.seqlen import SeqlenValues
+from cute_flash.kernels.sm90.fwd_storage import Config
+from cute_flash.planning.tiles.common import WARPGROUP_ROWS
+from cute_flash.planning.tiles.fwd_sm90 import RING_SLOTS
+from cute_flash.smem.tile import SmemTile
+
+WARPGROUPS = 2  # that compute; each has half of the keys of S and half of the columns of O
+WARPS = 4 * WARPGROUPS
+P_BUFFERS = 2
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The pieces of K and V, and their barriers. The index of a piece counts all pieces that the CTA has loaded."""
+
+    slots: cute.Tensor  # (element, slot)
+    pipeline: Pipeline
+
+    def piece(self, index: Int32, tile: SmemTile) -> cute.Tensor:
+        """The slot of a piece as a tile, for TMA."""
+        return cute.make_tensor(self.slots[None, self.pipeline.stage(index)].iterator, affine_layout(tile))
+
+    def operand(self, tile: SmemTile, parts: int) -> cute.Tensor:
+        """The slots as (rows, columns, (part, slot)), if a piece consists of `parts` tiles one after the other."""
+        shape, stride = tile.affine
+        stage = ((parts, RING_SLOTS), (tile.cosize, cute.size(self.slots, mode=[0])))
+        layout = cute.make_layout((*shape, stage[0]), stride=(*stride, stage[1]))
+        return cute.make_tensor(self.slots.iterator, layout)
+
+    @cute.jit
+    def release(self, index: Int32, arrivals: cutlass.Constexpr):
+        """Release a piece. Called by every warp that has read it; `arrivals` of all these warps are `WARPS`."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.pipeline.empty + self.pipeline.stage(index), arrive_count=arrivals)
+
+
+@dataclass(frozen=True)
+class SharedStorage:
+    """The shared memory: tiles, barriers, and the coordinates of tiles that the producer publishes."""
+
+    config: cutlass.Constexpr  # Config
+    sQ: cute.Tensor  # (64, tile_d)
+    ring: Ring
+    sP: cute.Tensor  # (64, tile_n / 2, (warpgroup, buffer))
+    sMax: cute.Tensor  # (64, warpgroup) fp32: row maxima of a block
+    sSum: cute.Tensor  # (64, warpgroup) fp32: row sums of a tile
+    q: Pipeline
+    tiles: PublishedTiles
+
+    @staticmethod
+    def allocate(config: Config) -> "SharedStorage":
+        smem, tile = SmemAllocator(), config.tile
+        sQ = allocate_stages(smem, config.dtype, tile.operand_smem("Q"), 1)
+        sK = allocate_stages(smem, config.dtype, tile.operand_smem("K"), RING_SLOTS)
+        slots = cute.make_tensor(sK.iterator, cute.make_layout((tile.operand_smem("K").cosize, RING_SLOTS)))
+        sP = allocate_stages(smem, config.dtype, tile.smem_p_half, WARPGROUPS * P_BUFFERS)
+        sP = cute.logical_divide(sP, (None, None, WARPGROUPS))
+        rows = cute.make_layout((WARPGROUP_ROWS, WARPGROUPS))
+        sMax, sSum = (smem.allocate_tensor(Float32, rows, 16) for _ in range(2))
+        ring = Ring(slots, Pipeline.allocate(smem, RING_SLOTS))
+        q, tiles = Pipeline.allocate(smem, 1), PublishedTiles.allocate(smem, config.num_tile_values)
+        return SharedStorage(config, sQ, ring, sP, sMax, sSum, q, tiles)
+
+    @cute.jit
+    def init_barriers(self):
+        """Called by one thread, before a fence and a CTA barrier."""
+        self.q.init(1, WARPS)
+        self.ring.pipeline.init(1, WARPS)
+
+    # ---- the published tile. `count` is the number of tiles that the CTA computed before it.
+
+    @cute.jit
+    def m_block(self, count: Int32) -> Int32:
+        """After q.full: the m_block of the tile, or NO_TILE."""
+        return self.tiles.read(0, count)
+
+    @cute.jit
+    def head(self, count: Int32):
+        return self.tiles.read(1, count)
+
+    def seqlen_values(self, count: Int32) -> SeqlenValues:
+        return tuple(self.tiles.read(i, count) for i in range(2, self.config.seqlen_end))
+
+    def block_counts(self, count: Int32) -> BlockCounts | None:
+        """The numbers of full and partial blocks of the tile; None without a block mask."""
+        places = range(self.config.seqlen_end, self.config.num_tile_values)
+        return BlockCounts(*(self.tiles.read(i, count) for i in places)) if places else None
+
+    @cute.jit
+    def release_q(self, count: Int32):
+        """Called by a warp when it is done with Q."""
+        cute.arch.sync_warp()
+        self.q.release(count)
