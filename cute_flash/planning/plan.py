@@ -177,7 +177,7 @@ def plan_forward(
         # Query heads whose K and V fit into L2 together.
         "heads_per_l2_group": _equal_groups(problem, _heads_in_l2(arch, kv_bytes)) * problem.group // packed_heads,
         "num_tiles": num_tiles,
-        "num_ctas": min(num_tiles, arch.num_sms) if is_sm90 else num_tiles,
+        "num_ctas": _num_ctas(num_tiles, arch, tile) if is_sm90 else num_tiles,
         "seqlen_q": problem.seqlen_q,
     }
     workspace = []
@@ -200,6 +200,12 @@ def plan_forward(
         pack_gqa=pack_gqa,
         is_dynamic=is_sm90 and _tiles_differ(static),
     )
+
+
+def _num_ctas(num_tiles: int, arch: ArchSpec, tile: Any) -> int:
+    """The persistent CTAs of a Hopper forward: at most one for each SM, in whole clusters."""
+    ctas_per_tile = getattr(tile, "cluster", 1)
+    return min(num_tiles, arch.num_sms // ctas_per_tile) * ctas_per_tile
 
 
 def _family(problem: Problem, arch: ArchSpec, family: str) -> str:

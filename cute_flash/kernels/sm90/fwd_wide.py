@@ -1,7 +1,8 @@
 """Warp-specialised forward attention with TMA and wgmma, for Hopper, for head dims above 256.
 
-The output of 64 rows fills the accumulators of two warpgroups, so a tile has 64 query rows. For each tile, over K/V
-blocks j:
+The output of 64 rows fills the accumulators of two warpgroups, so a CTA has 64 query rows. Two CTAs form a cluster and
+compute a tile of 128 rows. Each loads half of K and V for both, because L2 could not deliver all of K and V to every
+CTA. For each tile, over K/V blocks j:
 
     S  = Q Kj^T                          a warpgroup computes S for half of the keys
     m' = max(m, rowmax S)                both warpgroups exchange the maxima of their halves
@@ -42,6 +43,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from cute_flash.device.memory.copies import row_tile
 from cute_flash.device.memory.epilogue import DirectStore, store_lse, update_max_logit
+from cute_flash.device.memory.multicast import MulticastTiles, VarlenMulticastTiles
 from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.memory.views import as_mn
 from cute_flash.device.mma.wgmma import convert, make_mma
@@ -79,7 +81,7 @@ class MmaState:
     rQ: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K)
     rK: cute.Tensor  # descriptors (MMA, MMA_N, k-step of a piece, slot)
     rP: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, buffer)
-    rV: cute.Tensor  # descriptors (MMA, MMA_N, k-step of a piece, slot)
+    rV: cute.Tensor  # descriptors (MMA, MMA_N, 1, (k-step of a piece, slot))
     acc_S: cute.Tensor
     acc_O: cute.Tensor
     softmax: Softmax
@@ -110,18 +112,19 @@ class FwdSm90Wide(Kernel):
     def __call__(self, stream: CUstream, **operands):
         tile, static, config, args = self.tile, self.static, self.config, self.read_operands(operands)
         score_params = ScoreParams.of(static, args)
-        load = cpasync.CopyBulkTensorTileG2SOp()
+        load, load_for_both = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileG2SMulticastOp()
         batch, heads, num_rows, _ = args.q.shape
-        tma, tile_list = TmaTiles, None
+        tma, multicast, tile_list = TmaTiles, MulticastTiles, None
         if cutlass.const_expr(static.varlen):
-            tma, tile_list = VarlenTmaTiles, VarlenTileList(args.q_tile_list, heads, args.heads_per_l2_group)
+            tma, multicast = VarlenTmaTiles, VarlenMulticastTiles
+            tile_list = VarlenTileList(args.q_tile_list, heads, args.heads_per_l2_group)
         num_m_blocks = cute.ceil_div(num_rows, tile.tile_m)
         batch_is_inner, K = score_params.batch_shares_bias(), OperandMajorMode.K
         params = Params(
             config=config,
             q=tma.of(load, args.q, tile.operand_smem("Q")),
-            k=tma.of(load, args.k, tile.operand_smem("K")),
-            v=tma.of(load, args.v, tile.operand_smem("V")),
+            k=multicast.of(load_for_both, args.k, tile.operand_smem("K")),
+            v=multicast.of(load_for_both, args.v, tile.operand_smem("V")),
             o=None,
             bias=None,
             mO=args.out,
@@ -135,14 +138,16 @@ class FwdSm90Wide(Kernel):
             static_scheduler=StaticTileScheduler(
                 num_m_blocks, heads, batch, args.heads_per_l2_group, static.has_right, batch_is_inner
             ),
-            scheduler=PersistentTileScheduler(num_m_blocks * heads * batch, args.tile_counter, config.is_dynamic),
+            scheduler=PersistentTileScheduler(
+                num_m_blocks * heads * batch, args.tile_counter, config.is_dynamic, tile.cluster
+            ),
             tile_list=tile_list,
             mma_qk=make_mma(self.dtype, tile.tile_n // WARPGROUPS, False, K, K),
             mma_pv=make_mma(self.dtype, tile.columns_pv, False, K, OperandMajorMode.MN),
             mma_alibi=None,
             score_params=score_params,
         )
-        options = {"min_blocks_per_mp": 1, "use_pdl": static.varlen}
+        options = {"min_blocks_per_mp": 1, "use_pdl": static.varlen, "cluster": (tile.cluster, 1, 1)}
         self.launch(self.symbol("fwd_sm90_wide"), params, Grid(args.num_ctas), tile.num_threads, stream, **options)
 
     @cute.kernel
@@ -154,7 +159,7 @@ class FwdSm90Wide(Kernel):
             with cute.arch.elect_one():
                 storage.init_barriers()
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.cluster_barrier()
         if cutlass.const_expr(self.static.varlen):
             # Wait for the scheduler kernel, which writes the tile list.
             cute.arch.griddepcontrol_wait()
@@ -165,6 +170,12 @@ class FwdSm90Wide(Kernel):
                 self.produce(p, storage)
         else:
             self.mma(p, storage, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
+        # The other CTA may still arrive at the barriers of this one.
+        self.cluster_barrier()
+
+    def cluster_barrier(self) -> None:
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
     # ---- producer
 
@@ -194,9 +205,10 @@ class FwdSm90Wide(Kernel):
                 self.load_values(p, storage, piece, n_block, head_kv, seqlen)
                 piece += self.tile.block_pieces - self.tile.k_pieces
             # Fetch the next tile as late as possible, so that a CTA with a long tile leaves it to other CTAs.
-            index = p.tile_scheduler().next_tile(index)
+            index = storage.index.next_tile(p.tile_scheduler(), index, count, storage.rank)
             count += 1
-        p.tile_scheduler().finish(index)
+        if storage.rank == 0:
+            p.tile_scheduler().finish(index)
         storage.q.wait_empty(count)
         storage.tiles.write_end(count)
         with cute.arch.elect_one():
@@ -211,38 +223,40 @@ class FwdSm90Wide(Kernel):
             values = (*values, *counts)
         storage.tiles.write(count, values)
         storage.q.expect_bytes(count, self.tile.operand_smem("Q").bytes)
-        p.q.load(storage.sQ[None, None, 0], m_block, head, seqlen.q_tma_coord, storage.q.full_barrier(count))
+        row_block = m_block * self.tile.cluster + storage.rank
+        p.q.load(storage.sQ[None, None, 0], row_block, head, seqlen.q_tma_coord, storage.q.full_barrier(count))
 
     @cute.jit
     def load_keys(self, p: Params, storage: SharedStorage, first: Int32, n_block: Int32, head_kv: Int32, seqlen):
         """Load K of a block, from the `first` piece on."""
-        for i in cutlass.range_constexpr(self.tile.k_pieces):
-            self.load_piece(p.k, storage, "K", first + i, n_block, i, head_kv, seqlen)
+        for i in cutlass.range(self.tile.k_pieces, unroll=1):
+            self.load_part(p.k, storage, "K", first + i, n_block, i, head_kv, seqlen)
 
     @cute.jit
     def load_values(self, p: Params, storage: SharedStorage, first: Int32, n_block: Int32, head_kv: Int32, seqlen):
         """Load V of a block. Pieces of the two warpgroups alternate."""
         chunks = self.tile.v_chunks
-        for i in cutlass.range_constexpr(chunks * WARPGROUPS):
+        for i in cutlass.range(chunks * WARPGROUPS, unroll=1):
             row_block = n_block * chunks + i // WARPGROUPS
-            self.load_piece(p.v, storage, "V", first + i, row_block, i % WARPGROUPS, head_kv, seqlen)
+            self.load_part(p.v, storage, "V", first + i, row_block, i % WARPGROUPS, head_kv, seqlen)
 
     @cute.jit
-    def load_piece(
+    def load_part(
         self,
-        tma: TmaTiles,
+        tma: MulticastTiles,
         storage: SharedStorage,
         operand: cutlass.Constexpr,
         index: Int32,
-        row_block: Int32,
-        column: cutlass.Constexpr,
+        piece_row: Int32,
+        column: Int32,
         head_kv: Int32,
         seqlen: SeqlenInfo,
     ):
-        pipeline, smem = storage.ring.pipeline, self.tile.operand_smem(operand)
+        """Load this CTA's part of a piece for both CTAs. `piece_row`, `column`: the index of the piece in K or V."""
+        pipeline, smem, parts = storage.ring.pipeline, self.tile.operand_smem(operand), self.tile.cluster
         pipeline.wait_empty(index)
-        pipeline.expect_bytes(index, smem.bytes)
-        sX = storage.ring.piece(index, smem)
+        pipeline.expect_bytes(index, parts * smem.bytes)
+        sX, row_block = storage.ring.part(index, storage.rank, smem), piece_row * parts + storage.rank
         tma.load(sX, row_block, head_kv, seqlen.k_tma_coord, pipeline.full_barrier(index), column)
 
     # ---- MMA warpgroups
@@ -281,8 +295,8 @@ class FwdSm90Wide(Kernel):
         tile = self.tile
         qk, pv = p.mma_qk.get_slice(0), p.mma_pv.get_slice(0)
         keys = tile.tile_n // WARPGROUPS
-        sK = storage.ring.operand(SmemTile(keys, tile.k_columns), WARPGROUPS)[None, None, (warpgroup_index, None)]
-        sV = storage.ring.operand(tile.operand_smem("V"), 1)[None, None, (0, None)]
+        sK = storage.ring.operand(tile.operand_smem("K"), tile.cluster)[None, None, (warpgroup_index, None)]
+        sV = storage.ring.operand(tile.operand_smem("V"), tile.cluster)
         sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
         # (64, tile_n, buffer): the halves of P are neighbouring atoms of columns.
         full, half = SmemTile(WARPGROUP_ROWS, tile.tile_n).affine, tile.smem_p_half.cosize
@@ -309,7 +323,8 @@ class FwdSm90Wide(Kernel):
         )
 
     def _tile(self, p: Params, state: MmaState, m_block: Int32, count: Int32, first_block: Int32) -> MmaTile:
-        first_row, storage = m_block * WARPGROUP_ROWS, state.storage
+        storage = state.storage
+        first_row = m_block * self.tile.tile_m + storage.rank * WARPGROUP_ROWS
         head, seqlen = storage.head(count), p.seqlen_info(storage.seqlen_values(count))
         lengths = p.seqlen_q_of(seqlen), seqlen.k_len
         mask = Mask(p.band, *lengths, first_row, state.tScS, self.static.pack_gqa)
@@ -469,7 +484,7 @@ class FwdSm90Wide(Kernel):
         slot = ring.pipeline.stage(index)
         atom.set(warpgroup.Field.ACCUMULATE, True)
         for k in cutlass.range_constexpr(steps):
-            rP, rV = state.rP[None, None, chunk * steps + k, buffer], state.rV[None, None, k, slot]
+            rP, rV = state.rP[None, None, chunk * steps + k, buffer], state.rV[None, None, 0, (k, slot)]
             cute.gemm(atom, state.acc_O, rP, rV, state.acc_O)
         warpgroup.commit_group()
 

@@ -5,10 +5,14 @@ memory. The ring has the pieces in the order in which the tensor cores use them:
 
     K of block 0 | K of block 1 | V of block 0 | K of block 2 | V of block 1 | ... | V of the last block
 
-| piece | elements             | read by                                                   |
-|-------|----------------------|-----------------------------------------------------------|
-| of K  | tile_n x 64 columns  | both warpgroups: each half of the keys                    |
-| of V  | 32 keys x tile_dv/2  | one warpgroup: the one with these columns of the output   |
+| piece | elements             | parts        | read by                                                  |
+|-------|----------------------|--------------|----------------------------------------------------------|
+| of K  | tile_n x 64 columns  | 2 x 64 keys  | both warpgroups: each half of the keys                   |
+| of V  | 32 keys x tile_dv/2  | 2 x 16 keys  | one warpgroup: the one with these columns of the output  |
+
+Both CTAs of a cluster need the same pieces, because they have neighbouring query rows of a head. The CTA of rank r
+loads part r of each piece by TMA, with multicast to both. A slot is loaded again when the warps of both CTAs have
+released it: each warp arrives at the `empty` barriers of both.
 """
 
 from dataclasses import dataclass
@@ -18,7 +22,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from cute_flash.device.memory.multicast import CTAS
 from cute_flash.device.memory.smem import affine_layout, allocate_stages
+from cute_flash.device.scheduling.cluster_index import ClusterIndex
 from cute_flash.device.scheduling.block_sparse import BlockCounts
 from cute_flash.device.scheduling.pipeline import Pipeline
 from cute_flash.device.scheduling.published_tiles import PublishedTiles
@@ -40,12 +46,14 @@ class Ring:
     slots: cute.Tensor  # (element, slot)
     pipeline: Pipeline
 
-    def piece(self, index: Int32, tile: SmemTile) -> cute.Tensor:
-        """The slot of a piece as a tile, for TMA."""
-        return cute.make_tensor(self.slots[None, self.pipeline.stage(index)].iterator, affine_layout(tile))
+    def part(self, index: Int32, part: Int32, tile: SmemTile) -> cute.Tensor:
+        """A part of a piece, for TMA."""
+        offset = cute.assume(part * tile.cosize, divby=tile.cosize)
+        iterator = self.slots[None, self.pipeline.stage(index)].iterator + offset
+        return cute.make_tensor(iterator, affine_layout(tile))
 
     def operand(self, tile: SmemTile, parts: int) -> cute.Tensor:
-        """The slots as (rows, columns, (part, slot)), if a piece consists of `parts` tiles one after the other."""
+        """The slots as (rows, columns, (part, slot)). A piece has `parts` tiles, one after the other."""
         shape, stride = tile.affine
         stage = ((parts, RING_SLOTS), (tile.cosize, cute.size(self.slots, mode=[0])))
         layout = cute.make_layout((*shape, stage[0]), stride=(*stride, stage[1]))
@@ -53,9 +61,14 @@ class Ring:
 
     @cute.jit
     def release(self, index: Int32, arrivals: cutlass.Constexpr):
-        """Release a piece. Called by every warp that has read it; `arrivals` of all these warps are `WARPS`."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.pipeline.empty + self.pipeline.stage(index), arrive_count=arrivals)
+        """Release a piece in both CTAs. Called by every warp that has read it.
+
+        `arrivals` of all these warps of a CTA are `WARPS`.
+        """
+        lane = cute.arch.lane_idx()
+        if lane < CTAS:
+            barrier = self.pipeline.empty + self.pipeline.stage(index)
+            cute.arch.mbarrier_arrive(barrier, peer_cta_rank_in_cluster=lane, arrive_count=arrivals)
 
 
 @dataclass(frozen=True)
@@ -70,26 +83,31 @@ class SharedStorage:
     sSum: cute.Tensor  # (64, warpgroup) fp32: row sums of a tile
     q: Pipeline
     tiles: PublishedTiles
+    index: ClusterIndex
+    rank: Int32  # of this CTA in the cluster
 
     @staticmethod
     def allocate(config: Config) -> "SharedStorage":
         smem, tile = SmemAllocator(), config.tile
         sQ = allocate_stages(smem, config.dtype, tile.operand_smem("Q"), 1)
-        sK = allocate_stages(smem, config.dtype, tile.operand_smem("K"), RING_SLOTS)
-        slots = cute.make_tensor(sK.iterator, cute.make_layout((tile.operand_smem("K").cosize, RING_SLOTS)))
+        k_part = tile.operand_smem("K")
+        sK = allocate_stages(smem, config.dtype, k_part, CTAS * RING_SLOTS)
+        slots = cute.make_tensor(sK.iterator, cute.make_layout((CTAS * k_part.cosize, RING_SLOTS)))
         sP = allocate_stages(smem, config.dtype, tile.smem_p_half, WARPGROUPS * P_BUFFERS)
         sP = cute.logical_divide(sP, (None, None, WARPGROUPS))
         rows = cute.make_layout((WARPGROUP_ROWS, WARPGROUPS))
         sMax, sSum = (smem.allocate_tensor(Float32, rows, 16) for _ in range(2))
         ring = Ring(slots, Pipeline.allocate(smem, RING_SLOTS))
         q, tiles = Pipeline.allocate(smem, 1), PublishedTiles.allocate(smem, config.num_tile_values)
-        return SharedStorage(config, sQ, ring, sP, sMax, sSum, q, tiles)
+        index, rank = ClusterIndex.allocate(smem), cute.arch.block_idx_in_cluster()
+        return SharedStorage(config, sQ, ring, sP, sMax, sSum, q, tiles, index, rank)
 
     @cute.jit
     def init_barriers(self):
-        """Called by one thread, before a fence and a CTA barrier."""
+        """Called by one thread, before a fence and a barrier of the cluster."""
         self.q.init(1, WARPS)
-        self.ring.pipeline.init(1, WARPS)
+        self.ring.pipeline.init(1, CTAS * WARPS)
+        self.index.pipeline.init(1, 1)
 
     # ---- the published tile. `count` is the number of tiles that the CTA computed before it.
 

@@ -138,10 +138,11 @@ RING_SLOTS = 8  # of `FwdTileSm90Wide`, each with a piece of K or of V
 
 @dataclass(frozen=True)
 class FwdTileSm90Wide(Tile):
-    """64 query rows against K/V blocks of `tile_n` keys, for head dims whose output needs two warpgroups.
+    """`tile_m` query rows, 64 for each CTA of a cluster of two, against K/V blocks of `tile_n` keys.
 
-    Each of two consumer warpgroups computes S for half of the keys, and half of the columns of O. K and V are loaded in
-    pieces (`kernels/sm90/fwd_wide_storage.py`).
+    It is for head dims whose output needs two warpgroups. Each of two consumer warpgroups of a CTA computes S for half
+    of the keys, and half of the columns of O. K and V are loaded in pieces, once for both CTAs
+    (`kernels/sm90/fwd_wide_storage.py`).
     """
 
     head_dim_v: int | None = None  # width of V and of the output; None: equal to head_dim
@@ -153,13 +154,14 @@ class FwdTileSm90Wide(Tile):
     registers: ClassVar[tuple[int, int]] = 40, 232  # per thread of the producer, and of the consumer warpgroups
     k_columns: ClassVar[int] = 64  # of a piece of K
     v_keys: ClassVar[int] = 32  # of a piece of V
+    cluster: ClassVar[int] = 2  # CTAs; each loads one part of every piece for all
     # A part of a kernel that this one shares with `FwdTileSm90` reads these.
     bias_stages: ClassVar[int] = 0
     dropout_producer: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.tile_m != WARPGROUP_ROWS or self.tile_n != 128:
-            raise ValueError(f"{self.tile_m=} must be {WARPGROUP_ROWS} and {self.tile_n=} 128: 64 keys per warpgroup")
+        if self.tile_m != 2 * WARPGROUP_ROWS or self.tile_n != 128:
+            raise ValueError(f"{self.tile_m=} and {self.tile_n=} must be 128: 64 rows per CTA, 64 keys per warpgroup")
         if self.head_dim % self.k_columns or not 256 < self.head_dim <= 512:
             raise ValueError(f"{self.head_dim=} must be a multiple of {self.k_columns} above 256, up to 512")
         if self.width_v % 128 or not 128 <= self.width_v <= 512:
@@ -190,18 +192,23 @@ class FwdTileSm90Wide(Tile):
         return self.k_pieces + 2 * self.v_chunks
 
     def operand_smem(self, operand: str) -> SmemTile:
-        """The tile in shared memory of Q, and of a piece of K or V."""
+        """The tile in shared memory of Q, and of a part of a piece of K or V."""
         sizes = {
-            "Q": (self.tile_m, self.head_dim),
-            "K": (self.tile_n, self.k_columns),
-            "V": (self.v_keys, self.columns_pv),
+            "Q": (WARPGROUP_ROWS, self.head_dim),
+            "K": (self.tile_n // self.cluster, self.k_columns),
+            "V": (self.v_keys // self.cluster, self.columns_pv),
         }
         return SmemTile(*sizes[operand], ELEMENT_BYTES, self.layout)
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot of the ring: those of a piece of K. A piece of V is not larger."""
+        return self.cluster * self.operand_smem("K").bytes
+
+    @property
     def smem_p_half(self) -> SmemTile:
         """P of the keys of one warpgroup."""
-        return SmemTile(self.tile_m, self.tile_n // 2, ELEMENT_BYTES, self.layout)
+        return SmemTile(WARPGROUP_ROWS, self.tile_n // 2, ELEMENT_BYTES, self.layout)
 
     @property
     def accumulator_registers(self) -> int:
@@ -210,10 +217,10 @@ class FwdTileSm90Wide(Tile):
 
     @property
     def smem_bytes(self) -> int:
-        tiles = self.operand_smem("Q").bytes + RING_SLOTS * self.operand_smem("K").bytes + 4 * self.smem_p_half.bytes
-        statistics, barriers = 2 * 2 * 4 * self.tile_m, 2 * (1 + RING_SLOTS)
-        # Two slots of up to 32 bytes in which the producer publishes tiles.
-        return tiles + statistics + 8 * barriers + 64
+        tiles = self.operand_smem("Q").bytes + RING_SLOTS * self.slot_bytes + 4 * self.smem_p_half.bytes
+        statistics, barriers = 2 * 2 * 4 * WARPGROUP_ROWS, 2 * (2 + RING_SLOTS)
+        # Two slots of up to 32 bytes in which the producer publishes tiles, and one for an index of the scheduler.
+        return tiles + statistics + 8 * barriers + 64 + 16
 
     def serves(self, static: Static) -> bool:
         """Whether the row has the width and the registers for a problem."""
@@ -223,7 +230,8 @@ class FwdTileSm90Wide(Tile):
         return is_wide_enough and has_room and "dropout" not in static.features and self.is_for(static)
 
     def __str__(self) -> str:
-        return f"{self.tile_m}x{self.tile_n}x{self.head_dim}/{self.width_v}, 1 + 2 warpgroups, {RING_SLOTS} pieces of K/V"
+        width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
+        return f"{self.tile_m}x{self.tile_n}x{width}, clusters of 2 CTAs of 1 + 2 warpgroups, {RING_SLOTS} pieces of K/V"
 
 
 # Versions are those of profiling/notes/fwd_sm90.md.
@@ -362,9 +370,9 @@ SM90_FWD_BIAS = (
 
 # Head dims above 256. fmt: off
 SM90_FWD_WIDE = (
-    FwdTileSm90Wide(320, 64, 128, head_dim_v=384),
-    FwdTileSm90Wide(384, 64, 128),
-    FwdTileSm90Wide(448, 64, 128, head_dim_v=512),
-    FwdTileSm90Wide(512, 64, 128, head_dim_v=256),
-    FwdTileSm90Wide(512, 64, 128),
+    FwdTileSm90Wide(320, 128, 128, head_dim_v=384),
+    FwdTileSm90Wide(384, 128, 128),
+    FwdTileSm90Wide(448, 128, 128, head_dim_v=512),
+    FwdTileSm90Wide(512, 128, 128, head_dim_v=256),
+    FwdTileSm90Wide(512, 128, 128),
 )
