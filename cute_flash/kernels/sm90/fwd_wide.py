@@ -13,9 +13,9 @@ CTA. For each tile, over K/V blocks j:
 
 Score features and masks are those of `kernels/sm90/fwd.py`; a call with dropout runs the mma.sync kernel.
 
-K and V come in pieces (`fwd_wide_storage.py`). Products are issued in groups of one or two pieces, and a piece is
-released when its group has completed. A warpgroup issues Q K^T and then P V of block j - 1. The last groups of P V run
-while it computes the softmax of block j.
+K and V come in pieces (`fwd_wide_storage.py`). The product of each piece is a wgmma group, and the piece is released
+when the group has completed. A warpgroup issues Q K^T of block j and then P V of block j - 1, which runs while the
+warpgroup computes the softmax of block j.
 
 | warpgroup | warps | role                                                                      |
 |-----------|-------|---------------------------------------------------------------------------|
@@ -66,7 +66,6 @@ from cute_flash.spec.problem import Static
 
 # Named barriers of both MMA warpgroups; 0 is the CTA barrier.
 MAX_BARRIER, PROBS_BARRIER = 1, 2
-K_GROUPS = 4  # wgmma groups of Q K^T of a block
 
 
 @dataclass(frozen=True)
@@ -335,44 +334,42 @@ class FwdSm90Wide(Kernel):
     @cute.jit
     def first_block(self, state: MmaState, tile: MmaTile, piece: Int32):
         """S and P of a tile's first block. `piece`: its first piece of K."""
-        for group in cutlass.range_constexpr(K_GROUPS):
-            self.start_qk(state, piece, group)
-        for group in cutlass.range_constexpr(K_GROUPS):
-            warpgroup.wait_group(K_GROUPS - 1 - group)
-            self.release_k(state, piece, group)
+        self.start_scores(state, piece)
+        warpgroup.wait_group(0)
+        self.release_k(state, piece, self.tile.k_pieces - 1)
         self.scores(state, tile, Int32(0))
-        self.probs(state, tile, Int32(0))
+        self.store_probs(state, tile, Int32(0), self.probs(state))
         self.wait_for_probs()
 
     @cute.jit
     def further_block(self, state: MmaState, tile: MmaTile, i: Int32, piece: Int32):
         """S and P of the i-th block, and P V of the block before it. `piece`: the first piece of K of the i-th block.
 
-        A wait for all but two groups releases the pieces of the group before them.
+        Before a warpgroup waits for a piece, it releases the piece before the last. Then the released slot is loaded
+        again while the product of the last piece runs.
         """
-        chunks, v = self.tile.v_chunks, piece + self.tile.k_pieces
+        v, buffer = piece + self.tile.k_pieces, self.probs_buffer(tile, i - 1)
         # S = Q K^T;  O += P V of the previous block
-        for group in cutlass.range_constexpr(K_GROUPS):
-            self.start_qk(state, piece, group)
-            if cutlass.const_expr(group >= 2):
-                warpgroup.wait_group(2)
-                self.release_k(state, piece, group - 2)
-        buffer = self.probs_buffer(tile, i - 1)
-        for chunk in cutlass.range_constexpr(chunks):
-            self.start_pv(state, v, chunk, buffer)
-            warpgroup.wait_group(2)
-            if cutlass.const_expr(chunk < 2):
-                self.release_k(state, piece, K_GROUPS - 2 + chunk)
-            else:
-                self.release_v(state, v, chunk - 2)
+        self.start_scores(state, piece)
+        self.start_pv(state, v, 0, buffer)
+        warpgroup.wait_group(1)
+        self.release_k(state, piece, self.tile.k_pieces - 1)
+        self.start_pv(state, v, 1, buffer)
         # S: scale, softcap, ALiBi, bias, score_mod, masks;  m' = max(m, rowmax S)
         grew = self.scores(state, tile, i)
         warpgroup.wait_group(1)
-        self.release_v(state, v, chunks - 2)
+        self.release_v(state, v, 0)
+        self.start_pv(state, v, 2, buffer)
         # P = exp(scale (S - m'))
-        self.probs(state, tile, i)
+        rP = self.probs(state)
+        warpgroup.wait_group(1)
+        self.release_v(state, v, 1)
+        self.start_pv(state, v, 3, buffer)
+        self.store_probs(state, tile, i, rP)
+        warpgroup.wait_group(1)
+        self.release_v(state, v, 2)
         warpgroup.wait_group(0)
-        self.release_v(state, v, chunks - 1)
+        self.release_v(state, v, 3)
         # O = O alpha
         if grew:
             state.softmax.scale_rows(as_mn(state.acc_O), state.softmax.alpha)
@@ -384,19 +381,26 @@ class FwdSm90Wide(Kernel):
         chunks, buffer = self.tile.v_chunks, self.probs_buffer(tile, tile.block_iter.num - 1)
         for chunk in cutlass.range_constexpr(chunks):
             self.start_pv(state, v, chunk, buffer)
-        for chunk in cutlass.range_constexpr(chunks):
-            warpgroup.wait_group(chunks - 1 - chunk)
-            self.release_v(state, v, chunk)
+            if cutlass.const_expr(chunk > 0):
+                warpgroup.wait_group(1)
+                self.release_v(state, v, chunk - 1)
+        warpgroup.wait_group(0)
+        self.release_v(state, v, chunks - 1)
 
     def probs_buffer(self, tile: MmaTile, i: Int32) -> Int32:
         return (tile.first_block + i) % P_BUFFERS
 
     @cute.jit
-    def probs(self, state: MmaState, tile: MmaTile, i: Int32):
-        """P = exp(scale (S - m)) of this warpgroup's keys, to shared memory."""
+    def probs(self, state: MmaState) -> cute.Tensor:
+        """P = exp(scale (S - m)) of this warpgroup's keys, in the dtype of q."""
         state.softmax.exponentiate(as_mn(state.acc_S))
         rP = cute.make_fragment_like(state.acc_S, self.dtype)
         convert(state.acc_S, rP)
+        return rP
+
+    @cute.jit
+    def store_probs(self, state: MmaState, tile: MmaTile, i: Int32, rP: cute.Tensor):
+        """Store P of the i-th block to shared memory, and make it visible to wgmma."""
         sP = state.storage.sP[None, None, (state.warpgroup, self.probs_buffer(tile, i))]
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, state.mma_qk).get_slice(state.thread)
@@ -446,37 +450,37 @@ class FwdSm90Wide(Kernel):
 
     # ---- products
 
-    def group_pieces(self, group: int) -> range:
-        """The pieces of K in a wgmma group of Q K^T."""
-        pieces = self.tile.k_pieces
-        return range(group * pieces // K_GROUPS, (group + 1) * pieces // K_GROUPS)
+    @cute.jit
+    def start_scores(self, state: MmaState, first: Int32):
+        """Start S = Q K^T of all pieces of K. The last piece is not released. `first`: the first piece."""
+        for i in cutlass.range_constexpr(self.tile.k_pieces):
+            self.start_qk(state, first, i)
+            if cutlass.const_expr(i > 0):
+                warpgroup.wait_group(1)
+                self.release_k(state, first, i - 1)
 
     @cute.jit
-    def start_qk(self, state: MmaState, first: Int32, group: cutlass.Constexpr):
-        """Start a group of S = Q K^T. `first`: the first piece of K."""
+    def start_qk(self, state: MmaState, first: Int32, i: cutlass.Constexpr):
+        """Start S += Q K^T of the i-th piece of K. `first`: the first piece."""
         atom, ring = cute.make_mma_atom(state.mma_qk.op), state.storage.ring
         steps = self.tile.k_columns // 16
-        pieces = self.group_pieces(group)
-        for i in cutlass.range_constexpr(pieces.start, pieces.stop):
-            ring.pipeline.wait_full(first + i)
-            warpgroup.fence()
-            slot = ring.pipeline.stage(first + i)
-            for k in cutlass.range_constexpr(steps):
-                atom.set(warpgroup.Field.ACCUMULATE, i > 0 or k > 0)
-                rQ, rK = state.rQ[None, None, i * steps + k], state.rK[None, None, k, slot]
-                cute.gemm(atom, state.acc_S, rQ, rK, state.acc_S)
+        ring.pipeline.wait_full(first + i)
+        warpgroup.fence()
+        slot = ring.pipeline.stage(first + i)
+        for k in cutlass.range_constexpr(steps):
+            atom.set(warpgroup.Field.ACCUMULATE, i > 0 or k > 0)
+            rQ, rK = state.rQ[None, None, i * steps + k], state.rK[None, None, k, slot]
+            cute.gemm(atom, state.acc_S, rQ, rK, state.acc_S)
         warpgroup.commit_group()
 
     @cute.jit
-    def release_k(self, state: MmaState, first: Int32, group: cutlass.Constexpr):
-        """Release the pieces of a group of Q K^T that has completed."""
-        pieces = self.group_pieces(group)
-        for i in cutlass.range_constexpr(pieces.start, pieces.stop):
-            state.storage.ring.release(first + i, 1)
+    def release_k(self, state: MmaState, first: Int32, i: cutlass.Constexpr):
+        """Release the i-th piece of K, whose product has completed."""
+        state.storage.ring.release(first + i, 1)
 
     @cute.jit
     def start_pv(self, state: MmaState, first: Int32, chunk: cutlass.Constexpr, buffer: Int32):
-        """Start a group of O += P V. `first`: the first piece of V."""
+        """Start O += P V of a chunk of keys, which is one piece for each warpgroup. `first`: the first piece of V."""
         atom, ring = cute.make_mma_atom(state.mma_pv.op), state.storage.ring
         steps, index = self.tile.v_keys // 16, first + chunk * WARPGROUPS + state.warpgroup
         ring.pipeline.wait_full(index)
@@ -490,7 +494,7 @@ class FwdSm90Wide(Kernel):
 
     @cute.jit
     def release_v(self, state: MmaState, first: Int32, chunk: cutlass.Constexpr):
-        """Release the piece of a group of P V that has completed."""
+        """Release the piece of a chunk, whose product has completed."""
         state.storage.ring.release(first + chunk * WARPGROUPS + state.warpgroup, WARPGROUPS)
 
     # ---- end of a tile

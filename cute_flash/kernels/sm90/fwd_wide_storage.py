@@ -24,8 +24,8 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.device.memory.multicast import CTAS
 from cute_flash.device.memory.smem import affine_layout, allocate_stages
-from cute_flash.device.scheduling.cluster_index import ClusterIndex
 from cute_flash.device.scheduling.block_sparse import BlockCounts
+from cute_flash.device.scheduling.cluster_index import ClusterIndex
 from cute_flash.device.scheduling.pipeline import Pipeline
 from cute_flash.device.scheduling.published_tiles import PublishedTiles
 from cute_flash.device.scheduling.seqlen import SeqlenValues

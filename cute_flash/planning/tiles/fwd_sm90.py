@@ -231,7 +231,9 @@ class FwdTileSm90Wide(Tile):
 
     def __str__(self) -> str:
         width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
-        return f"{self.tile_m}x{self.tile_n}x{width}, clusters of 2 CTAs of 1 + 2 warpgroups, {RING_SLOTS} pieces of K/V"
+        return (
+            f"{self.tile_m}x{self.tile_n}x{width}, clusters of 2 CTAs of 1 + 2 warpgroups, {RING_SLOTS} pieces of K/V"
+        )
 
 
 # Versions are those of profiling/notes/fwd_sm90.md.
