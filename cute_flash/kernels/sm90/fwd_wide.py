@@ -19,13 +19,13 @@ warpgroup computes the softmax of block j.
 
 | warpgroup | warps | role                                                                      |
 |-----------|-------|---------------------------------------------------------------------------|
-| 0         | 0     | load Q, and K and V in pieces, as far ahead as the ring allows            |
+| 0         | 0     | load Q, and K and V in pieces, as far ahead as the pipeline allows        |
 | 1, 2      | all   | MMA and softmax                                                           |
 
 | shared memory | elements                         | lifetime                         |
 |---------------|----------------------------------|----------------------------------|
 | sQ            | 64 x tile_d                      | one tile                         |
-| ring          | 8 x 128 x 64                     | one piece of K or V each         |
+| pieces        | 8 x 128 x 64                     | one piece of K or V each         |
 | sP            | 2 x 64 x tile_n                  | one block each                   |
 | sMax, sSum    | 2 x 64 fp32                      | one exchange                     |
 
@@ -48,7 +48,7 @@ from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.memory.views import as_mn
 from cute_flash.device.mma.wgmma import convert, make_mma
 from cute_flash.device.ptx import rederived
-from cute_flash.device.scheduling.block_sparse import AnyBlockIterator
+from cute_flash.device.scheduling.block_sparse import AnyBlockIterator, BlockCounts
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS
 from cute_flash.device.scheduling.published_tiles import NO_TILE
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
@@ -78,9 +78,9 @@ class MmaState:
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
     rQ: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K)
-    rK: cute.Tensor  # descriptors (MMA, MMA_N, k-step of a piece, slot)
+    rK: cute.Tensor  # descriptors (MMA, MMA_N, k-step of a piece, stage)
     rP: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, buffer)
-    rV: cute.Tensor  # descriptors (MMA, MMA_N, 1, (k-step of a piece, slot))
+    rV: cute.Tensor  # descriptors (MMA, MMA_N, 1, (k-step of a piece, stage))
     acc_S: cute.Tensor
     acc_O: cute.Tensor
     softmax: Softmax
@@ -180,7 +180,7 @@ class FwdSm90Wide(Kernel):
 
     @cute.jit
     def produce(self, p: Params, storage: SharedStorage):
-        """For every tile of this CTA: publish it, load its Q, and load the pieces of its blocks in the ring's order."""
+        """For every tile of this CTA: publish it, load its Q and the pieces of its blocks in the pipeline's order."""
         count, piece = Int32(0), Int32(0)  # tiles and pieces so far
         index = p.tile_scheduler().first_tile()
         while index < p.tile_scheduler().num_tiles:
@@ -214,7 +214,16 @@ class FwdSm90Wide(Kernel):
             cute.arch.mbarrier_arrive(storage.q.full_barrier(count))
 
     @cute.jit
-    def load_q(self, p: Params, storage: SharedStorage, count: Int32, m_block: Int32, head: Int32, seqlen, counts):
+    def load_q(
+        self,
+        p: Params,
+        storage: SharedStorage,
+        count: Int32,
+        m_block: Int32,
+        head: Int32,
+        seqlen: SeqlenInfo,
+        counts: BlockCounts | None,
+    ):
         """Publish a tile and load its Q."""
         storage.q.wait_empty(count)
         values = (m_block, head, *seqlen.values)
@@ -226,13 +235,17 @@ class FwdSm90Wide(Kernel):
         p.q.load(storage.sQ[None, None, 0], row_block, head, seqlen.q_tma_coord, storage.q.full_barrier(count))
 
     @cute.jit
-    def load_keys(self, p: Params, storage: SharedStorage, first: Int32, n_block: Int32, head_kv: Int32, seqlen):
+    def load_keys(
+        self, p: Params, storage: SharedStorage, first: Int32, n_block: Int32, head_kv: Int32, seqlen: SeqlenInfo
+    ):
         """Load K of a block, from the `first` piece on."""
         for i in cutlass.range(self.tile.k_pieces, unroll=1):
             self.load_part(p.k, storage, "K", first + i, n_block, i, head_kv, seqlen)
 
     @cute.jit
-    def load_values(self, p: Params, storage: SharedStorage, first: Int32, n_block: Int32, head_kv: Int32, seqlen):
+    def load_values(
+        self, p: Params, storage: SharedStorage, first: Int32, n_block: Int32, head_kv: Int32, seqlen: SeqlenInfo
+    ):
         """Load V of a block. Pieces of the two warpgroups alternate."""
         chunks = self.tile.v_chunks
         for i in cutlass.range(chunks * WARPGROUPS, unroll=1):
@@ -252,10 +265,10 @@ class FwdSm90Wide(Kernel):
         seqlen: SeqlenInfo,
     ):
         """Load this CTA's part of a piece for both CTAs. `piece_row`, `column`: the index of the piece in K or V."""
-        pipeline, smem, parts = storage.ring.pipeline, self.tile.operand_smem(operand), self.tile.cluster
+        pipeline, smem, parts = storage.pieces.barriers, self.tile.operand_smem(operand), self.tile.cluster
         pipeline.wait_empty(index)
         pipeline.expect_bytes(index, parts * smem.bytes)
-        sX, row_block = storage.ring.part(index, storage.rank, smem), piece_row * parts + storage.rank
+        sX, row_block = storage.pieces.part(index, storage.rank, smem), piece_row * parts + storage.rank
         tma.load(sX, row_block, head_kv, seqlen.k_tma_coord, pipeline.full_barrier(index), column)
 
     # ---- MMA warpgroups
@@ -294,8 +307,8 @@ class FwdSm90Wide(Kernel):
         tile = self.tile
         qk, pv = p.mma_qk.get_slice(0), p.mma_pv.get_slice(0)
         keys = tile.tile_n // WARPGROUPS
-        sK = storage.ring.operand(tile.operand_smem("K"), tile.cluster)[None, None, (warpgroup_index, None)]
-        sV = storage.ring.operand(tile.operand_smem("V"), tile.cluster)
+        sK = storage.pieces.operand(tile.operand_smem("K"), tile.cluster)[None, None, (warpgroup_index, None)]
+        sV = storage.pieces.operand(tile.operand_smem("V"), tile.cluster)
         sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
         # (64, tile_n, buffer): the halves of P are neighbouring atoms of columns.
         full, half = SmemTile(WARPGROUP_ROWS, tile.tile_n).affine, tile.smem_p_half.cosize
@@ -345,7 +358,7 @@ class FwdSm90Wide(Kernel):
     def further_block(self, state: MmaState, tile: MmaTile, i: Int32, piece: Int32):
         """S and P of the i-th block, and P V of the block before it. `piece`: the first piece of K of the i-th block.
 
-        Before a warpgroup waits for a piece, it releases the piece before the last. Then the released slot is loaded
+        Before a warpgroup waits for a piece, it releases the piece before the last. Then the released stage is loaded
         again while the product of the last piece runs.
         """
         v, buffer = piece + self.tile.k_pieces, self.probs_buffer(tile, i - 1)
@@ -462,40 +475,40 @@ class FwdSm90Wide(Kernel):
     @cute.jit
     def start_qk(self, state: MmaState, first: Int32, i: cutlass.Constexpr):
         """Start S += Q K^T of the i-th piece of K. `first`: the first piece."""
-        atom, ring = cute.make_mma_atom(state.mma_qk.op), state.storage.ring
+        atom, pieces = cute.make_mma_atom(state.mma_qk.op), state.storage.pieces
         steps = self.tile.k_columns // 16
-        ring.pipeline.wait_full(first + i)
+        pieces.barriers.wait_full(first + i)
         warpgroup.fence()
-        slot = ring.pipeline.stage(first + i)
+        stage = pieces.barriers.stage(first + i)
         for k in cutlass.range_constexpr(steps):
             atom.set(warpgroup.Field.ACCUMULATE, i > 0 or k > 0)
-            rQ, rK = state.rQ[None, None, i * steps + k], state.rK[None, None, k, slot]
+            rQ, rK = state.rQ[None, None, i * steps + k], state.rK[None, None, k, stage]
             cute.gemm(atom, state.acc_S, rQ, rK, state.acc_S)
         warpgroup.commit_group()
 
     @cute.jit
     def release_k(self, state: MmaState, first: Int32, i: cutlass.Constexpr):
         """Release the i-th piece of K, whose product has completed."""
-        state.storage.ring.release(first + i, 1)
+        state.storage.pieces.release(first + i, 1)
 
     @cute.jit
     def start_pv(self, state: MmaState, first: Int32, chunk: cutlass.Constexpr, buffer: Int32):
         """Start O += P V of a chunk of keys, which is one piece for each warpgroup. `first`: the first piece of V."""
-        atom, ring = cute.make_mma_atom(state.mma_pv.op), state.storage.ring
+        atom, pieces = cute.make_mma_atom(state.mma_pv.op), state.storage.pieces
         steps, index = self.tile.v_keys // 16, first + chunk * WARPGROUPS + state.warpgroup
-        ring.pipeline.wait_full(index)
+        pieces.barriers.wait_full(index)
         warpgroup.fence()
-        slot = ring.pipeline.stage(index)
+        stage = pieces.barriers.stage(index)
         atom.set(warpgroup.Field.ACCUMULATE, True)
         for k in cutlass.range_constexpr(steps):
-            rP, rV = state.rP[None, None, chunk * steps + k, buffer], state.rV[None, None, 0, (k, slot)]
+            rP, rV = state.rP[None, None, chunk * steps + k, buffer], state.rV[None, None, 0, (k, stage)]
             cute.gemm(atom, state.acc_O, rP, rV, state.acc_O)
         warpgroup.commit_group()
 
     @cute.jit
     def release_v(self, state: MmaState, first: Int32, chunk: cutlass.Constexpr):
         """Release the piece of a chunk, whose product has completed."""
-        state.storage.ring.release(first + chunk * WARPGROUPS + state.warpgroup, WARPGROUPS)
+        state.storage.pieces.release(first + chunk * WARPGROUPS + state.warpgroup, WARPGROUPS)
 
     # ---- end of a tile
 

@@ -1,7 +1,7 @@
-"""Shared memory of the Hopper forward for wide heads: one ring of pieces of K and V.
+"""Shared memory of the Hopper forward for wide heads: a pipeline of pieces of K and V.
 
 A K/V block of `tile_n` keys is loaded in pieces, because a whole block of K or V would take more than half of shared
-memory. The ring has the pieces in the order in which the tensor cores use them:
+memory. The pipeline has the pieces in the order in which the tensor cores use them:
 
     K of block 0 | K of block 1 | V of block 0 | K of block 2 | V of block 1 | ... | V of the last block
 
@@ -11,7 +11,7 @@ memory. The ring has the pieces in the order in which the tensor cores use them:
 | of V  | 32 keys x tile_dv/2  | 2 x 16 keys  | one warpgroup: the one with these columns of the output  |
 
 Both CTAs of a cluster need the same pieces, because they have neighbouring query rows of a head. The CTA of rank r
-loads part r of each piece by TMA, with multicast to both. A slot is loaded again when the warps of both CTAs have
+loads part r of each piece by TMA, with multicast to both. A stage is loaded again when the warps of both CTAs have
 released it: each warp arrives at the `empty` barriers of both.
 """
 
@@ -31,7 +31,7 @@ from cute_flash.device.scheduling.published_tiles import PublishedTiles
 from cute_flash.device.scheduling.seqlen import SeqlenValues
 from cute_flash.kernels.sm90.fwd_storage import Config
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
-from cute_flash.planning.tiles.fwd_sm90 import RING_SLOTS
+from cute_flash.planning.tiles.fwd_sm90 import PIECE_STAGES
 from cute_flash.smem.tile import SmemTile
 
 WARPGROUPS = 2  # that compute; each has half of the keys of S and half of the columns of O
@@ -40,24 +40,24 @@ P_BUFFERS = 2
 
 
 @dataclass(frozen=True)
-class Ring:
+class PiecePipeline:
     """The pieces of K and V, and their barriers. The index of a piece counts all pieces that the CTA has loaded."""
 
-    slots: cute.Tensor  # (element, slot)
-    pipeline: Pipeline
+    stages: cute.Tensor  # (element, stage)
+    barriers: Pipeline
 
     def part(self, index: Int32, part: Int32, tile: SmemTile) -> cute.Tensor:
         """A part of a piece, for TMA."""
         offset = cute.assume(part * tile.cosize, divby=tile.cosize)
-        iterator = self.slots[None, self.pipeline.stage(index)].iterator + offset
+        iterator = self.stages[None, self.barriers.stage(index)].iterator + offset
         return cute.make_tensor(iterator, affine_layout(tile))
 
     def operand(self, tile: SmemTile, parts: int) -> cute.Tensor:
-        """The slots as (rows, columns, (part, slot)). A piece has `parts` tiles, one after the other."""
+        """The stages as (rows, columns, (part, stage)). A piece has `parts` tiles, one after the other."""
         shape, stride = tile.affine
-        stage = ((parts, RING_SLOTS), (tile.cosize, cute.size(self.slots, mode=[0])))
+        stage = ((parts, PIECE_STAGES), (tile.cosize, cute.size(self.stages, mode=[0])))
         layout = cute.make_layout((*shape, stage[0]), stride=(*stride, stage[1]))
-        return cute.make_tensor(self.slots.iterator, layout)
+        return cute.make_tensor(self.stages.iterator, layout)
 
     @cute.jit
     def release(self, index: Int32, arrivals: cutlass.Constexpr):
@@ -67,7 +67,7 @@ class Ring:
         """
         lane = cute.arch.lane_idx()
         if lane < CTAS:
-            barrier = self.pipeline.empty + self.pipeline.stage(index)
+            barrier = self.barriers.empty + self.barriers.stage(index)
             cute.arch.mbarrier_arrive(barrier, peer_cta_rank_in_cluster=lane, arrive_count=arrivals)
 
 
@@ -77,7 +77,7 @@ class SharedStorage:
 
     config: cutlass.Constexpr  # Config
     sQ: cute.Tensor  # (64, tile_d)
-    ring: Ring
+    pieces: PiecePipeline
     sP: cute.Tensor  # (64, tile_n / 2, (warpgroup, buffer))
     sMax: cute.Tensor  # (64, warpgroup) fp32: row maxima of a block
     sSum: cute.Tensor  # (64, warpgroup) fp32: row sums of a tile
@@ -91,22 +91,22 @@ class SharedStorage:
         smem, tile = SmemAllocator(), config.tile
         sQ = allocate_stages(smem, config.dtype, tile.operand_smem("Q"), 1)
         k_part = tile.operand_smem("K")
-        sK = allocate_stages(smem, config.dtype, k_part, CTAS * RING_SLOTS)
-        slots = cute.make_tensor(sK.iterator, cute.make_layout((CTAS * k_part.cosize, RING_SLOTS)))
+        sK = allocate_stages(smem, config.dtype, k_part, CTAS * PIECE_STAGES)
+        stages = cute.make_tensor(sK.iterator, cute.make_layout((CTAS * k_part.cosize, PIECE_STAGES)))
         sP = allocate_stages(smem, config.dtype, tile.smem_p_half, WARPGROUPS * P_BUFFERS)
         sP = cute.logical_divide(sP, (None, None, WARPGROUPS))
         rows = cute.make_layout((WARPGROUP_ROWS, WARPGROUPS))
         sMax, sSum = (smem.allocate_tensor(Float32, rows, 16) for _ in range(2))
-        ring = Ring(slots, Pipeline.allocate(smem, RING_SLOTS))
+        pieces = PiecePipeline(stages, Pipeline.allocate(smem, PIECE_STAGES))
         q, tiles = Pipeline.allocate(smem, 1), PublishedTiles.allocate(smem, config.num_tile_values)
         index, rank = ClusterIndex.allocate(smem), cute.arch.block_idx_in_cluster()
-        return SharedStorage(config, sQ, ring, sP, sMax, sSum, q, tiles, index, rank)
+        return SharedStorage(config, sQ, pieces, sP, sMax, sSum, q, tiles, index, rank)
 
     @cute.jit
     def init_barriers(self):
         """Called by one thread, before a fence and a barrier of the cluster."""
         self.q.init(1, WARPS)
-        self.ring.pipeline.init(1, CTAS * WARPS)
+        self.pieces.barriers.init(1, CTAS * WARPS)
         self.index.pipeline.init(1, 1)
 
     # ---- the published tile. `count` is the number of tiles that the CTA computed before it.

@@ -133,7 +133,7 @@ class FwdTileSm90(Tile):
         return is_wide_enough and is_as_wide and is_for_features and has_room and self.is_for(static)
 
 
-RING_SLOTS = 8  # of `FwdTileSm90Wide`, each with a piece of K or of V
+PIECE_STAGES = 8  # of `FwdTileSm90Wide`, each with a piece of K or of V
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ class FwdTileSm90Wide(Tile):
         return SmemTile(*sizes[operand], ELEMENT_BYTES, self.layout)
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot of the ring: those of a piece of K. A piece of V is not larger."""
+    def stage_bytes(self) -> int:
+        """Bytes of a pipeline stage: those of a piece of K. A piece of V is not larger."""
         return self.cluster * self.operand_smem("K").bytes
 
     @property
@@ -217,8 +217,8 @@ class FwdTileSm90Wide(Tile):
 
     @property
     def smem_bytes(self) -> int:
-        tiles = self.operand_smem("Q").bytes + RING_SLOTS * self.slot_bytes + 4 * self.smem_p_half.bytes
-        statistics, barriers = 2 * 2 * 4 * WARPGROUP_ROWS, 2 * (2 + RING_SLOTS)
+        tiles = self.operand_smem("Q").bytes + PIECE_STAGES * self.stage_bytes + 4 * self.smem_p_half.bytes
+        statistics, barriers = 2 * 2 * 4 * WARPGROUP_ROWS, 2 * (2 + PIECE_STAGES)
         # Two slots of up to 32 bytes in which the producer publishes tiles, and one for an index of the scheduler.
         return tiles + statistics + 8 * barriers + 64 + 16
 
@@ -232,7 +232,7 @@ class FwdTileSm90Wide(Tile):
     def __str__(self) -> str:
         width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
         return (
-            f"{self.tile_m}x{self.tile_n}x{width}, clusters of 2 CTAs of 1 + 2 warpgroups, {RING_SLOTS} pieces of K/V"
+            f"{self.tile_m}x{self.tile_n}x{width}, clusters of 2 CTAs of 1 + 2 warpgroups, {PIECE_STAGES} pieces of K/V"
         )
 
 
