@@ -11,7 +11,7 @@ CTA. For each tile, over K/V blocks j:
     O  = O exp(scale (m - m')) + P Vj    all keys; a warpgroup computes half of the columns
     out = O / l,  LSE = scale m + log l
 
-Score features and masks are those of `kernels/sm90/fwd.py`; a call with dropout runs the mma.sync kernel.
+Score features and masks are those of `kernels/sm90/fwd.py`. The MMA warpgroups compute the dropout masks.
 
 K and V come in pieces (`fwd_wide_storage.py`). The product of each piece is a wgmma group, and the piece is released
 when the group has completed. A warpgroup issues Q K^T of block j and then P V of block j - 1, which runs while the
@@ -45,7 +45,7 @@ from cute_flash.device.memory.copies import row_tile
 from cute_flash.device.memory.epilogue import DirectStore, store_lse, update_max_logit
 from cute_flash.device.memory.multicast import MulticastTiles, VarlenMulticastTiles
 from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
-from cute_flash.device.memory.views import as_mn
+from cute_flash.device.memory.views import as_mn, as_operand_a
 from cute_flash.device.mma.wgmma import convert, make_mma
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduling.block_sparse import AnyBlockIterator, BlockCounts
@@ -54,6 +54,8 @@ from cute_flash.device.scheduling.published_tiles import NO_TILE
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
 from cute_flash.device.scheduling.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.mask import Mask
+from cute_flash.device.scores.philox import Dropout, batch_head_index
+from cute_flash.device.scores.position import TilePosition
 from cute_flash.device.softmax.softmax import THREADS_PER_ROW, Softmax
 from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.kernels.common.params import HeadScoreParams, ScoreParams
@@ -98,6 +100,8 @@ class MmaTile:
     mask: Mask
     block_iter: AnyBlockIterator
     score_params: HeadScoreParams
+    dropout: Dropout | None
+    batch_head: Int32  # b H + h
 
 
 class FwdSm90Wide(Kernel):
@@ -342,7 +346,9 @@ class FwdSm90Wide(Kernel):
         mask = Mask(p.band, *lengths, first_row, state.tScS, self.static.pack_gqa)
         block_iter = p.block_iterator(m_block, head, seqlen, storage.block_counts(count))
         score_params = p.score_params.for_head(head, seqlen.batch)
-        return MmaTile(count, first_block, head, seqlen, mask, block_iter, score_params)
+        batch_head = batch_head_index(p.score_params.dropout_origin, seqlen.batch, head, p.static_scheduler.heads)
+        dropout = p.score_params.dropout()
+        return MmaTile(count, first_block, head, seqlen, mask, block_iter, score_params, dropout, batch_head)
 
     @cute.jit
     def first_block(self, state: MmaState, tile: MmaTile, piece: Int32):
@@ -351,7 +357,7 @@ class FwdSm90Wide(Kernel):
         warpgroup.wait_group(0)
         self.release_k(state, piece, self.tile.k_pieces - 1)
         self.scores(state, tile, Int32(0))
-        self.store_probs(state, tile, Int32(0), self.probs(state))
+        self.store_probs(state, tile, Int32(0), self.probs(state, tile, Int32(0)))
         self.wait_for_probs()
 
     @cute.jit
@@ -374,7 +380,7 @@ class FwdSm90Wide(Kernel):
         self.release_v(state, v, 0)
         self.start_pv(state, v, 2, buffer)
         # P = exp(scale (S - m'))
-        rP = self.probs(state)
+        rP = self.probs(state, tile, i)
         warpgroup.wait_group(1)
         self.release_v(state, v, 1)
         self.start_pv(state, v, 3, buffer)
@@ -404,12 +410,21 @@ class FwdSm90Wide(Kernel):
         return (tile.first_block + i) % P_BUFFERS
 
     @cute.jit
-    def probs(self, state: MmaState) -> cute.Tensor:
-        """P = exp(scale (S - m)) of this warpgroup's keys, in the dtype of q."""
+    def probs(self, state: MmaState, tile: MmaTile, i: Int32) -> cute.Tensor:
+        """P = exp(scale (S - m)) of this warpgroup's keys of the i-th block, in the dtype of q, and dropout."""
         state.softmax.exponentiate(as_mn(state.acc_S))
         rP = cute.make_fragment_like(state.acc_S, self.dtype)
         convert(state.acc_S, rP)
+        if cutlass.const_expr(tile.dropout is not None):
+            position = TilePosition(tile.batch_head, tile.mask.first_row, self.first_key(state, tile, i), state.tScS)
+            masks, packed = tile.dropout.masks_of(as_operand_a(rP), position), cute.recast_tensor(rP, Int32)
+            for j in cutlass.range_constexpr(cute.size(packed)):
+                packed[j] = packed[j] & masks[j]
         return rP
+
+    def first_key(self, state: MmaState, tile: MmaTile, i: Int32) -> Int32:
+        """The first of this warpgroup's keys of the i-th block."""
+        return tile.block_iter.block(i) * self.tile.tile_n + state.warpgroup * (self.tile.tile_n // WARPGROUPS)
 
     @cute.jit
     def store_probs(self, state: MmaState, tile: MmaTile, i: Int32, rP: cute.Tensor):
@@ -429,7 +444,7 @@ class FwdSm90Wide(Kernel):
         """Transform and mask the scores of the i-th block, and raise the row max. Return whether it grew."""
         softmax, score_params, acc_S = state.softmax, tile.score_params, state.acc_S
         n_block = tile.block_iter.block(i)
-        column = n_block * self.tile.tile_n + state.warpgroup * (self.tile.tile_n // WARPGROUPS)
+        column = self.first_key(state, tile, i)
         bias = None
         if cutlass.const_expr(score_params.mods is not None):
             bias = score_params.mods.load_bias(tile.mask, column, False, by_warp=True)

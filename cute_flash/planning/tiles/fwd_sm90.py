@@ -226,8 +226,7 @@ class FwdTileSm90Wide(Tile):
         """Whether the row has the width and the registers for a problem."""
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
         has_room = self.max_cost >= static.feature_cost and self.divides_block_mask(static)
-        # The registers have no room for the random numbers of dropout.
-        return is_wide_enough and has_room and "dropout" not in static.features and self.is_for(static)
+        return is_wide_enough and has_room and self.is_for(static)
 
     def __str__(self) -> str:
         width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
