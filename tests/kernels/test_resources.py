@@ -106,6 +106,9 @@ RISKY_DECODE = {
         decode_case(("sm80", "sm_80"), 128, "page16", "append", "rotary_halves", mask="chunk"),
         decode_case(("sm80", "sm_86"), 128, "rows32", "fp8", "page1", "softcap", "alibi", "sinks", mask="window"),
         decode_case(("sm80", "sm_86"), 128, "softcap", "alibi", "sinks", mask="window"),
+        decode_case(("sm90", "sm_90"), 512, "page16", "append", "rotary_halves", mask="chunk"),
+        decode_case(("sm80", "sm_80"), 512, "fp8", "page1", "softcap", "alibi", "sinks", mask="window"),
+        decode_case(("sm80", "sm_89"), 512, "page1", "softcap", "alibi", "sinks", mask="window"),
     )
 }
 # Decode of a latent cache by wgmma: the most features of the scores warpgroup, and of the producer.

@@ -42,6 +42,8 @@ SAMPLE = (
     "fwd/sm80/sm_80/d128/fp32/window/plain/main",
     "fwd/sm80/sm_80/d128/fp32/chunk/plain/main",
     "decode/sm80/sm_80/d256/bf16/causal/plain",
+    "decode/sm80/sm_80/d512/bf16/chunk/page16+append+rotary_halves",
+    "decode/sm80/sm_80/d512/bf16/window/fp8+page1+softcap+alibi+sinks",
 )
 
 
