@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from cute_flash.planning.tiles.common import (
@@ -11,8 +12,10 @@ from cute_flash.planning.tiles.common import (
     WARP_ROWS,
     WITH_99_KB,
     Tile,
-    copy_rows,
 )
+from cute_flash.smem.tile import CHUNK_BYTES, SmemTile
+
+CHUNK_COLS = CHUNK_BYTES // ELEMENT_BYTES  # 16-bit elements that a thread copies at once
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,9 @@ class BwdTileSm80(Tile):
     # Half of the warps compute dK, the others dV; `warps_kv` counts the warps of a half. A warp then has a tile twice
     # as large, and reads less shared memory per MMA.
     splits_kv: bool = False
+    # Half of the warps compute S, the others dP; `warps_s` counts the warps of a half. dP goes through shared memory.
+    # Small tiles of scores do not have 16x16 of them for each warp.
+    splits_s: bool = False
     pieces: int = 1  # 16-bit pieces per element of Q, K, V, dO, P and dS; 2 for fp32
     allows_deterministic: bool = field(default=True, compare=False)  # False: deterministic gradients would spill
     allows_fp16: bool = field(default=True, compare=False)  # False: fp16 would spill
@@ -39,26 +45,25 @@ class BwdTileSm80(Tile):
     def __post_init__(self) -> None:
         if self.num_warps not in (4, 8) or self.stages not in (1, 2):
             raise ValueError(f"{self.num_warps=} must be 4 or 8, and {self.stages=} 1 or 2")
-        if self.tile_m not in (32, 64, 128):
-            raise ValueError(f"{self.tile_m=} must be 32, 64 or 128")
-        if self.head_dim % 32 or not 32 <= self.head_dim <= 256:
-            raise ValueError(f"{self.head_dim=} must be a multiple of 32 up to 256")
-        for name, rows, columns in (
-            ("warps_s", self.tile_n, self.tile_m),
-            ("warps_kv", self.tile_n, self.head_dim),
-            ("warps_q", self.tile_m, self.head_dim),
+        if self.tile_m not in (16, 32, 64, 128):
+            raise ValueError(f"{self.tile_m=} must be 16, 32, 64 or 128")
+        if self.head_dim % 32 or not 32 <= self.head_dim <= 512:
+            raise ValueError(f"{self.head_dim=} must be a multiple of 32 up to 512")
+        for name, rows, columns, warps, unit in (
+            ("warps_s", self.tile_n, self.tile_m, self.warps_per_score, 8 if self.splits_s else WARP_KEYS),
+            ("warps_kv", self.tile_n, self.head_dim, self.warps_per_gradient, WARP_KEYS),
+            ("warps_q", self.tile_m, self.head_dim, self.num_warps, WARP_KEYS),
         ):
             along = getattr(self, name)
-            warps = self.warps_per_gradient if name == "warps_kv" else self.num_warps
             if along not in (1, 2, 4, 8) or along > warps:
                 raise ValueError(f"{name}={along} must be 1, 2, 4 or 8, up to {warps} warps")
             across = warps // along
-            if rows % (WARP_ROWS * along) or columns % (WARP_KEYS * across) or rows <= 0:
-                raise ValueError(f"{name}={along}: {rows}x{columns} is not {along}x{across} parts of 16x16")
-        if self.splits_kv and self.pieces > 1:
-            raise ValueError(f"{self.splits_kv=} is not implemented for fp32")
-        at_once = copy_rows(self.row_cols, self.num_threads)
-        if self.tile_n % at_once or self.tile_m % at_once:
+            if rows % (WARP_ROWS * along) or columns % (unit * across) or rows <= 0:
+                raise ValueError(f"{name}={along}: {rows}x{columns} is not {along}x{across} parts of 16x{unit}")
+        if (self.splits_kv or self.splits_s) and self.pieces > 1:
+            raise ValueError(f"{self.splits_kv=} and {self.splits_s=} are not implemented for fp32")
+        at_once = self.num_threads * CHUNK_COLS // self.copy_cols
+        if self.tile_n % at_once or self.tile_m % at_once or self.row_cols % self.copy_cols:
             raise ValueError(f"{self.tile_m=}, {self.tile_n=} must be multiples of {at_once}: rows of one copy")
 
     def allows(self, dtype: str, deterministic: bool) -> bool:
@@ -77,6 +82,22 @@ class BwdTileSm80(Tile):
     def row_cols(self) -> int:
         """16-bit elements of a row of Q, K, V or dO."""
         return self.pieces * self.head_dim
+
+    @property
+    def copy_cols(self) -> int:
+        """Columns of a row of Q, K, V or dO that neighbouring threads copy; more in tiles of few rows."""
+        least = self.num_threads * CHUNK_COLS // math.gcd(self.tile_m, self.tile_n)
+        return max(SmemTile(self.tile_m, self.row_cols).copy_cols, least)
+
+    @property
+    def warps_per_score(self) -> int:
+        """Warps that compute S; as many compute dP."""
+        return self.num_warps // 2 if self.splits_s else self.num_warps
+
+    @property
+    def queries_per_warp(self) -> int:
+        """Contiguous queries of a warp in S and dP."""
+        return self.tile_m * self.warps_s // self.warps_per_score
 
     @property
     def warps_per_gradient(self) -> int:
@@ -99,7 +120,8 @@ class BwdTileSm80(Tile):
     @property
     def accumulator_registers(self) -> int:
         """Registers of a thread for dK, dV, S and dP in fp32."""
-        return 2 * self.tile_n * (self.head_dim + self.tile_m) // self.num_threads
+        gradients = 2 * self.tile_n * self.head_dim // self.num_threads
+        return gradients + 2 * self.tile_n * self.tile_m // (32 * self.warps_per_score)
 
     def prefetches_bias(self, mod_ops: int, maps_scores: bool) -> bool:
         """See `BwdTileSm90.prefetches_bias`."""
@@ -108,7 +130,7 @@ class BwdTileSm80(Tile):
     def __str__(self) -> str:
         stages = f"{self.stages} stage{'s' if self.stages > 1 else ''} of Q and dO"
         where = "P in registers" if self.p_in_registers else "P in shared memory"
-        split = ", dK and dV split" * self.splits_kv
+        split = ", S and dP split" * self.splits_s + ", dK and dV split" * self.splits_kv
         return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {self.num_warps} warps, {stages}, {where}{split}"
 
 
