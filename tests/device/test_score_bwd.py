@@ -63,7 +63,7 @@ class Shape(NamedTuple):
 
 def mma_sync(tile: BwdTileSm80) -> Shape:
     kernel = BwdSm80(Static("bfloat16", tile.head_dim, True, True), tile)
-    return Shape(tile.tile_n, tile.tile_m, tile.num_threads, 16 * tile.warps_s, kernel.s_grid.mma)
+    return Shape(tile.tile_n, tile.tile_m, 32 * tile.warps_per_score, 16 * tile.warps_s, kernel.s_grid.mma)
 
 
 def wgmma(columns: int, is_transposed: bool = True) -> Shape:
