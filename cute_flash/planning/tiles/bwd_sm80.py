@@ -139,6 +139,16 @@ class BwdTileSm80(Tile):
 # other tiles. The numbers in table names are the KB of shared memory that a CTA can have.
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, TFLOP/s of S=1024/4096 full; causal: "
 # fmt: off
+# Wide heads: the registers of dK and dV leave room for 32 keys, or more up to 384 columns.
+_SPLIT = dict(warps_s=2, warps_kv=1, splits_s=True, splits_kv=True)
+_WIDE_320 = BwdTileSm80(head_dim=320, tile_m=32, tile_n=32, stages=2, warps_q=2, **_SPLIT)
+_WIDE_384 = BwdTileSm80(head_dim=384, tile_m=32, tile_n=32, stages=2, warps_q=1, **_SPLIT)
+_WIDE_512 = BwdTileSm80(head_dim=512, tile_m=32, tile_n=32, stages=2, warps_q=1, **_SPLIT)
+_WIDE_99 = (
+    replace(_WIDE_320, stages=1),
+    replace(_WIDE_384, tile_m=16),
+    replace(_WIDE_512, tile_m=16, stages=1),
+)
 _BWD_163 = (
     BwdTileSm80(head_dim=64, tile_m=128, tile_n=128, stages=2, warps_s=2, warps_kv=4, splits_kv=True, warps_q=4,
                 measured=_H200 + "266/302; 209/286"),
@@ -154,6 +164,9 @@ _BWD_163 = (
                 measured=_H200 + "224/250; 192/244"),
     BwdTileSm80(head_dim=256, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=1, splits_kv=True, warps_q=2,
                 measured=_H200 + "229/254; 194/247"),
+    BwdTileSm80(head_dim=320, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=1, splits_kv=True, warps_q=2),
+    replace(_WIDE_384, tile_n=48, warps_s=1, stages=1),
+    replace(_WIDE_512, stages=1),
 )
 _BWD_227 = (
     *_BWD_163[:3],
@@ -164,10 +177,13 @@ _BWD_227 = (
     _BWD_163[3],
     BwdTileSm80(head_dim=192, tile_m=64, tile_n=96, stages=2, warps_s=2, warps_kv=2, warps_q=2,
                 allows_deterministic=False, measured=_H200 + "249/282; 212/282"),
-    _BWD_163[-2],
+    _BWD_163[5],
     BwdTileSm80(head_dim=256, tile_m=128, tile_n=64, stages=1, warps_s=2, warps_kv=1, splits_kv=True, warps_q=4,
                 allows_deterministic=False, measured=_H200 + "269/305; 213/289"),
-    _BWD_163[-1],
+    _BWD_163[6],
+    replace(_BWD_163[7], stages=2),
+    replace(_BWD_163[8], stages=2),
+    _WIDE_512,
 )
 _BWD_99 = (
     BwdTileSm80(head_dim=64, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=2, splits_kv=True, warps_q=4,
@@ -176,6 +192,7 @@ _BWD_99 = (
     BwdTileSm80(head_dim=128, tile_m=32, tile_n=128, stages=1, warps_s=4, warps_kv=4, warps_q=2),
     BwdTileSm80(head_dim=192, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=256, tile_m=32, tile_n=32, num_warps=4, stages=1, warps_s=2, warps_kv=1, warps_q=1),
+    *_WIDE_99,
 )
 SM80_BWD = {"sm_80": _BWD_163, "sm_90": _BWD_227, **dict.fromkeys(WITH_99_KB, _BWD_99)}
 # With score features or a block mask, and deterministic with varlen: smaller tiles, which do not spill.
@@ -185,14 +202,19 @@ _SCORE_163 = (
     BwdTileSm80(head_dim=128, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=192, tile_m=32, tile_n=64, stages=2, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=256, tile_m=64, tile_n=32, stages=1, warps_s=2, warps_kv=2, warps_q=2),
+    _WIDE_320,
+    _WIDE_384,
+    replace(_WIDE_512, stages=1),
 )
+_SCORE_227 = (*_SCORE_163[:-1], _WIDE_512)
 _SCORE_99 = (
     *_SCORE_163[:2],
     BwdTileSm80(head_dim=128, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=192, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=256, tile_m=64, tile_n=16, num_warps=4, stages=1, warps_s=1, warps_kv=1, warps_q=2),
+    *_WIDE_99,
 )
-SM80_BWD_SCORE = {"sm_80": _SCORE_163, "sm_90": _SCORE_163, **dict.fromkeys(WITH_99_KB, _SCORE_99)}
+SM80_BWD_SCORE = {"sm_80": _SCORE_163, "sm_90": _SCORE_227, **dict.fromkeys(WITH_99_KB, _SCORE_99)}
 # fp32, as two fp16 pieces.
 _FP32 = "H200, 16384 tokens, hidden 2048, TFLOP/s of S=1024/4096 full; causal: "
 # Rows with max_cost=0 would spill with features.
