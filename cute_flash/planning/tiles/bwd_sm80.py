@@ -61,7 +61,7 @@ class BwdTileSm80(Tile):
             if rows % (WARP_ROWS * along) or columns % (unit * across) or rows <= 0:
                 raise ValueError(f"{name}={along}: {rows}x{columns} is not {along}x{across} parts of 16x{unit}")
         if (self.splits_kv or self.splits_s) and self.pieces > 1:
-            raise ValueError(f"{self.splits_kv=} and {self.splits_s=} are not implemented for fp32")
+            raise ValueError(f"{self.splits_kv=}, {self.splits_s=}: not implemented for fp32")
         at_once = self.num_threads * CHUNK_COLS // self.copy_cols
         if self.tile_n % at_once or self.tile_m % at_once or self.row_cols % self.copy_cols:
             raise ValueError(f"{self.tile_m=}, {self.tile_n=} must be multiples of {at_once}: rows of one copy")
