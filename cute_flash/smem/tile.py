@@ -70,7 +70,7 @@ class SmemTile:
 
     @property
     def copy_cols(self) -> int:
-        """Columns of a row that neighbouring threads copy: 128 bytes, or 64 or 32 if a row is not a multiple of that."""
+        """Columns of a row that neighbouring threads copy: 128 bytes, or 64 or 32 that divide a row."""
         return math.gcd(self.cols, WAVEFRONT_BYTES // self.element_bytes)
 
     @property

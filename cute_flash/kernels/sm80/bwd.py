@@ -13,13 +13,15 @@ For each K/V tile, over the query heads that share it and their m_blocks i:
 The warps form a grid over the tile of each product (`BwdTileSm80`). In the large tiles for plain attention half of them
 compute dK and the others dV, with the same code and different addresses: a warp then has a larger tile of one gradient,
 and reads less shared memory per MMA. In the other tiles every warp has a part of both. If all warps are along the keys,
-a warp's P^T and dS^T are operands of its dV and dK directly from registers.
+a warp's P^T and dS^T are operands of its dV and dK directly from registers. Tiles of wide heads have few scores: half
+of the warps then compute S and the others dP, which they pass to the first half in fp32.
 
 | shared memory | elements                     | lifetime                                       |
 |---------------|------------------------------|------------------------------------------------|
 | sKV           | 2 x tile_n x tile_d          | the tile; dK and dV are stored through it      |
 | sQdO          | 2 x stages x tile_m x tile_d | one m_block                                    |
-| sdSP          | 2 x tile_n x tile_m          | one block; only dS if P stays in registers     |
+| sdSP          | 2 x tile_n x tile_m          | one block; only dS if P stays in registers;    |
+|               |                              | with `splits_s` first dP in fp32               |
 | sRows         | 2 x stages x tile_m, fp32    | LSE and Δ of one m_block                       |
 """
 
@@ -192,7 +194,7 @@ class BwdSm80(TileKernel):
         return Epilogue(p.mma_kv, rows, state.thread, rows_left)
 
     def half(self, thread: Int32) -> Int32:
-        """0 in the first half of the warps, 1 in the other: the first computes S with `splits_s`, dK with `splits_kv`."""
+        """0 in the first half of the warps, which computes S (`splits_s`) and dK (`splits_kv`), 1 in the other."""
         return thread // (self.tile.num_threads // 2)
 
     def kv_thread(self, thread: Int32) -> Int32:
@@ -433,14 +435,10 @@ class BwdSm80(TileKernel):
             acc_dP: the registers for dP in the first half.
         """
         thread, half_threads = rederived(state.thread), 32 * self.tile.warps_per_score
-        # 16 bytes of neighbouring threads are contiguous.
-        pointer = cute.recast_ptr(state.storage.sdSP.iterator, dtype=Float32)
-        first = cute.make_ptr(
-            Float32,
-            Int32(pointer.toint()) + thread % half_threads * 16,
-            cutlass.AddressSpace.smem,
-            assumed_align=16,
-        )
+        # A thread of the first half has the same elements as one of the second half. Its 16-byte vectors are next to
+        # those of its neighbours.
+        address = Int32(state.storage.sdSP.iterator.toint()) + thread % half_threads * 16
+        first = cute.make_ptr(Float32, address, cutlass.AddressSpace.smem, assumed_align=16)
         vectors = cute.make_layout((FLOATS, cute.size(acc) // FLOATS), stride=(1, FLOATS * half_threads))
         shared = cute.make_tensor(first, vectors)
         if self.half(thread) == 1:

@@ -5,14 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from cute_flash.planning.tiles.common import (
-    CONSUMER_BLACKWELL,
-    ELEMENT_BYTES,
-    WARP_KEYS,
-    WARP_ROWS,
-    WITH_99_KB,
-    Tile,
-)
+from cute_flash.planning.tiles.common import CONSUMER_BLACKWELL, ELEMENT_BYTES, WARP_KEYS, WARP_ROWS, WITH_99_KB, Tile
 from cute_flash.smem.tile import CHUNK_BYTES, SmemTile
 
 CHUNK_COLS = CHUNK_BYTES // ELEMENT_BYTES  # 16-bit elements that a thread copies at once
@@ -139,11 +132,11 @@ class BwdTileSm80(Tile):
 # other tiles. The numbers in table names are the KB of shared memory that a CTA can have.
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, TFLOP/s of S=1024/4096 full; causal: "
 # fmt: off
-# Wide heads: the registers of dK and dV leave room for 32 keys, or more up to 384 columns.
-_SPLIT = dict(warps_s=2, warps_kv=1, splits_s=True, splits_kv=True)
-_WIDE_320 = BwdTileSm80(head_dim=320, tile_m=32, tile_n=32, stages=2, warps_q=2, **_SPLIT)
-_WIDE_384 = BwdTileSm80(head_dim=384, tile_m=32, tile_n=32, stages=2, warps_q=1, **_SPLIT)
-_WIDE_512 = BwdTileSm80(head_dim=512, tile_m=32, tile_n=32, stages=2, warps_q=1, **_SPLIT)
+# Wide heads. dK and dV of 32 keys take 128 registers at 512 columns.
+_WIDE_320 = BwdTileSm80(head_dim=320, tile_m=32, tile_n=32, stages=2, warps_s=2, splits_s=True, warps_kv=1,
+                        splits_kv=True, warps_q=2)
+_WIDE_384 = replace(_WIDE_320, head_dim=384, warps_q=1)
+_WIDE_512 = replace(_WIDE_384, head_dim=512)
 _WIDE_99 = (
     replace(_WIDE_320, stages=1),
     replace(_WIDE_384, tile_m=16),
