@@ -36,6 +36,12 @@ class RowWarps:
     thread: Int32
     count: int
     distance: int
+    keys: int  # of each warp in a block
+
+    @property
+    def first_key(self) -> Int32:
+        """The first key of this warp in a block."""
+        return self.thread // (32 * self.distance) * self.keys
 
     def any(self, condition: Boolean) -> Boolean:
         """Wait for all threads of the CTA. Returns whether the condition holds for any of them."""

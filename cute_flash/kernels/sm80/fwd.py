@@ -320,7 +320,8 @@ class FwdSm80(TileKernel):
             cute.arch.cp_async_commit_group()
         bias = None
         if cutlass.const_expr(mods is not None):
-            bias = mods.load_bias(state.mask, n_block * tile.tile_n, not masked, by_warp=True)
+            warp_column = 0 if state.row_warps is None else state.row_warps.first_key
+            bias = mods.load_bias(state.mask, n_block * tile.tile_n, not masked, warp_column)
 
         # S = Q K^T
         if cutlass.const_expr(self.static.is_fp32):

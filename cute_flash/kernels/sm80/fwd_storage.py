@@ -107,7 +107,7 @@ class WarpGrids:
             grid = WarpGrid(dtype, tile.num_warps, tile.num_warps)
             return WarpGrids(grid, grid)
         # The keys of a warp are contiguous; masks and score features rely on it.
-        s = WarpGrid(dtype, tile.num_warps, tile.warps_m, tile.tile_n // tile.row_warps)
+        s = WarpGrid(dtype, tile.num_warps, tile.warps_m, tile.warp_keys)
         return WarpGrids(s, WarpGrid(dtype, tile.num_warps, tile.warps_m))
 
     def operands(self, tile: FwdTileSm80, p: Params, thread: Int32, storage: SharedStorage):
@@ -125,4 +125,12 @@ class WarpGrids:
             return None
         store_p = self.s.store(p.mma_s, thread, storage.sP, tile.smem_p)
         operand_p = self.o.a(p.mma_o, thread, storage.sP, tile.smem_p)
-        return RowWarps(store_p, operand_p, storage.sRows, thread, tile.row_warps, tile.warps_m)
+        return RowWarps(
+            store_p=store_p,
+            p=operand_p,
+            sRows=storage.sRows,
+            thread=thread,
+            count=tile.row_warps,
+            distance=tile.warps_m,
+            keys=tile.warp_keys,
+        )

@@ -71,7 +71,7 @@ class FwdTileSm80(Tile):
         if not 0 <= self.q_steps <= self.head_dim // 16:
             raise ValueError(f"{self.q_steps=} must be 0 to {self.head_dim // 16}, the steps of 16 columns")
         # A warp's columns of O are n16 tiles, and its keys are a run of columns that a swizzle permutes within itself.
-        if self.row_warps > 1 and (self.head_dim % 64 or self.tile_n // self.row_warps not in (16, 32, 64, 128)):
+        if self.row_warps > 1 and (self.head_dim % 64 or self.warp_keys not in (16, 32, 64, 128)):
             raise ValueError(
                 f"{self.row_warps=} needs a multiple of 64 columns, and 16, 32, 64 or 128 times as many keys"
             )
@@ -87,6 +87,11 @@ class FwdTileSm80(Tile):
     def warps_m(self) -> int:
         """Warps over the rows."""
         return self.num_warps // self.row_warps
+
+    @property
+    def warp_keys(self) -> int:
+        """Keys of a block for which a warp computes S."""
+        return self.tile_n // self.row_warps
 
     @property
     def thread_rows(self) -> int:
@@ -160,13 +165,42 @@ _NOV_18 = "H200, bf16, 16384 tokens, hidden 2048, 2026-11-18, TFLOP/s of S=512/1
 _FOR_FEATURES = "not measured: for features that would spill in the row before"
 _FOR_MODS = "not measured: for mods and features that would spill in the rows before"
 
+_WIDE = "not measured: the most rows whose O fits the registers, and the fewest reads of shared memory per MMA"
+
 _pairs = partial(FwdTileSm80, speculative_max=True, row_warps=2)
+_wide = partial(FwdTileSm80, num_warps=8, stages=1, row_warps=4, measured=_WIDE)
+_wide_pairs = partial(_wide, row_warps=2)
 
 # The first row that supports a problem and fits is chosen. Rules for GPUs that were not measured: two CTAs of four
 # warps on an SM if shared memory allows; 32 rows per warp while O and S fit in registers, because fewer rows read more
 # shared memory per MMA; otherwise 32 rows per pair of warps, if that was faster on an H200; no spills. Columns:
 # head_dim, tile_m, tile_n, num_warps, stages.
+#
+# Above head dim 256, O of 64 rows takes up to 128 registers of 256 threads, so one CTA fills an SM. Shared memory
+# limits these kernels: Q, K and V take it all, and of warps that share rows, four read less of V than two. A block of
+# 64 keys for four warps needs more than 163 KB above head dim 384, where a pair has blocks of 32 keys. With 99 KB, one
+# CTA of four warps has 32 rows, except at head dim 320. Steps of Q in registers fill those that O and S leave.
 # fmt: off
+_WIDE_64 = (
+    _wide(320,  64,  64, q_steps=8, speculative_max=True, max_cost=COST_ALIBI),
+    _wide(320,  64,  64),
+    _wide(384,  64,  64, q_steps=7, speculative_max=True, max_cost=COST_ALIBI),
+    _wide(384,  64,  64),
+    _wide(448,  64,  64, q_steps=4, speculative_max=True, max_cost=COST_ALIBI),
+    _wide(448,  64,  64),
+    _wide(512,  64,  64, q_steps=3, speculative_max=True, max_cost=COST_ALIBI),
+    _wide(512,  64,  64),
+)
+_WIDE_99_KB = (
+    _wide_pairs(320,  64,  32, q_steps=20, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(320,  64,  32),
+    _wide_pairs(384,  32,  32, num_warps=4, q_steps=18, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(384,  32,  32, num_warps=4),
+    _wide_pairs(448,  32,  32, num_warps=4, q_steps=14, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(448,  32,  32, num_warps=4),
+    _wide_pairs(512,  32,  32, num_warps=4, q_steps=10, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(512,  32,  32, num_warps=4),
+)
 _SM_80 = (
     FwdTileSm80( 64, 128,  64, 4, 2, q_steps=4, max_cost=COST_ALIBI),
     FwdTileSm80( 64, 128,  64, 4, 2, q_steps=2, max_cost=COST_ALL_SCORE_FEATURES),
@@ -185,6 +219,11 @@ _SM_80 = (
            measured=_NOV_18 + "279/312/350/365; causal 191/250/333/366"),
     FwdTileSm80(256, 128,  64, 8, 1, max_cost=COST_ALL_SCORE_FEATURES),
     FwdTileSm80(256, 128,  32, 8, 1, measured=_FOR_MODS),
+    *_WIDE_64[:4],
+    _wide_pairs(448,  64,  32, q_steps=14, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(448,  64,  32),
+    _wide_pairs(512,  64,  32, q_steps=10, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(512,  64,  32),
 )
 # 99 KB of shared memory for a CTA and 100 KB for an SM: smaller K/V blocks leave room for two CTAs.
 _SM_86 = (
@@ -197,6 +236,7 @@ _SM_86 = (
     FwdTileSm80(192,  64,  32, 4, 1, q_steps=12, max_cost=COST_ALL_SCORE_FEATURES),
     FwdTileSm80(192,  64,  32, 4, 1, measured=_FOR_MODS),
     FwdTileSm80(256, 128,  32, 8, 1),
+    *_WIDE_99_KB,
 )
 # With two steps of Q in registers, all features together would spill on sm_120.
 _SM_120 = (_SM_86[0], replace(_SM_86[1], q_steps=1), *_SM_86[2:])
@@ -229,6 +269,7 @@ _SM_90 = (
     FwdTileSm80(256,  64,  64, 4, 1, q_steps=4, max_cost=COST_ALIBI, measured=_H200 + "271/314/339; 208/280/327"),
     FwdTileSm80(256,  64,  64, 4, 1, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
     FwdTileSm80(256,  64,  32, 4, 1, measured=_FOR_MODS),
+    *_WIDE_64,
 )
 # fmt: on
 SM80_FWD = {
