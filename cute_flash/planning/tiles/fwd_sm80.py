@@ -184,9 +184,9 @@ _wide_pairs = partial(_wide, row_warps=2)
 _WIDE_64 = (
     _wide(320,  64,  64, q_steps=8, speculative_max=True, max_cost=COST_ALIBI),
     _wide(320,  64,  64),
-    _wide(384,  64,  64, q_steps=7, speculative_max=True, max_cost=COST_ALIBI),
+    _wide(384,  64,  64, q_steps=6, speculative_max=True, max_cost=COST_ALIBI),
     _wide(384,  64,  64),
-    _wide(448,  64,  64, q_steps=4, speculative_max=True, max_cost=COST_ALIBI),
+    _wide(448,  64,  64, q_steps=2, speculative_max=True, max_cost=COST_ALIBI),
     _wide(448,  64,  64),
     _wide(512,  64,  64, q_steps=3, speculative_max=True, max_cost=COST_ALIBI),
     _wide(512,  64,  64),
@@ -194,11 +194,11 @@ _WIDE_64 = (
 _WIDE_99_KB = (
     _wide_pairs(320,  64,  32, q_steps=20, speculative_max=True, max_cost=COST_ALIBI),
     _wide_pairs(320,  64,  32),
-    _wide_pairs(384,  32,  32, num_warps=4, q_steps=18, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(384,  32,  32, num_warps=4, q_steps=16, speculative_max=True, max_cost=COST_ALIBI),
     _wide_pairs(384,  32,  32, num_warps=4),
-    _wide_pairs(448,  32,  32, num_warps=4, q_steps=14, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(448,  32,  32, num_warps=4, q_steps=12, speculative_max=True, max_cost=COST_ALIBI),
     _wide_pairs(448,  32,  32, num_warps=4),
-    _wide_pairs(512,  32,  32, num_warps=4, q_steps=10, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(512,  32,  32, num_warps=4, q_steps=8, speculative_max=True, max_cost=COST_ALIBI),
     _wide_pairs(512,  32,  32, num_warps=4),
 )
 _SM_80 = (
@@ -220,9 +220,9 @@ _SM_80 = (
     FwdTileSm80(256, 128,  64, 8, 1, max_cost=COST_ALL_SCORE_FEATURES),
     FwdTileSm80(256, 128,  32, 8, 1, measured=_FOR_MODS),
     *_WIDE_64[:4],
-    _wide_pairs(448,  64,  32, q_steps=14, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(448,  64,  32, q_steps=12, speculative_max=True, max_cost=COST_ALIBI),
     _wide_pairs(448,  64,  32),
-    _wide_pairs(512,  64,  32, q_steps=10, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(512,  64,  32, q_steps=8, speculative_max=True, max_cost=COST_ALIBI),
     _wide_pairs(512,  64,  32),
 )
 # 99 KB of shared memory for a CTA and 100 KB for an SM: smaller K/V blocks leave room for two CTAs.
