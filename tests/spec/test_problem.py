@@ -70,7 +70,8 @@ def test_the_cpu_takes_any_head_dim_and_four_dtypes(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "nearest"), [(0, 8), (1, 8), (7, 8), (9, 16), (63, 64), (65, 72), (100, 104), (255, 256), (257, 264), (511, 512)]
+    ("head_dim", "nearest"),
+    [(0, 8), (1, 8), (7, 8), (9, 16), (63, 64), (65, 72), (100, 104), (255, 256), (257, 264), (511, 512)],
 )
 def test_head_dim_error_names_the_nearest_choice(head_dim: int, nearest: int) -> None:
     message = rf"head_dim={head_dim}: .* nearest is {nearest} \(pad q, k, v with zeros to it, and pass scale="
