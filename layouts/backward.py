@@ -23,6 +23,7 @@ from layouts.banks import (
     ldmatrix_a,
     ldmatrix_a_transposed,
     ldmatrix_b,
+    ldmatrix_b_by_tiles,
     ldmatrix_v,
     load_rows,
     store_fragment,
@@ -62,6 +63,12 @@ class Sm80BwdTile(Sm90BwdTile, Protocol):
     @property
     def warps_q(self) -> int: ...
     @property
+    def warps_per_score(self) -> int: ...
+    @property
+    def queries_per_warp(self) -> int: ...
+    @property
+    def splits_s(self) -> bool: ...
+    @property
     def warps_per_gradient(self) -> int: ...
     @property
     def p_in_registers(self) -> bool: ...
@@ -82,7 +89,6 @@ def bwd_sm80_uses(tile: Sm80BwdTile, variant: str = "swizzled") -> tuple[Use, ..
         for rows, cols in ((tile.tile_n, tile.head_dim), (tile.tile_m, tile.head_dim), (tile.tile_n, tile.tile_m))
     )
     threads, warps = WARP * tile.num_warps, tile.num_warps
-    queries = tile.tile_m * tile.warps_s // warps  # of a warp, in S^T
     uses = [
         *(Use(name, "cp.async", cp_async_write(kv, threads), kv) for name in "KV"),
         *(Use(name, "cp.async", cp_async_write(q, threads), q, is_per_block=True) for name in ("Q", "dO")),
@@ -93,12 +99,19 @@ def bwd_sm80_uses(tile: Sm80BwdTile, variant: str = "swizzled") -> tuple[Use, ..
         return Use(name, "ldmatrix", access, smem, repeats, is_per_block=True)
 
     # The warps form a grid over a product: each column of the grid reads all of operand A, and each row reads all of B.
-    # The grid has `warps_s`, `warps_kv` or `warps_q` rows. Half of the warps may compute dK, and the others dV.
+    # The grid has `warps_s`, `warps_kv` or `warps_q` rows. Half of the warps may compute S, and the others dP; half of
+    # them dK, and the others dV.
+    load_b = ldmatrix_b_by_tiles if tile.queries_per_warp == MATRIX else ldmatrix_b
     for a, b in (("K", "Q"), ("V", "dO")):
-        uses.append(reads(a, kv, every_block(kv, layout_of(kv), ldmatrix_a), warps // tile.warps_s))
-        uses.append(reads(b, q, every_block(q, layout_of(q), ldmatrix_b), tile.warps_s))
+        uses.append(reads(a, kv, every_block(kv, layout_of(kv), ldmatrix_a), tile.warps_per_score // tile.warps_s))
+        uses.append(reads(b, q, every_block(q, layout_of(q), load_b), tile.warps_s))
+    if tile.splits_s:
+        # The second half passes dP to the first.
+        half = join([contiguous_warp()] * (FP32_BYTES * tile.tile_n * tile.tile_m // (CHUNK_BYTES * WARP)))
+        uses += [Use("dP", instruction, half, is_per_block=True) for instruction in ("st.shared", "ld.shared")]
+    statistic = column_statistic(tile.queries_per_warp)
     uses += [
-        Use(name, "ld.shared", column_statistic(queries), repeats=warps, is_per_block=True) for name in ("LSE", "D")
+        Use(name, "ld.shared", statistic, repeats=tile.warps_per_score, is_per_block=True) for name in ("LSE", "D")
     ]
     stored = ("dS",) if tile.p_in_registers else ("P", "dS")
     uses += [Use(name, "st.shared", store_fragment(s), s, is_per_block=True) for name in stored]

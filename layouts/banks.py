@@ -191,6 +191,13 @@ def ldmatrix_b(layout: AnyLayout, row0: int, col0: int) -> Access:
     return warp_access(layout, coords)
 
 
+def ldmatrix_b_by_tiles(layout: AnyLayout, row0: int, col0: int) -> Access:
+    """The same block of K by two ldmatrix.x2 of 8 keys, of different warps. Half of the lanes pass no address."""
+    lanes = [(lane % _MATRIX, col0 + lane // _MATRIX * _MATRIX) for lane in range(_BLOCK)]
+    tiles = [[(row + key, col) for key, col in lanes] for row in (row0, row0 + _MATRIX)]
+    return join([warp_access(layout, [*tile, *[None] * (WARP - _BLOCK)]) for tile in tiles])
+
+
 def ldmatrix_v(layout: AnyLayout, d0: int, key0: int) -> Access:
     """ldmatrix.x4.trans of V, viewed as (d, keys) by `layout.transposed`: 16 columns of 16 keys.
 

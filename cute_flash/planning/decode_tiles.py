@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # The width of a swizzle atom. Rows of K and V in shared memory are padded to a multiple of it.
 ATOM_BYTES = 128
 NUM_WARPS = 4
+# Head dims above the first are divided among warps that have the second many columns each. O of 16 rows and all columns
+# would not fit the registers of a warp.
+MAX_WHOLE_HEAD_DIM, WARP_COLUMNS = 256, 128
 # Rows of the output that the warps of a CTA exchange at a time.
 EXCHANGE_ROWS = 8
 
@@ -35,11 +38,14 @@ class RowSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """`tile_m` query rows against blocks of `num_warps` x `tile_n` keys; each warp has its own keys and pipeline."""
+    """`tile_m` query rows against blocks of `num_teams` x `tile_n` keys; each team has its own keys.
+
+    A team is one warp, or `column_warps` warps that divide the columns of Q, K, V and O. Each warp has a pipeline.
+    """
 
     head_dim: int  # width of the tile; smaller head dims are padded to it
     tile_m: int  # 16 or 32
-    tile_n: int  # keys of one warp in a block: 16 or 32
+    tile_n: int  # keys of one team in a block: 16 or 32
     num_warps: int
     stages: int
     element_bytes: int = 2  # of the caches
@@ -47,14 +53,24 @@ class DecodeTile:
     # Whether warps exchange outputs through separate shared memory, so that the loads of the next split start before
     # the exchange. Else the exchange reuses the stages.
     own_exchange: bool = False
+    column_warps: int = 1  # warps of a team
 
     @property
     def num_threads(self) -> int:
         return 32 * self.num_warps
 
     @property
+    def num_teams(self) -> int:
+        return self.num_warps // self.column_warps
+
+    @property
+    def warp_columns(self) -> int:
+        """Columns of Q, K, V and O of one warp, with padding."""
+        return self.head_dim // self.column_warps
+
+    @property
     def block_keys(self) -> int:
-        return self.num_warps * self.tile_n
+        return self.num_teams * self.tile_n
 
     @property
     def width_v(self) -> int:
@@ -69,22 +85,22 @@ class DecodeTile:
     @property
     def q_steps(self) -> int:
         """k-steps of Q that stay in registers during the main loop."""
-        return self.head_dim // 16 if self.tile_m * self.head_dim <= 16 * 128 else 0
+        return self.warp_columns // 16 if self.tile_m * self.warp_columns <= 16 * 128 else 0
 
     @property
     def output_shape(self) -> tuple[int, int]:
         """Rows and columns of the output that one warp accumulates."""
-        return self.tile_m, self.head_dim
+        return self.tile_m, self.warp_columns
 
     @property
     def num_sums(self) -> int:
-        """Warps whose outputs of a row are added up at the end."""
-        return self.num_warps
+        """Teams whose outputs of a row are added up at the end."""
+        return self.num_teams
 
     @property
     def num_stats(self) -> int:
-        """Warps whose softmax statistics of a row are combined at the end."""
-        return self.num_warps
+        """Teams or warps whose softmax statistics of a row are combined at the end."""
+        return self.num_teams
 
     @property
     def q_smem(self) -> SmemTile:
@@ -93,8 +109,13 @@ class DecodeTile:
     @property
     def kv_smem(self) -> SmemTile:
         """One warp's share of a block of K or V. Rows are a multiple of 128 bytes long."""
-        row_bytes = ceil_div(self.head_dim * self.element_bytes, ATOM_BYTES) * ATOM_BYTES
+        row_bytes = ceil_div(self.warp_columns * self.element_bytes, ATOM_BYTES) * ATOM_BYTES
         return SmemTile(self.tile_n, row_bytes // self.element_bytes, self.element_bytes)
+
+    @property
+    def scores_bytes(self) -> int:
+        """Scores of a warp in fp32."""
+        return 4 * self.tile_m * self.tile_n
 
     @property
     def stage_bytes(self) -> int:
@@ -103,7 +124,7 @@ class DecodeTile:
 
     @property
     def row_segments(self) -> tuple[RowSegment, ...]:
-        """The parts of a row in the order of their copies."""
+        """The parts of a warp's columns of a row, in the order of their copies."""
         return (RowSegment(source=0, num_bytes=self.kv_smem.cols * self.element_bytes, target=0),)
 
     @property
@@ -280,6 +301,8 @@ def decode_tile(static: DecodeStatic, rows: int, num_heads: int, arch: ArchSpec)
     `num_heads`: K/V heads of all sequences.
     """
     widest = max(static.head_dim, static.width_v)
+    if widest > MAX_WHOLE_HEAD_DIM:
+        return wide_decode_tile(static, widest, arch)
     head_dim = ceil_div(widest, 64) * 64
     # With 32 rows, more queries share the loads of K and V. Above head dim 128 their accumulators would spill.
     tile_m = 32 if rows > 16 and head_dim <= 128 else 16
@@ -304,8 +327,26 @@ def decode_tile(static: DecodeStatic, rows: int, num_heads: int, arch: ArchSpec)
     if has_registers and own.smem_bytes <= arch.smem_per_cta and own.ctas_per_sm(arch) == tile.ctas_per_sm(arch):
         tile = own
     if tile.smem_bytes > arch.smem_per_cta:
-        raise UnsupportedError(f"attn_decode with head_dim={widest} on {arch.name}: not enough shared memory")
+        raise no_room(widest, arch)
     return tile
+
+
+def wide_decode_tile(static: DecodeStatic, head_dim: int, arch: ArchSpec) -> DecodeTile:
+    """The tile of a head dim above 256: two teams if three stages fit, else one, with as many stages as fit."""
+    column_warps = ceil_div(head_dim, WARP_COLUMNS)
+    wide = DecodeTile(
+        column_warps * WARP_COLUMNS, 16, 16, 2 * column_warps, 6, static.cache_bytes, column_warps=column_warps
+    )
+    two_teams = [replace(wide, stages=stages) for stages in (6, 5, 4, 3)]
+    one_team = [replace(wide, stages=stages, num_warps=column_warps) for stages in (6, 5, 4, 3, 2)]
+    for tile in (*two_teams, *one_team):
+        if tile.smem_bytes <= arch.smem_per_cta:
+            return tile
+    raise no_room(head_dim, arch)
+
+
+def no_room(head_dim: int, arch: ArchSpec) -> UnsupportedError:
+    return UnsupportedError(f"attn_decode with head_dim={head_dim} on {arch.name}: not enough shared memory")
 
 
 def latent_tile(static: DecodeStatic, rows: int, arch: ArchSpec) -> LatentTile:

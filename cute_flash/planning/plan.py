@@ -12,8 +12,9 @@ from cute_flash.planning import varlen
 from cute_flash.planning.bias import with_dbias
 from cute_flash.planning.decode import plan_split_kv, splits_keys
 from cute_flash.planning.launch import CompileKey, LaunchChain, LaunchKey
-from cute_flash.planning.tiles import AnyBwdTile, bwd_tile, fwd_tile, max_mod_ops, pads_with_dropout
+from cute_flash.planning.tiles import AnyBwdTile, bwd_tile, find_fwd_tile, fwd_tile, max_mod_ops, pads_with_dropout
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
+from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90Wide
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
 from cute_flash.spec.dtypes import DTYPE_BYTES
@@ -176,7 +177,7 @@ def plan_forward(
         # Query heads whose K and V fit into L2 together.
         "heads_per_l2_group": _equal_groups(problem, _heads_in_l2(arch, kv_bytes)) * problem.group // packed_heads,
         "num_tiles": num_tiles,
-        "num_ctas": min(num_tiles, arch.num_sms) if is_sm90 else num_tiles,
+        "num_ctas": _num_ctas(num_tiles, arch, tile) if is_sm90 else num_tiles,
         "seqlen_q": problem.seqlen_q,
     }
     workspace = []
@@ -201,8 +202,14 @@ def plan_forward(
     )
 
 
+def _num_ctas(num_tiles: int, arch: ArchSpec, tile: Any) -> int:
+    """The persistent CTAs of a Hopper forward: at most one for each SM, in whole clusters."""
+    ctas_per_tile = getattr(tile, "cluster", 1)
+    return min(num_tiles, arch.num_sms // ctas_per_tile) * ctas_per_tile
+
+
 def _family(problem: Problem, arch: ArchSpec, family: str) -> str:
-    """The requested kernel family, or the newest one that has kernels for the dtype on the architecture."""
+    """The requested kernel family, or the newest one that has a kernel for the problem on the architecture."""
     check_family(family)
     if problem.static.is_fp32:
         if family == "sm90":
@@ -210,7 +217,10 @@ def _family(problem: Problem, arch: ArchSpec, family: str) -> str:
                 "float32 by kernel family 'sm90': there is no such kernel; call use_kernels with 'sm80', or with ''"
             )
         return "sm80"
-    return family or next(name for name, runs_on in FAMILIES.items() if runs_on(arch))
+    if family:
+        return family
+    candidates = [name for name, runs_on in FAMILIES.items() if runs_on(arch)]
+    return next((name for name in candidates if find_fwd_tile(name, arch, problem) is not None), candidates[-1])
 
 
 def _pieces(problem: Problem, tile: Any, *heads_and_rows: tuple[str, int, int]) -> list[Buffer]:
@@ -234,7 +244,8 @@ def _fwd_launches(
     )
     scheduler = _scheduler("varlen_scheduler_fwd", static, seqused_k, target, overlaps_next=is_sm90)
     if not static.is_fp32:
-        return *scheduler, CompileKey.of(f"fwd_{family}", compiled, tile, target)
+        kind = "_wide" if isinstance(tile, FwdTileSm90Wide) else ""
+        return *scheduler, CompileKey.of(f"fwd_{family}{kind}", compiled, tile, target)
     split = CompileKey.of("split_fp32_fwd", _rows_only(static, seqused_k), tile, target)
     return *scheduler, split, CompileKey.of(f"fwd_{family}_fp32", compiled, tile, target)
 

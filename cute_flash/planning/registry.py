@@ -179,6 +179,7 @@ KERNELS = {
     "fwd_sm80": KernelSpec("sm80.fwd:FwdSm80", (*_FWD, *_FWD_OPTIONAL)),
     "fwd_sm80_fp32": KernelSpec("sm80.fwd:FwdSm80", (*_PIECES, *_FWD[3:], *_FWD_OPTIONAL)),
     "fwd_sm90": KernelSpec("sm90.fwd:FwdSm90", (*_FWD, NUM_CTAS, SEQLEN_Q, TILE_COUNTER, *_FWD_OPTIONAL)),
+    "fwd_sm90_wide": KernelSpec("sm90.fwd_wide:FwdSm90Wide", (*_FWD, NUM_CTAS, SEQLEN_Q, TILE_COUNTER, *_FWD_OPTIONAL)),
     "bwd_sm80": KernelSpec("sm80.bwd:BwdSm80", (*_BWD, *_BWD_OPTIONAL)),
     "bwd_sm80_fp32": KernelSpec("sm80.bwd:BwdSm80", (*_BWD_PIECES, *_BWD[4:], *_BWD_OPTIONAL)),
     "bwd_sm90": KernelSpec("sm90.bwd:BwdSm90", (*_BWD, NUM_CTAS, TILE_COUNTER, *_BWD_OPTIONAL)),

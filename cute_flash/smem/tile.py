@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from cute_flash.smem.swizzle import Swizzle
@@ -18,6 +19,8 @@ HOPPER_VARIANTS = ("swizzled", "swizzled64", "swizzled32", "interleaved")
 CHUNK_BYTES = 16
 # Bytes that shared memory delivers in one wavefront: 32 banks of 4 bytes.
 WAVEFRONT_BYTES = 128
+# Bytes of the narrowest row of a tile: two chunks, which the narrowest swizzle permutes.
+MIN_ROW_BYTES = 32
 
 # Bytes of an atom's row, in variants with a fixed atom width.
 _ATOM_BYTES = {"swizzled64": 64, "swizzled32": 32, "interleaved": CHUNK_BYTES}
@@ -31,9 +34,9 @@ _SWIZZLE_SHIFT = 3
 class SmemTile:
     """A tile of `rows` x `cols` elements in shared memory, rows contiguous.
 
-    `swizzled`  atoms of 8 rows x 128 bytes (64 if a row is not a multiple of 128 bytes), in which the row permutes the
-                16-byte chunks. Atoms are ordered down the rows first. These are the 128-byte and 64-byte swizzles of
-                TMA and wgmma. No padding, no conflicts.
+    `swizzled`  atoms of 8 rows x 128 bytes (64 or 32 if a row is not a multiple of that), in which the row permutes the
+                16-byte chunks. Atoms are ordered down the rows first. These are the 128-byte, 64-byte and 32-byte
+                swizzles of TMA and wgmma. No padding, no conflicts.
     `padded`    row-major, each row 16 bytes longer than its elements. Few conflicts, but larger, and TMA and wgmma
                 cannot read it.
     `plain`     row-major, the baseline with bank conflicts.
@@ -41,7 +44,7 @@ class SmemTile:
                 atoms of 8 rows x 64, 32 and 16 bytes: the other layouts that TMA and wgmma support. An atom of 16
                 bytes is one contiguous 8x8 matrix, without a permutation.
 
-    All variants support the same `rows` and `cols`, so a kernel can be built with each variant that it supports.
+    A row is a multiple of an atom's row, and of 32 bytes.
     """
 
     rows: int
@@ -57,18 +60,18 @@ class SmemTile:
             raise ValueError(f"element_bytes={self.element_bytes}: choose 1, 2 or 4")
         if self.rows < 1 or self.rows % _ATOM_ROWS:
             raise ValueError(f"rows={self.rows}: must be a positive multiple of {_ATOM_ROWS}")
-        half = WAVEFRONT_BYTES // 2 // self.element_bytes
-        if self.cols < 1 or self.cols % half:
+        row_bytes = max(MIN_ROW_BYTES, _ATOM_BYTES.get(self.variant, 0))
+        least = row_bytes // self.element_bytes
+        if self.cols < 1 or self.cols % least:
             raise ValueError(
-                f"cols={self.cols}: must be a positive multiple of {half} ({WAVEFRONT_BYTES // 2} bytes of "
+                f"cols={self.cols}: must be a positive multiple of {least} ({row_bytes} bytes of "
                 f"{self.element_bytes}-byte elements)"
             )
 
     @property
     def copy_cols(self) -> int:
-        """Columns of a row that neighbouring threads copy: 128 bytes, or 64 if a row is not a multiple of 128."""
-        wide = WAVEFRONT_BYTES // self.element_bytes
-        return wide if self.cols % wide == 0 else wide // 2
+        """Columns of a row that neighbouring threads copy: 128 bytes, or 64 or 32 that divide a row."""
+        return math.gcd(self.cols, WAVEFRONT_BYTES // self.element_bytes)
 
     @property
     def atom_cols(self) -> int:

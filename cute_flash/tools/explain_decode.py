@@ -309,4 +309,9 @@ def _roles(tile: DecodeTile) -> str:
         )
     if isinstance(tile, LatentTile):
         return f"D {tile.head_dim}/{tile.width_v}, {tile.num_warps} warps, {tile.warps_per_row} share 16 rows"
+    if tile.column_warps > 1:
+        return (
+            f"D {tile.head_dim}, {tile.num_teams} x {tile.column_warps} warps of {tile.tile_n} keys and "
+            f"{tile.warp_columns} columns"
+        )
     return f"D {tile.head_dim}, {tile.num_warps} warps of {tile.tile_n} keys"

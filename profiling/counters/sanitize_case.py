@@ -277,6 +277,8 @@ LATENT_CALLS = {
 }
 # These features run at all head dims, the others at DECODE_DIM only.
 DECODE_WIDE, DECODE_DIM = ("contiguous", "append", "fp8"), 128
+# At head dim `WIDEST`, where warps divide the columns.
+DIVIDED = (*DECODE_WIDE, "pages1", "tokens8", "long")
 
 
 def _decode(launch: Launch, device: str) -> Sequence[Tensor]:
@@ -320,6 +322,8 @@ def _all_launches(families: Iterable[str]) -> Iterator[Launch]:
         is_wide = head_dim == DECODE_DIM or feature in DECODE_WIDE
         if is_wide and (feature not in SPLIT_CALLS or family == FAMILIES[-1]):
             yield Launch(family, head_dim, DECODE, feature)
+    for family, feature in product(families, DIVIDED):
+        yield Launch(family, WIDEST, DECODE, feature)
     for family, feature in product(families, LATENT_CALLS):
         yield Launch(family, LATENT_DIM, DECODE, feature)
 

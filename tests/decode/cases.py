@@ -23,6 +23,8 @@ PAGE_SIZES = (None, 1, 8, 16, 24, 32, 64, 128, 256, 528)
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 16)
 # Few pairs of head dims, because a GPU compiles a kernel for each.
 HEAD_DIMS = ((128, 128), (64, 64), (128, 128), (64, 64), (256, 256), (96, 96), (40, 40), (8, 8), (192, 128), (64, 128))
+# Head dims above 256, which are divided among warps.
+WIDE_DIMS = ((512, 512), (384, 384), (320, 320), (264, 264), (512, 256), (64, 272), (512, 512), (448, 448))
 # Head dims of latent caches. Those of DeepSeek's models are (576, 512).
 LATENT_DIMS = ((48, 32), (24, 24), (72, 64), (40, 8), (576, 512))
 # Ways in which K and V are parts of a larger tensor.
@@ -345,6 +347,22 @@ def _drawn(seed: int, longest: int, kind: int) -> DecodeCase:
     )
     # Short ones, so that the tokens of a call cross the border of a chunk.
     return replace(case, chunk=rng.choice([1, 4, 7, 33, 1000]) if sometimes(0.2, fixed) else None)
+
+
+def wide_case(case: DecodeCase, head_dim: int, head_dim_v: int) -> DecodeCase:
+    """The case with other head dims, which are wider, and with as much of the heads rotated."""
+    if case.fp8:  # whose head dims are multiples of 16 on GPUs
+        head_dim, head_dim_v = (-(-width // 16) * 16 for width in (head_dim, head_dim_v))
+    rotary_dim = min(case.rotary_dim, head_dim)
+    if case.rotary_dim == case.head_dim:
+        rotary_dim = head_dim // 16 * 16
+    return replace(case, head_dim=head_dim, head_dim_v=head_dim_v, rotary_dim=rotary_dim)
+
+
+def wide_cases(seed: int, num: int, longest: int = 200) -> Iterator[DecodeCase]:
+    """Draw cases with head dims above 256."""
+    for i, case in enumerate(random_cases(seed, num, longest)):
+        yield wide_case(case, *WIDE_DIMS[i % len(WIDE_DIMS)])
 
 
 def latent_cases(seed: int, num: int, longest: int = 200) -> Iterator[DecodeCase]:

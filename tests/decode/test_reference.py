@@ -12,11 +12,12 @@ from torch import Tensor
 import cute_flash
 from cute_flash import reference
 from cute_flash.decode import bind
-from tests.decode.cases import LATENT_DIMS, DecodeCase, latent_cases, random_cases, small_case, table_call
+from tests.decode.cases import LATENT_DIMS, DecodeCase, latent_cases, random_cases, small_case, table_call, wide_cases
 from tests.decode.oracle import oracle
 
 CASES = list(random_cases(7, 110, longest=40))
 LATENT = list(latent_cases(8, 40, longest=40))
+WIDE = list(wide_cases(9, 8, longest=40))
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -48,7 +49,7 @@ def check(case: DecodeCase, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES + LATENT, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES + LATENT + WIDE, ids=lambda case: case.id)
 def test_against_the_oracle(case: DecodeCase) -> None:
     check(case, torch.float64)
 

@@ -63,7 +63,7 @@ class Shape(NamedTuple):
 
 def mma_sync(tile: BwdTileSm80) -> Shape:
     kernel = BwdSm80(Static("bfloat16", tile.head_dim, True, True), tile)
-    return Shape(tile.tile_n, tile.tile_m, tile.num_threads, 16 * tile.warps_s, kernel.s_grid.mma)
+    return Shape(tile.tile_n, tile.tile_m, 32 * tile.warps_per_score, 16 * tile.warps_s, kernel.s_grid.mma)
 
 
 def wgmma(columns: int, is_transposed: bool = True) -> Shape:
@@ -73,7 +73,8 @@ def wgmma(columns: int, is_transposed: bool = True) -> Shape:
 
 
 SHAPES = {f"d{tile.head_dim} sm_80": mma_sync(tile) for tile in SM80_BWD_SCORE["sm_80"]}
-SHAPES |= {"d256 sm_86": mma_sync(SM80_BWD_SCORE["sm_86"][-1]), "wgmma 64": wgmma(64)}
+SHAPES |= {f"d{tile.head_dim} sm_86": mma_sync(tile) for tile in SM80_BWD_SCORE["sm_86"] if tile.head_dim in (256, 512)}
+SHAPES["wgmma 64"] = wgmma(64)
 SHAPES |= {"wide": wgmma(SM90_BWD_WIDE_SCORE.tile_n // 2, is_transposed=False)}
 
 
@@ -161,6 +162,7 @@ CASES = [
     Case("d128 sm_80", "dropout", everywhere, documents, "of queries"),
     Case("d96 sm_80", "softcap", buckets, None, "one"),
     Case("d256 sm_80", "alibi", tangent, documents, "of keys"),
+    Case("d512 sm_86", "dropout", everywhere, documents, "of queries"),
     Case("wide", "", tangent),
     Case("wide", "", buckets, documents, "with holes"),
     Case("wide", "alibi", everywhere, documents, "of heads"),

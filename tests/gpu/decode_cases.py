@@ -19,7 +19,7 @@ from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.family import FAMILIES, use_kernels
-from tests.decode.cases import DecodeCase, random_cases
+from tests.decode.cases import WIDE_DIMS, DecodeCase, random_cases, wide_case
 from tests.fakes.recording import RecordingGpu, backward_keys, forward_keys
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -40,6 +40,16 @@ def random_group(family: str, group: int) -> list[Case]:
             case = replace(case, head_dim=64, head_dim_v=64)
         cases.append((case, DTYPES[group % 2]))
     return cases
+
+
+WIDE_GROUPS, WIDE_CASES = 2 * len(WIDE_DIMS), 8
+
+
+def wide_group(family: str, group: int) -> list[Case]:
+    """Random calls of one kind with head dims above 256, different for each family."""
+    seed = 1000 * list(FAMILIES).index(family) + 300 + group
+    drawn = random_cases(seed, WIDE_CASES, kind=seed)
+    return [(wide_case(case, *WIDE_DIMS[group % len(WIDE_DIMS)]), DTYPES[group % 2]) for case in drawn]
 
 
 # ---- latent caches
@@ -134,7 +144,8 @@ ROTARY = tuple(
 PAGE_SIZES = (None, 1, 16, 64, 528)
 CHUNKS = (17, 64, 300)
 CHUNK_PAGES = (None, 24, 64)
-HEAD_DIMS = (8, 16, 24, 40, 72, 80, 112, 160, 192, 224, 256)
+HEAD_DIMS = (8, 16, 24, 40, 72, 80, 112, 160, 192, 224, 256, 264, 320, 384, 400, 512)
+WIDE = replace(BASE, head_dim=512, head_dim_v=512)
 
 
 def long_case(page_size: int | None, tokens: int) -> Case:
@@ -142,7 +153,16 @@ def long_case(page_size: int | None, tokens: int) -> Case:
     return case, torch.bfloat16
 
 
-SPLIT = ((BASE, torch.bfloat16), (replace(BASE, tokens=(5,) * 3, new=(5,) * 3, fp8="heads"), torch.float16))
+def long_wide_case(fp8: str) -> Case:
+    case = replace(WIDE, seqlens=(50_003, 1), tokens=(2,) * 2, new=(2,) * 2, group=8, rotary_dim=512, fp8=fp8)
+    return case, torch.bfloat16
+
+
+SPLIT = (
+    (BASE, torch.bfloat16),
+    (replace(BASE, tokens=(5,) * 3, new=(5,) * 3, fp8="heads"), torch.float16),
+    (replace(WIDE, tokens=(5,) * 3), torch.bfloat16),
+)
 
 
 def chunk_cases(tokens: int, page_size: int | None) -> list[Case]:
@@ -170,6 +190,8 @@ LARGE_BATCHES = (
     replace(LARGE_BATCH, new=(1,) * 200, page_size=None, alibi="heads", has_sinks=True),
     replace(LARGE_BATCH, tokens=tuple(b % 4 for b in range(200)), is_ragged=True, page_size=24),
     replace(LARGE_BATCH, tokens=(4,) * 200, group=4, head_dim_v=96, kv_layout="hnd"),
+    replace(LARGE_BATCH, new=(1,) * 200, head_dim=512, head_dim_v=512, rotary_dim=512),
+    replace(LARGE_BATCH, tokens=(4,) * 200, page_size=None, fp8="heads", head_dim=384, head_dim_v=384),
 )
 
 
@@ -177,6 +199,7 @@ def fixed_cases() -> Iterator[Case]:
     """The cases that are not random."""
     yield from ((case, torch.bfloat16) for case in (BASE, APPENDING, replace(APPENDING, page_size=None)))
     yield from (long_case(page_size, tokens) for page_size in PAGE_SIZES for tokens in (1, 8))
+    yield from (long_wide_case(fp8) for fp8 in ("", "heads"))
     yield from (*SPLIT, *ROTARY)
     for tokens in CHUNKS:
         for page_size in CHUNK_PAGES:
@@ -254,9 +277,17 @@ SPLIT_CASES = (
 )
 
 
+# Head dims above 256: only the forward splits keys.
+WIDE_SPLIT_CASES = (
+    *(SplitCase(tokens, head_dim=head_dim, layout="bshd") for tokens in (1, 8) for head_dim in (320, 384, 512)),
+    SplitCase(3, head_dim=264, dtype=torch.float16),
+    *(SplitCase(4, head_dim=512, options=options) for options in FEATURES[2:4]),
+)
+
+
 def split_keys(arch: ArchSpec) -> Iterator[CompileKey]:
-    """The kernels of `SPLIT_CASES` and of their gradients."""
-    for case in SPLIT_CASES:
+    """The kernels of `SPLIT_CASES` and of their gradients, and those of `WIDE_SPLIT_CASES`."""
+    for case in (*SPLIT_CASES, *WIDE_SPLIT_CASES):
         tensors = case.inputs("cpu")
         q, k, v = (tensors[name] if case.layout == "bhsd" else tensors[name].transpose(1, 2) for name in "qkv")
         band = Band.of(case.options.get("causal", False), case.options.get("window", (None, None)))
@@ -269,15 +300,17 @@ def split_keys(arch: ArchSpec) -> Iterator[CompileKey]:
             sinks=tensors.get("sinks"),
         )
         yield from forward_keys(q, k, v, args, arch)
-        yield from backward_keys(q, k, v, args, arch)
+        if case in SPLIT_CASES:
+            yield from backward_keys(q, k, v, args, arch)
 
 
 def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
     for family in runnable:
         drawn = [case for group in range(GROUPS) for case in random_group(family, group)]
+        wide = [case for group in range(WIDE_GROUPS) for case in wide_group(family, group)]
         latent = [case for group in range(LATENT_GROUPS) for case in latent_group(family, group)]
         ds_mla = [case for group in range(DS_MLA_GROUPS) for case in ds_mla_group(family, group)]
         clusters = [case for group in range(CLUSTER_GROUPS) for case in cluster_group(group)]
-        for case, dtype in (*fixed_cases(), *drawn, *latent_cases(), *latent, *ds_mla, *clusters):
+        for case, dtype in (*fixed_cases(), *drawn, *wide, *latent_cases(), *latent, *ds_mla, *clusters):
             yield from decode_keys(case, dtype, family, arch)
     yield from split_keys(arch)

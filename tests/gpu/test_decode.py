@@ -90,6 +90,20 @@ def test_random_calls(group: int, family: str) -> None:
             raise AssertionError(f"{case.id}: {error}") from error
 
 
+@pytest.mark.parametrize("group", range(decode_cases.WIDE_GROUPS))
+def test_random_calls_with_wide_heads(group: int, family: str) -> None:
+    for case, dtype in decode_cases.wide_group(family, group):
+        try:
+            check(case, dtype)
+        except Exception as error:
+            raise AssertionError(f"{case.id}: {error}") from error
+
+
+@pytest.mark.parametrize("fp8", ("", "heads"))
+def test_long_sequences_with_wide_heads(fp8: str) -> None:
+    check(*decode_cases.long_wide_case(fp8))
+
+
 @pytest.mark.parametrize("page_size", decode_cases.PAGE_SIZES, ids=str)
 @pytest.mark.parametrize("tokens", (1, 8))
 def test_long_sequences(page_size: int | None, tokens: int) -> None:

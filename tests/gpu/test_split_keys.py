@@ -8,7 +8,7 @@ from torch import Tensor
 
 import cute_flash
 from profiling.measure.launches import recorded_launches
-from tests.gpu.decode_cases import SPLIT_CASES, SplitCase
+from tests.gpu.decode_cases import SPLIT_CASES, WIDE_SPLIT_CASES, SplitCase
 
 # Without the fixture `family`: a family that the caller chooses does not split keys.
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -20,8 +20,11 @@ MAX_ERROR = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 MAX_SUM_ERROR = 4e-2
 
 
-def results(case: SplitCase, tensors: dict[str, Tensor], dout: Tensor) -> dict[str, Tensor]:
-    """out, lse and the gradients of all tensors."""
+def results(case: SplitCase, tensors: dict[str, Tensor], dout: Tensor | None) -> dict[str, Tensor]:
+    """out, lse and, with `dout`, the gradients of all tensors."""
+    if dout is None:
+        out, lse = cute_flash.attn(**tensors, layout=case.layout, return_lse=True, **case.numbers)
+        return {"out": out, "lse": lse}
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
     q, k, v, *_ = leaves.values()
     features = {name: x for name, x in leaves.items() if name not in "qkv"}
@@ -32,12 +35,21 @@ def results(case: SplitCase, tensors: dict[str, Tensor], dout: Tensor) -> dict[s
 
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.id)
 def test_as_on_the_cpu(case: SplitCase) -> None:
+    check(case, torch.randn(case.inputs("cpu")["q"].shape, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("case", WIDE_SPLIT_CASES, ids=lambda case: case.id)
+def test_wide_heads_as_on_the_cpu(case: SplitCase) -> None:
+    check(case, None)
+
+
+def check(case: SplitCase, dout: Tensor | None) -> None:
     tensors = case.inputs(DEVICE)
-    dout = torch.randn(tensors["q"].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, case.dtype)
     with recorded_launches() as launches:
-        found = results(case, tensors, dout)
+        found = results(case, tensors, None if dout is None else dout.to(DEVICE, case.dtype))
     assert launches[0].key.kernel == "fwd_split_kv"
-    expected = results(case, {name: x.double().cpu() for name, x in tensors.items()}, dout.double().cpu())
+    exact_dout = None if dout is None else dout.to(case.dtype).double()
+    expected = results(case, {name: x.double().cpu() for name, x in tensors.items()}, exact_dout)
     for name, exact in expected.items():
         mine = found[name].double().cpu()
         assert mine.shape == exact.shape

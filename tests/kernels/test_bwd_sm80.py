@@ -35,6 +35,8 @@ TILES = [
     BwdTileSm80(128, 32, 128, 1, 4, 4, 2),
     BwdTileSm80(192, 64, 96, 1, 2, 2, 2),
     BwdTileSm80(256, 32, 32, 1, 2, 1, 1, 4),
+    BwdTileSm80(128, 32, 48, 1, 1, 1, 1, splits_kv=True, splits_s=True),
+    BwdTileSm80(384, 16, 32, 1, 2, 1, 1, splits_kv=True, splits_s=True),
 ]
 tiles = pytest.mark.parametrize("tile", TILES, ids=str)
 
@@ -47,7 +49,8 @@ OPERANDS = {
     "dS of dQ": ("q", "a", True, "s"),
     "K of dQ": ("q", "b", True, "k"),
 }
-LANES, VALUES = 32, 8  # values of 16 bits a thread gets from one ldmatrix.x4
+LANES = 32
+ROW_VALUES = 8  # values of 16 bits of a row of an 8x8 matrix, whose address a thread passes to ldmatrix
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +85,9 @@ def addresses(operand):  # type: ignore[no-untyped-def]
     found = []
 
     def note(_, source, target):  # type: ignore[no-untyped-def]
-        assert cute.size(source) == cute.size(target)
-        for i in range(cute.size(source) // VALUES):
-            element = cute.crd2idx(VALUES * i, source.layout)
+        assert cute.size(source) * cute.size(operand.view, mode=[0]) == ROW_VALUES * cute.size(target)
+        for i in range(cute.size(source) // ROW_VALUES):
+            element = cute.crd2idx(ROW_VALUES * i, source.layout)
             found.append(Int32(source.iterator.toint()) // 2 + element)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -130,11 +133,11 @@ def test_ldmatrix_reads_what_the_product_needs(tile: BwdTileSm80, name: str) -> 
     @cute.jit
     def program(read, wanted):  # type: ignore[no-untyped-def]
         mma = grid.mma()
-        for thread in range(tile.num_threads):
+        for thread in range(LANES * grid.num_warps):
             # The address that each thread passes to ldmatrix, as an element of the tile.
             operand = operand_of(mma, Int32(thread))
-            steps, last = cute.size(operand.view, mode=[1]), cute.size(operand.view, mode=[2])
-            sizes["loads"], sizes["k"] = steps, last
+            values, steps, last = (cute.size(operand.view, mode=[i]) for i in range(3))
+            sizes.update(values=values, loads=steps, k=last)
             for index, address in enumerate(addresses(operand)):
                 read[thread, index] = address - smem.cosize
             # The element that each register must hold, by the definition of the product.
@@ -147,28 +150,28 @@ def test_ldmatrix_reads_what_the_product_needs(tile: BwdTileSm80, name: str) -> 
             view = cute.make_tensor(codes.iterator, operand.view.layout)
             for k in cutlass.range_constexpr(last):
                 for i in cutlass.range_constexpr(steps):
-                    for v in cutlass.range_constexpr(VALUES):
+                    for v in cutlass.range_constexpr(values):
                         wanted[thread, k * steps + i, v] = view[v, i, k]
 
     most = 64
-    read = torch.full((tile.num_threads, most), -1, dtype=torch.int32)
-    wanted = torch.full((tile.num_threads, most, VALUES), -1, dtype=torch.int32)
+    read = torch.full((LANES * grid.num_warps, most), -1, dtype=torch.int32)
+    wanted = torch.full((LANES * grid.num_warps, most, 8), -1, dtype=torch.int32)
     program(from_dlpack(read), from_dlpack(wanted))
     count = sizes["loads"] * sizes["k"]
     read, wanted = read[:, :count], wanted[:, :count]
 
-    # ldmatrix.x4: lane 8 r + i passes the address of row i of the 8x8 matrix r. Lane l gets its elements
+    # ldmatrix.x4 or .x2: lane 8 r + i passes the address of row i of the 8x8 matrix r. Lane l gets its elements
     # (l / 4, 2 (l % 4) + j), or, transposed, (2 (l % 4) + j, l / 4).
     at = coordinates_at(smem)
-    rows = read.view(tile.num_warps, LANES, count)
+    rows = read.view(grid.num_warps, LANES, count)
     lanes = torch.arange(LANES)
-    for r in range(4):
+    for r in range(sizes["values"] // 2):
         for j in range(2):
             pair, other = 2 * (lanes % 4) + j, lanes // 4
             row, column = (pair, other) if is_transposed else (other, pair)
             element = rows[:, 8 * r + row] + column[None, :, None]
             found = at[element.long()]  # (warp, lane, load, coordinate)
-            need = wanted.view(tile.num_warps, LANES, count, VALUES)[..., 2 * r + j]
+            need = wanted.view(grid.num_warps, LANES, count, 8)[..., 2 * r + j]
             need = torch.stack((need // 1024, need % 1024), -1)
             assert torch.equal(found, need.flip(-1) if is_transposed else need)
 
@@ -182,7 +185,7 @@ def test_scores_land_where_they_are_read(tile: BwdTileSm80) -> None:
     @cute.jit
     def program(out):  # type: ignore[no-untyped-def]
         mma = bwd.s_grid.mma()
-        for thread in range(tile.num_threads):
+        for thread in range(LANES * tile.warps_per_score):
             held = coordinates(mma, Int32(thread), (tile.tile_n, tile.tile_m))
             store = bwd.s_grid.store(mma, Int32(thread), tensor_at_0(smem, 2), smem).shifted(1)
             fragment = accumulators(mma, Int32(thread), (tile.tile_n, tile.tile_m))
@@ -191,7 +194,8 @@ def test_scores_land_where_they_are_read(tile: BwdTileSm80) -> None:
                 out[thread, pair, 0], out[thread, pair, 1] = row, col
                 out[thread, pair, 2] = element - smem.cosize
 
-    out = torch.full((tile.num_threads, tile.tile_m * tile.tile_n // tile.num_threads // 2, 3), -1)
+    threads = LANES * tile.warps_per_score
+    out = torch.full((threads, tile.tile_m * tile.tile_n // threads // 2, 3), -1)
     out = out.to(torch.int32)
     program(from_dlpack(out))
     at = coordinates_at(smem)
@@ -211,13 +215,13 @@ def test_queries_of_a_thread_lie_as_the_mask_says(tile: BwdTileSm80) -> None:
     @cute.jit
     def program(out):  # type: ignore[no-untyped-def]
         mma = bwd.s_grid.mma()
-        for thread in range(tile.num_threads):
+        for thread in range(LANES * tile.warps_per_score):
             coords = as_mn(coordinates(mma, Int32(thread), (tile.tile_n, tile.tile_m)))
             for c in cutlass.range_constexpr(cute.size(coords, mode=[1])):
                 out[thread, c] = coords[0, c][1] - coords[0, 0][1]
 
-    columns = tile.tile_m * tile.warps_s // tile.num_warps // 4
-    out = torch.full((tile.num_threads, columns), -1, dtype=torch.int32)
+    columns = tile.queries_per_warp // 4
+    out = torch.full((LANES * tile.warps_per_score, columns), -1, dtype=torch.int32)
     program(from_dlpack(out))
     assert torch.equal(out, torch.tensor([column_offset(c) for c in range(columns)]).expand_as(out).int())
 
@@ -235,7 +239,7 @@ def test_gradients_leave_in_order(tile: BwdTileSm80, product: str) -> None:
     def program(out):  # type: ignore[no-untyped-def]
         mma = grid.mma()
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), cutlass.Int32), mma)
-        for thread in range(tile.num_threads):
+        for thread in range(LANES * grid.num_warps):
             thr_copy, held = copy.get_slice(Int32(thread)), coordinates(mma, Int32(thread), shape)
             codes = accumulators(mma, Int32(thread), shape, Int32)
             for i in cutlass.range_constexpr(cute.size(codes)):

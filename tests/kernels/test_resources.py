@@ -82,6 +82,14 @@ RISKY = (
     "bwd/sm80/sm_86/d192/bf16/left/deterministic/main",
     "bwd/sm80/sm_90/d256/bf16/causal/deterministic/main",
     "bwd/sm80/sm_80/d128/bf16/window/score_mod-alibi+mask_mod-window+bias-bf16-bhqk-pairs/main",
+    # Wide heads: the rows with the most registers, and those with features.
+    "bwd/sm80/sm_80/d320/fp16/chunk/deterministic/main",
+    "bwd/sm80/sm_80/d384/bf16/window/plain/main",
+    "bwd/sm80/sm_90/d384/bf16/chunk/deterministic/main",
+    "bwd/sm80/sm_80/d512/bf16/window/varlen+softcap+alibi+dropout+deterministic/main",
+    "bwd/sm80/sm_90/d512/bf16/window/softcap+alibi+dropout+score_mod-alibi+mask_mod-window+bias-bf16-bhqk-pairs/main",
+    "bwd/sm80/sm_86/d512/bf16/window/varlen+softcap+alibi+dropout+deterministic/main",
+    "bwd/sm80/sm_86/d512/bf16/causal/score_mod-relative+table_gradients+deterministic/main",
     # fp32: the rows with every feature; `make lock` compiles the others.
     "fwd/sm80/sm_80/d64/fp32/window/softcap+alibi+sinks+dropout+max_logit/main",
     "fwd/sm80/sm_80/d128/fp32/window/softcap+alibi+sinks+dropout+max_logit/main",
@@ -106,6 +114,9 @@ RISKY_DECODE = {
         decode_case(("sm80", "sm_80"), 128, "page16", "append", "rotary_halves", mask="chunk"),
         decode_case(("sm80", "sm_86"), 128, "rows32", "fp8", "page1", "softcap", "alibi", "sinks", mask="window"),
         decode_case(("sm80", "sm_86"), 128, "softcap", "alibi", "sinks", mask="window"),
+        decode_case(("sm90", "sm_90"), 512, "page16", "append", "rotary_halves", mask="chunk"),
+        decode_case(("sm80", "sm_80"), 512, "fp8", "page1", "softcap", "alibi", "sinks", mask="window"),
+        decode_case(("sm80", "sm_89"), 512, "page1", "softcap", "alibi", "sinks", mask="window"),
     )
 }
 # Decode of a latent cache by wgmma: the most features of the scores warpgroup, and of the producer.

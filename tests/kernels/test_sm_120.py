@@ -34,6 +34,7 @@ SAMPLE = (
     "bwd/sm80/sm_80/d128/bf16/window/varlen+deterministic/main",
     "bwd/sm80/sm_86/d192/bf16/left/deterministic/main",
     "bwd/sm80/sm_86/d256/bf16/causal/plain/main",
+    "bwd/sm80/sm_86/d512/bf16/window/varlen+softcap+alibi+dropout+deterministic/main",
     "bwd/sm80/sm_80/d128/bf16/window/score_mod-alibi+mask_mod-window+bias-bf16-bhqk-pairs/main",
     "bwd/sm80/sm_86/d128/fp32/window/softcap+alibi+dropout/main",
     "decode/sm80/sm_80/d128/bf16/causal/page16+append+rotary_halves",
@@ -42,6 +43,8 @@ SAMPLE = (
     "fwd/sm80/sm_80/d128/fp32/window/plain/main",
     "fwd/sm80/sm_80/d128/fp32/chunk/plain/main",
     "decode/sm80/sm_80/d256/bf16/causal/plain",
+    "decode/sm80/sm_80/d512/bf16/chunk/page16+append+rotary_halves",
+    "decode/sm80/sm_80/d512/bf16/window/fp8+page1+softcap+alibi+sinks",
 )
 
 

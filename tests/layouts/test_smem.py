@@ -127,7 +127,8 @@ def test_a_swizzle_reserves_its_last_block_whole() -> None:
 @pytest.mark.compiles
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    ("rows", "cols", "element_bytes"), [(64, 64, 2), (32, 128, 2), (64, 96, 2), (8, 32, 2), (64, 64, 4), (64, 64, 1)]
+    ("rows", "cols", "element_bytes"),
+    [(64, 64, 2), (32, 128, 2), (64, 96, 2), (8, 32, 2), (32, 16, 2), (64, 64, 4), (64, 64, 1)],
 )
 def test_cute_agrees_index_by_index(cute_indices, rows: int, cols: int, element_bytes: int, variant: str) -> None:
     tile = SmemTile(rows, cols, element_bytes, variant)
@@ -138,7 +139,9 @@ def test_cute_agrees_index_by_index(cute_indices, rows: int, cols: int, element_
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(("rows", "cols", "bits", "atom_cols"), [(64, 64, 3, 64), (32, 128, 3, 64), (32, 96, 2, 32)])
+@pytest.mark.parametrize(
+    ("rows", "cols", "bits", "atom_cols"), [(64, 64, 3, 64), (32, 128, 3, 64), (32, 96, 2, 32), (32, 16, 1, 16)]
+)
 def test_is_what_cute_tiles_itself(cute_indices, rows: int, cols: int, bits: int, atom_cols: int) -> None:
     def build():
         inner = cute.make_layout((8, atom_cols), stride=(atom_cols, 1))
@@ -169,6 +172,7 @@ def test_views_convert_to_cute(cute_indices, variant: str, view) -> None:
     [
         (64, "swizzled", warpgroup.SmemLayoutAtomKind.K_SW128),
         (32, "swizzled", warpgroup.SmemLayoutAtomKind.K_SW64),
+        (16, "swizzled", warpgroup.SmemLayoutAtomKind.K_SW32),
         (64, "swizzled64", warpgroup.SmemLayoutAtomKind.K_SW64),
         (64, "swizzled32", warpgroup.SmemLayoutAtomKind.K_SW32),
         (64, "interleaved", warpgroup.SmemLayoutAtomKind.K_INTER),
@@ -231,8 +235,9 @@ def test_rows_of_an_atom_are_a_stride_apart(tile: SmemTile) -> None:
         ((64, 64, 3), "element_bytes=3: choose 1, 2 or 4"),
         ((12, 64), "rows=12: must be a positive multiple of 8"),
         ((0, 64), "rows=0"),
-        ((64, 48), r"cols=48: must be a positive multiple of 32 \(64 bytes of 2-byte elements\)"),
-        ((64, 24, 4), "cols=24: must be a positive multiple of 16"),
+        ((64, 40), r"cols=40: must be a positive multiple of 16 \(32 bytes of 2-byte elements\)"),
+        ((64, 16, 2, "swizzled64"), r"cols=16: must be a positive multiple of 32 \(64 bytes of 2-byte elements\)"),
+        ((64, 20, 4), "cols=20: must be a positive multiple of 8"),
         ((64, -64), "cols=-64"),
     ],
 )

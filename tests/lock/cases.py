@@ -165,6 +165,8 @@ def pre_and_postprocess(case: Case) -> Iterator[Case]:
 HEAD_DIMS = (64, 96, 128, 192, 256)
 # Head dims of the Hopper backward's rows.
 HOPPER_BWD_DIMS = (64, 128, 256)
+# Head dims above 256 of the rows of the mma.sync backward, in which warps split S and dP.
+WIDE_BWD_DIMS = (320, 384, 512)
 
 
 def plain() -> Iterator[Case]:
@@ -180,7 +182,7 @@ def plain() -> Iterator[Case]:
     yield fwd(AMPERE_ON_90, 64, mask="full", seqlen_k=SHORT)
     yield from (bwd(AMPERE_ON_90, 128, mask=mask, seqlen_k=SHORT) for mask in MASKS)
     for place in PLACES:
-        for head_dim, mask in product(HOPPER_BWD_DIMS if place == HOPPER else HEAD_DIMS, MASKS):
+        for head_dim, mask in product(HOPPER_BWD_DIMS if place == HOPPER else (*HEAD_DIMS, *WIDE_BWD_DIMS), MASKS):
             yield bwd(place, head_dim, mask=mask)
 
 
@@ -188,13 +190,13 @@ def deterministic() -> Iterator[Case]:
     """Every row of the backward tile tables once, with alternating masks."""
     masks = ("causal", "window", "full", "left")
     for place in PLACES:
-        for i, head_dim in enumerate(HOPPER_BWD_DIMS if place == HOPPER else HEAD_DIMS):
+        for i, head_dim in enumerate(HOPPER_BWD_DIMS if place == HOPPER else (*HEAD_DIMS, *WIDE_BWD_DIMS)):
             yield bwd(place, head_dim, mask=masks[i % 4], deterministic=True)
 
 
 def plain_pre_and_postprocess() -> Iterator[Case]:
     for place in PLACES:
-        for head_dim in HOPPER_BWD_DIMS if place == HOPPER else HEAD_DIMS:
+        for head_dim in HOPPER_BWD_DIMS if place == HOPPER else (*HEAD_DIMS, *WIDE_BWD_DIMS):
             yield from pre_and_postprocess(bwd(place, head_dim, mask="full"))
     for place in (HOPPER, AMPERE):
         yield from list(pre_and_postprocess(bwd(place, 128, mask="full", deterministic=True)))[:2]
@@ -329,6 +331,30 @@ def bwd_features() -> Iterator[Case]:
     yield bwd(AMPERE_86, 192, "softcap")
     yield bwd(AMPERE_ON_90, 256, "softcap", "alibi", "dropout", mask="window")
     yield bwd(AMPERE_ON_90, 256, "varlen")
+
+
+def bwd_wide() -> Iterator[Case]:
+    """Features of the mma.sync backward above head dim 256. `plain` and `deterministic` have every row."""
+    score = ("softcap", "alibi", "dropout")
+    for place in (AMPERE, AMPERE_86, AMPERE_ON_90):
+        for head_dim in WIDE_BWD_DIMS:
+            yield bwd(place, head_dim, *score, mask="window")
+            yield bwd(place, head_dim, "varlen", mask="window", deterministic=True)
+        yield bwd(place, 512, "varlen", *score, mask="window", deterministic=True)
+        yield bwd(place, 512, mask="chunk", deterministic=True)
+        yield bwd(place, 512, mask="window", dtype="fp16")
+        yield bwd(place, 512, head_dim_v=256, mask="window")
+        yield bwd(place, 264, head_dim_v=128)
+        yield bwd(place, 512, *score, mask="window", score_mod="alibi", mask_mod="window", bias=Bias())
+        yield bwd(place, 512, "dropout", bias=Bias(dims="hqk"), deterministic=True)
+        yield bwd(place, 512, score_mod="relative", has_table_gradients=True)
+        yield bwd(place, 512, score_mod="relative", has_table_gradients=True, deterministic=True)
+        yield bwd(place, 512, mask="full", mask_mod="document", block_map=True)
+        yield bwd(place, 512, mask_mod="document", block_map=True, deterministic=True)
+    yield bwd(AMPERE, 320, mask="chunk", dtype="fp16", deterministic=True)
+    yield bwd(AMPERE, 384, "varlen", mask="chunk")
+    yield bwd(AMPERE_ON_90, 384, mask="chunk", deterministic=True)
+    yield from pre_and_postprocess(bwd(AMPERE, 512, "varlen", head_dim_v=264, mask="full"))
 
 
 def shards() -> Iterator[Case]:
@@ -528,6 +554,7 @@ def cases() -> list[AnyCase]:
         *first.values(),
         *fwd_features(),
         *bwd_features(),
+        *bwd_wide(),
         *shards(),
         *chunks(),
         *fwd_mods(),
@@ -683,6 +710,9 @@ def reachable() -> Iterator[Case]:
     steps = range(8, 257, 8)
     widths: list[tuple[int, int | None]] = [(head_dim, None) for head_dim in steps]
     widths += [(d, dv) for d, dv in product(steps[3::4], steps[3::4]) if d != dv]
+    for place, head_dim, mask in product(PLACES[1:], range(264, 513, 8), MASKS):
+        one = bwd(place, head_dim, mask=mask)
+        yield from (one, replace(one, deterministic=True), replace(one, head_dim=64, head_dim_v=head_dim))
     for place, (head_dim, head_dim_v), mask in product(PLACES, widths, MASKS):
         for keys in (SHORT, 1536, SEQLEN_K):
             yield fwd(place, head_dim, head_dim_v=head_dim_v, mask=mask, seqlen_k=keys)

@@ -81,7 +81,23 @@ def decode_cases() -> Iterator[DecodeCase]:
     yield case(("sm90", "sm_90"), 128, "many_sequences", "page16", "append", "rotary_halves")
     # The sm80 kernels do not use this instruction on sm_90 either.
     yield case(("sm80", "sm_90"), 128, "fp8")
+    yield from wide_cases()
     yield from latent_cases()
+
+
+def wide_cases() -> Iterator[DecodeCase]:
+    """Head dims above 256: the tiles of three amounts of shared memory, and the features with the most registers."""
+    score = ("softcap", "alibi", "sinks")
+    for place in (("sm90", "sm_90"), ("sm80", "sm_80"), ("sm80", "sm_89")):
+        yield from (case(place, head_dim) for head_dim in (384, 512))
+        yield case(place, 512, "page1", *score, mask="window")
+        yield case(place, 512, "page16", "append", "rotary_halves", mask="chunk")
+        yield case(place, 512, "fp8", "page1", *score, mask="window")
+    yield case(("sm90", "sm_90"), 320, "fp8", "page16", "append", "rotary_pairs", dtype="fp16")
+    yield case(("sm90", "sm_90"), 512, "leftpad", head_dim_v=256, mask="window")
+    yield case(("sm90", "sm_90"), 512, "ragged", "append", "page16")
+    yield case(("sm90", "sm_90"), 512, "attn")
+    yield case(("sm80", "sm_80"), 264, "attn_varlen", dtype="fp16")
 
 
 def latent_cases() -> Iterator[DecodeCase]:

@@ -38,7 +38,9 @@ def test_an_operand_has_one_type_in_all_kernels() -> None:
 
 
 # Modules in which a kernel reads its operands: those of its class and base classes, and of score features.
-ATTENTION = ("fwd_sm80", "fwd_sm80_fp32", "fwd_sm90", "bwd_sm80", "bwd_sm80_fp32", "bwd_sm90", "bwd_sm90_wide")
+ATTENTION = (
+    "fwd_sm80", "fwd_sm80_fp32", "fwd_sm90", "fwd_sm90_wide", "bwd_sm80", "bwd_sm80_fp32", "bwd_sm90", "bwd_sm90_wide",
+)  # fmt: skip
 READERS = {
     **dict.fromkeys(ATTENTION, ("common.kernel", "common.params")),
     **{name: ("common.kernel", "common.params", "sm80.kernel") for name in ATTENTION if "sm80" in name},

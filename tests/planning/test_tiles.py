@@ -180,8 +180,8 @@ def test_a_family_without_a_tile_is_not_replaced() -> None:
     with pytest.raises(UnsupportedError, match=r"^head_dim=128: no tile of sm90 for sm_80$"):
         fwd_tile("sm90", roomy, problem_of(128, Band(None, 0)))
     for family in FAMILIES:
-        with pytest.raises(UnsupportedError, match=f"^head_dim=264: no tile of {family} for sm_90$"):
-            fwd_tile(family, SM_90, problem_of(264, Band()))
+        with pytest.raises(UnsupportedError, match=f"^head_dim=520: no tile of {family} for sm_90$"):
+            fwd_tile(family, SM_90, problem_of(520, Band()))
 
 
 @pytest.mark.parametrize("band", MASKS, ids=str)
@@ -262,11 +262,21 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (BWD, {"num_warps": 6}, "num_warps"),
     (BWD, {"stages": 3}, "stages"),
     (BWD, {"tile_m": 48}, "tile_m"),
-    (BWD, {"head_dim": 100}, "head_dim"),
+    *((BWD, {"head_dim": d}, f"head_dim={d} must be a multiple of 32 up to 512") for d in (100, 544)),
     (BWD, {"warps_s": 3}, "warps_s"),
     (BWD, {"warps_kv": 1, "head_dim": 96}, "warps_kv"),
     (BWD, {"splits_kv": True, "warps_kv": 8}, "up to 4 warps"),
-    (BWD, {"splits_kv": True, "warps_s": 8, "pieces": 2}, "is not implemented for fp32"),
+    (BWD, {"splits_kv": True, "warps_s": 8, "pieces": 2}, "not implemented for fp32"),
+    (BWD, {"splits_s": True, "pieces": 2}, "not implemented for fp32"),
+    (BWD, {"splits_s": True, "warps_s": 8}, "up to 4 warps"),
+    (BWD, {"splits_s": True, "warps_s": 1, "tile_m": 16}, "not 1x4 parts of 16x8"),
+    (BWD, {"tile_m": 16, "warps_q": 2}, "warps_s"),
+    # 256 threads copy 16 rows of 128 columns, or 32 of 64.
+    (
+        BWD,
+        {"head_dim": 320, "tile_m": 32, "tile_n": 48, "splits_s": True, "warps_s": 1, "splits_kv": True, "warps_kv": 1},
+        "rows of one copy",
+    ),
     (BWD, {"warps_q": 8}, "warps_q"),
     (BWD, {"tile_n": 40}, "warps_s"),
     (BWD, {"head_dim": 96, "tile_m": 32, "warps_q": 2, "warps_s": 4}, "rows of one copy|warps_q"),
@@ -332,7 +342,7 @@ def test_hopper_tiles_say_what_they_are() -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_head_dim_has_a_backward_tile_that_fits(arch: str) -> None:
     assert set(SM80_BWD) == set(ARCHS)
-    for head_dim in range(8, 257, 8):
+    for head_dim in range(8, 513, 8):
         tile = bwd_tile("sm80", ARCHS[arch], problem_of(head_dim, Band()))
         assert isinstance(tile, BwdTileSm80) and tile in SM80_BWD[arch]
         assert tile.head_dim >= head_dim
@@ -350,6 +360,13 @@ def test_every_head_dim_has_a_backward_tile_that_fits(arch: str) -> None:
             other = bwd_tile("sm80", ARCHS[arch], problem, deterministic)
             assert isinstance(other, BwdTileSm80) and other.head_dim == tile.head_dim
             assert other.allows(dtype, deterministic)
+        # So have features, varlen and a block mask.
+        for fields in ({"features": ("softcap", "alibi", "dropout")}, {"varlen": True}, {"block_sparse": True}):
+            problem = dataclasses.replace(problem_of(head_dim, Band()), **fields)
+            for deterministic in (False, True):
+                other = bwd_tile("sm80", ARCHS[arch], problem, deterministic)
+                assert isinstance(other, BwdTileSm80) and other.head_dim == tile.head_dim and other.fits(ARCHS[arch])
+                assert other.divides_block_mask(problem.static)
         # So have few keys.
         few = bwd_tile("sm80", ARCHS[arch], problem_of(head_dim, Band(), keys=512))
         assert isinstance(few, BwdTileSm80) and few.head_dim == tile.head_dim

@@ -51,6 +51,7 @@ runnable = pytest.mark.parametrize(("family", "arch"), RUNNABLE, ids=[f"{f}-{a.n
         (HOPPER, 72, "64x64 s4 d128", FwdTileSm90(128, 64, 64, 4)),
         ("bwd_sm80", 128, "64x128 s2 p4 k2 q2", BWD_SM80),
         ("bwd_sm80", 128, "64x128 s2 p4 k2 h1 q2", replace(BWD_SM80, splits_kv=True)),
+        ("bwd_sm80", 128, "64x128 s2 p4 k2 x1 q2", replace(BWD_SM80, splits_s=True)),
         (
             "bwd_sm80",
             64,

@@ -19,7 +19,7 @@ from cute_flash.runtime.operands import MAX_WINDOW
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.family import use_kernels
-from tests.decode.cases import DecodeCall, DecodeCase, latent_cases, random_cases, small_case, table_call
+from tests.decode.cases import DecodeCall, DecodeCase, latent_cases, random_cases, small_case, table_call, wide_cases
 from tests.fakes.cuda import claiming_cuda
 from tests.fakes.gpu import FakeGpu
 from tests.fakes.recording import RecordingGpu
@@ -45,7 +45,7 @@ def supported(case: DecodeCase) -> DecodeCase:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_kernel_gets_the_arguments_that_it_is_compiled_for(gpu: FakeGpu, seed: int) -> None:
-    for i, drawn in enumerate((*random_cases(seed, 40), *latent_cases(seed, 20))):
+    for i, drawn in enumerate((*random_cases(seed, 40), *latent_cases(seed, 20), *wide_cases(seed, 8))):
         case = supported(drawn)
         call = case.build("cpu", (torch.bfloat16, torch.float16)[i % 2])
         before = len(gpu.launches)
@@ -114,6 +114,25 @@ def test_many_rows_of_a_latent_cache_are_computed_by_wgmma(
     with use_kernels("sm80"):
         run(call)
     assert sm_90.keys[-1].kernel == "decode_latent"
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "width"), [(512, 512, 512), (320, 264, 384), (64, 512, 512)])
+@pytest.mark.parametrize("fp8", ["", "plain"])
+def test_wide_heads_are_divided_among_warps(
+    sm_90: FakeGpu, head_dim: int, head_dim_v: int, width: int, fp8: str
+) -> None:
+    head_dim_v = 272 if fp8 and head_dim_v == 264 else head_dim_v
+    out, _ = run(build(head_dim=head_dim, head_dim_v=head_dim_v, fp8=fp8, new=(1, 1)))
+    assert out.shape[-1] == head_dim_v and sm_90.launches[-1]["partial_out"].shape[-1] == width
+    tile = sm_90.keys[-1].tile
+    assert (tile.head_dim, tile.column_warps) == (width, width // 128)
+
+
+def test_few_queries_of_wide_heads_split_keys(sm_90: FakeGpu) -> None:
+    q, k, v = (torch.randn(1, heads, rows, 512).bfloat16() for heads, rows in ((8, 4), (2, 1024), (2, 1024)))
+    with claiming_cuda():
+        cute_flash.attn(q, k, v, causal=True)
+    assert [key.kernel for key in sm_90.keys] == ["fwd_split_kv"]
 
 
 def test_few_rows_of_a_latent_cache_are_computed_by_mma_sync(sm_90: FakeGpu) -> None:

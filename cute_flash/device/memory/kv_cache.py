@@ -93,10 +93,16 @@ class WarpLoader:
     stages: Int32  # address of the warp's first row in its stages: K, then V, of each
     # (stage, keys of a block): whether a key exists, if a page can be -1; None: all keys of a sequence exist
     sExists: cute.Tensor | None = None
+    first_byte: Int32 | None = None  # the first byte of a row that the warp copies; None: 0
 
     @property
     def lookup(self) -> str:
         return self.caches.k.lookup
+
+    @property
+    def last_byte(self) -> int:
+        """The largest `first_byte` of a warp."""
+        return (self.tile.head_dim - self.tile.warp_columns) * self.tile.element_bytes
 
     @property
     def chunk(self) -> int:
@@ -149,9 +155,11 @@ class WarpLoader:
                             begin, key_offset = segment.source + j * ATOM_BYTES, first_offset + row
                             if cutlass.const_expr(has_page is not None):
                                 key_offset = cutlass.select_(has_page, key_offset, Int32(-1))
-                            if cutlass.const_expr(begin + ATOM_BYTES > row_bytes):
+                            if cutlass.const_expr(self.last_byte + begin + ATOM_BYTES > row_bytes):
                                 # As an unsigned number -1 exceeds `num_keys`, so `copy_if_less` writes zeros.
                                 exists = begin + lane_chunk * VECTOR_BYTES < row_bytes
+                                if cutlass.const_expr(self.first_byte is not None):
+                                    exists = begin + lane_chunk * VECTOR_BYTES < row_bytes - self.first_byte
                                 key_offset = cutlass.select_(exists, key_offset, Int32(-1))
                             atom = segment.target + j * smem.rows * ATOM_BYTES
                             offset = atom + (row + lane_row) * ATOM_BYTES + swizzled
@@ -204,7 +212,10 @@ class WarpLoader:
             page = pages[chunk]
         else:
             page = self.caches.k.page(first)
-        return [cache.address_in(page, row) for cache in self.caches.present]
+        addresses = [cache.address_in(page, row) for cache in self.caches.present]
+        if cutlass.const_expr(self.first_byte is not None):
+            addresses = [address + self.first_byte for address in addresses]
+        return addresses
 
     @cute.jit
     def row_address(self, cache: CacheHead, start: Int64, row: cutlass.Constexpr) -> Int64:

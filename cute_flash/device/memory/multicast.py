@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Int16, Int32
 
-from cute_flash.device.memory.tma import TmaTiles
+from cute_flash.device.memory.tma import TmaTiles, VarlenRows, VarlenTmaTiles
 
 CTAS = 2  # of a cluster
 
@@ -13,9 +13,19 @@ class MulticastTiles(TmaTiles):
 
     @cute.jit
     def load(
-        self, sX: cute.Tensor, block: Int32, head: Int32, batch: Int32, barrier: cute.Pointer, column: Int32 | int = 0
+        self,
+        sX: cute.Tensor,
+        block: Int32,
+        head: Int32,
+        batch: Int32 | VarlenRows,
+        barrier: cute.Pointer,
+        column: Int32 | int = 0,
     ):
         """As in `TmaTiles`. The barrier at the address `barrier` in each CTA counts the bytes that this CTA gets."""
         tXsX, tXgX = self._partition(sX, head, batch, column)
         ctas = Int16((1 << CTAS) - 1)
         cute.copy(self.atom, tXgX[None, block], tXsX, tma_bar_ptr=barrier, mcast_mask=ctas)
+
+
+class VarlenMulticastTiles(MulticastTiles, VarlenTmaTiles):
+    """Tiles of a varlen tensor that both CTAs of a cluster get."""

@@ -16,7 +16,7 @@ class WarpGrid:
     """A grid of `along` x `across` warps over the rows and columns of a product.
 
     m16 tiles of rows are distributed cyclically: the tiles of a warp are 16 * along rows apart. Columns are distributed
-    in runs of `run` contiguous columns.
+    in runs of `run` contiguous columns: 8, one n8 tile, or a multiple of 16.
     """
 
     dtype: type
@@ -29,7 +29,7 @@ class WarpGrid:
         return self.num_warps // self.along
 
     def mma(self) -> cute.TiledMma:
-        """The tiled MMA. Columns come in steps of 16, because one ldmatrix.x4 loads two n8 tiles."""
+        """The tiled MMA. Columns come in steps of 16, because one ldmatrix.x4 loads two n8 tiles, or in runs of 8."""
         op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
         columns = STEP
         if self.across > 1:
@@ -52,9 +52,9 @@ class WarpGrid:
         """Operand B: columns of the product are rows of sX (rows, cols, stage), or its columns if `is_transposed`."""
         thr_mma, sX = mma.get_slice(thread), transposed(sX) if is_transposed else sX
         fragment = thr_mma.make_fragment_B(thr_mma.partition_B(sX[None, None, 0]))
-        copy = cute.make_tiled_copy_B(self._ldmatrix(is_transposed), mma)
-        # The next 16 columns of a warp are adjacent in a long run. Runs of 16 go to the warps cyclically.
-        step = STEP if self.run > STEP else STEP * self.across
+        copy = cute.make_tiled_copy_B(self._ldmatrix(is_transposed, 2 if self.run < STEP else 4), mma)
+        # The next 16 columns of a warp are adjacent in a long run. Runs of 8 or 16 go to the warps cyclically.
+        step = STEP if self.run > STEP else self.run * self.across
         return MmaOperand.of(copy, thread, sX, tile, step, fragment, is_transposed)
 
     def store(self, mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile) -> FragmentStore:
@@ -62,5 +62,5 @@ class WarpGrid:
         first = mma.get_slice(thread).partition_C(sX[None, None, 0]).iterator
         return FragmentStore(swizzled(Int32(first.toint()), tile), tile, STEP * self.along)
 
-    def _ldmatrix(self, is_transposed: bool) -> cute.CopyAtom:
-        return cute.make_copy_atom(warp.LdMatrix8x8x16bOp(is_transposed, 4), self.dtype)
+    def _ldmatrix(self, is_transposed: bool, matrices: int = 4) -> cute.CopyAtom:
+        return cute.make_copy_atom(warp.LdMatrix8x8x16bOp(is_transposed, matrices), self.dtype)

@@ -78,29 +78,38 @@ class PersistentTileScheduler:
     num_tiles: Int32
     tile_counter: Int64
     is_dynamic: cutlass.Constexpr
+    # CTAs of a cluster, which compute a tile together. One CTA of a cluster calls `next_tile` and `finish`.
+    ctas_per_tile: cutlass.Constexpr = 1
 
     def _pointer(self) -> cute.Pointer:
         return cute.make_ptr(Int32, self.tile_counter, cutlass.AddressSpace.gmem, assumed_align=4)
 
     def first_tile(self) -> Int32:
-        return cute.arch.block_idx()[0]
+        return self._per_cluster(cute.arch.block_idx()[0])
+
+    def _first_tiles(self) -> Int32:
+        """The number of tiles that are first tiles."""
+        return self._per_cluster(cute.arch.grid_dim()[0])
+
+    def _per_cluster(self, ctas: Int32) -> Int32:
+        return ctas if self.ctas_per_tile == 1 else ctas // self.ctas_per_tile
 
     @cute.jit
     def next_tile(self, index: Int32) -> Int32:
         """The tile after `index`. Called by one warp."""
-        following = index + cute.arch.grid_dim()[0]
+        following = index + self._first_tiles()
         if cutlass.const_expr(self.is_dynamic):
             fetched = Int32(0)
             if cute.arch.lane_idx() == 0:
                 fetched = cute.arch.atomic_add(self._pointer(), Int32(1), sem="relaxed", scope="gpu")
-            following = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(fetched, 0)
+            following = self._first_tiles() + cute.arch.shuffle_sync(fetched, 0)
         return following
 
     @cute.jit
     def finish(self, index: Int32):
         """Reset the counter if this CTA fetched the last index. `index`: the CTA's first index that is not a tile."""
         if cutlass.const_expr(self.is_dynamic):
-            if cute.arch.lane_idx() == 0 and index == cute.arch.grid_dim()[0] + self.num_tiles - 1:
+            if cute.arch.lane_idx() == 0 and index == self._first_tiles() + self.num_tiles - 1:
                 cute.make_tensor(self._pointer(), cute.make_layout(1))[0] = Int32(0)
 
 
@@ -124,9 +133,9 @@ class VarlenTileList:
         block, seqlen_values = read_tile(self.mTiles, row)
         return TileCoord(block, head, seqlen_values)
 
-    def scheduler(self, tile_counter: Int64, is_dynamic: bool) -> PersistentTileScheduler:
+    def scheduler(self, tile_counter: Int64, is_dynamic: bool, ctas_per_tile: int = 1) -> PersistentTileScheduler:
         """A scheduler of the listed tiles for persistent CTAs."""
-        return PersistentTileScheduler(self.num_tiles(), tile_counter, is_dynamic)
+        return PersistentTileScheduler(self.num_tiles(), tile_counter, is_dynamic, ctas_per_tile)
 
 
 @cute.jit

@@ -10,9 +10,9 @@ keys j and j + 1, which are 4 lanes apart, need the results of the same calls. B
 thread calls Philox for query i, the second for query i + 1, each for both keys. Then a shuffle exchanges the bits of 32
 scores.
 
-A step is one call per thread. It gives the bits of 2 rows and 8 columns of a thread, or of 4 columns if the thread has
-only 4. Up to MAX_UNROLLED steps are unrolled if registers allow; otherwise the steps run as a loop, while the tensor
-cores compute the scores. The first column of a block is a multiple of 32, or of 16 if a thread has 4 columns.
+A step is one call per thread. It gives the bits of 2 rows and 8 columns of a thread, or of 4 or 2 columns if the thread
+has only so many. Up to MAX_UNROLLED steps are unrolled if registers allow; otherwise the steps run as a loop, while the
+tensor cores compute the scores. The first column of a block is a multiple of 4 times the columns of a step.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from cute_flash.device.scores.position import TilePosition
 from cute_flash.spec.dropout import CALL_STRIDE, ROW_16_FACTOR
 
 HALF_COLUMNS = 4  # columns of a thread in 16 queries, half of a Philox rectangle
+QUARTER_COLUMNS = 2  # in 8 queries
 MAX_UNROLLED = 4  # steps
 LOW_BITS = 0x00010001  # the lowest bit of both halves of a word
 NEIGHBOUR = 4  # distance in lanes of the threads of keys j and j + 1
@@ -77,13 +78,13 @@ class DropoutBits(KeepBits):
     """
 
     words: cute.Tensor  # Int32
-    halves: cutlass.Constexpr  # halves of a rectangle's 32 queries in which the thread has columns: 1 or 2
+    step_columns: cutlass.Constexpr  # of a thread in a step: 8, 4 or 2
     steps_of_row: cutlass.Constexpr  # steps of a pair of rows
 
     @property
     def step_bits(self) -> int:
-        """Bits of a step in one half of a word: 2 keys times `2 * halves` queries; the key changes fastest."""
-        return 4 * self.halves
+        """Bits of a step in one half of a word: 2 keys times the queries of one parity; the key changes fastest."""
+        return self.step_columns
 
     @property
     def steps(self) -> int:
@@ -94,11 +95,11 @@ class DropoutBits(KeepBits):
     def compute(dropout: Dropout, position: TilePosition, may_unroll: bool) -> "DropoutBits":
         """Compute the bits of a block. `may_unroll`: there are registers for several Philox calls at a time."""
         rows, columns = (cute.size(as_mn(position.tScS), mode=[i]) for i in range(2))
-        halves = min(columns // HALF_COLUMNS, 2)
-        steps_of_row, rest = divmod(columns, HALF_COLUMNS * halves)
+        step_columns = min(columns, 2 * HALF_COLUMNS)
+        steps_of_row, rest = divmod(columns, step_columns)
         assert rest == 0
-        num, bits = rows // 2 * steps_of_row, 4 * halves
-        result = DropoutBits(cute.make_rmem_tensor(-(-num * bits // 16), Int32), halves, steps_of_row)
+        num = rows // 2 * steps_of_row
+        result = DropoutBits(cute.make_rmem_tensor(-(-num * step_columns // 16), Int32), step_columns, steps_of_row)
         result._compute(dropout, position, num, may_unroll and num <= MAX_UNROLLED)
         return result
 
@@ -136,10 +137,14 @@ class DropoutBits(KeepBits):
         tile, k = step // self.steps_of_row, step % self.steps_of_row
         query = dropout.first_query(query_index(position.column(0))) + Uint32(parity + CALL_STRIDE * k)
         words = dropout.words(position.batch_head, query, dropout.first_key(key_index(position.row(2 * tile))))
-        if self.halves == 2:
+        if self.step_columns == 2 * HALF_COLUMNS:
             masks = dropout.masks(words) + dropout.masks(words, Uint32(ROW_16_FACTOR))
         else:
             masks = dropout.masks(words, half_factor(position.column(0)))
+        if self.step_columns == QUARTER_COLUMNS:
+            # The first two words are for query i, the others for query i + 8.
+            is_first = position.column(0) // CALL_STRIDE % 2 == 0
+            masks = [cutlass.select_(is_first, masks[j], masks[2 + j]) for j in range(2)]
         bits = masks[0] & LOW_BITS
         for i in range(1, len(masks)):
             bits = bits | (masks[i] & (LOW_BITS << i))
@@ -150,7 +155,7 @@ class DropoutBits(KeepBits):
         return cute.arch.shuffle_sync_bfly(own, offset=NEIGHBOUR)
 
     def bit_position(self, r: int, c: int) -> tuple[int, int]:
-        queries = 2 * self.halves  # of the same parity in a step
+        queries = self.step_columns // 2  # of the same parity in a step
         step = r // 2 * self.steps_of_row + c // 2 // queries
         return step // self.steps, self.step_bits * (step % self.steps) + 2 * (c // 2 % queries) + r % 2
 

@@ -20,6 +20,7 @@ from cute_flash.spec.problem import Static
 
 VECTOR = 8  # contiguous elements that a thread loads: 16 bytes, or 32 if fp32
 THREADS = 128
+WARP_THREADS = 32
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,9 @@ class BwdPreprocess(MBlockKernel):
         # The main Hopper kernel starts before this kernel ends, and waits (programmatic dependent launch).
         self.overlaps_next = not isinstance(tile, BwdTileSm80)
         vectors = -(-static.width_v // VECTOR)
-        # A power of two, large enough that the threads of a CTA cover at most `tile_m` rows at once.
-        self.threads_per_row = max(1 << (vectors - 1).bit_length(), THREADS // self.tile_m)
+        # A power of two up to a warp, large enough that the threads of a CTA cover at most `tile_m` rows at once.
+        self.threads_per_row = max(min(1 << (vectors - 1).bit_length(), WARP_THREADS), THREADS // self.tile_m)
+        self.columns_at_once = self.threads_per_row * VECTOR
 
     @property
     def name(self) -> str:
@@ -115,19 +117,20 @@ class BwdPreprocess(MBlockKernel):
     def process_row(self, p: Params, seqlen: SeqlenInfo, head: Int32, row: Int32, column: Int32):
         """Compute the statistics of a row.
 
-        Called by `threads_per_row` neighbouring threads, each with the first column of its vector.
+        Called by `threads_per_row` neighbouring threads, each with the first column of its first vector.
         """
         dot, lse = Float32(0.0), Float32.inf
         if row < seqlen.q_len:
             natural = seqlen.slice_head(p.lse, head)[seqlen.q_row(row)]
             lse = Float32.inf if natural == -Float32.inf else natural * LOG2_E
-            if column < self.static.width_v:
-                rO, rdO = (cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(2))
-                for mX, fragment in ((p.out, rO), (p.dout, rdO)):
-                    gX = seqlen.slice_head(mX, head)
-                    cute.autovec_copy(row_vector(gX, seqlen.q_row(row), column, VECTOR), fragment)
-                products = rO.load().to(Float32) * rdO.load().to(Float32)
-                dot = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            for first in cutlass.range_constexpr(0, self.static.width_v, self.columns_at_once):
+                if column + first < self.static.width_v:
+                    rO, rdO = (cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(2))
+                    for mX, fragment in ((p.out, rO), (p.dout, rdO)):
+                        gX = seqlen.slice_head(mX, head)
+                        cute.autovec_copy(row_vector(gX, seqlen.q_row(row), column + first, VECTOR), fragment)
+                    products = rO.load().to(Float32) * rdO.load().to(Float32)
+                    dot = products.reduce(cute.ReductionOp.ADD, dot, 0)
         offset = self.threads_per_row // 2
         while cutlass.const_expr(offset > 0):
             dot = dot + cute.arch.shuffle_sync_bfly(dot, offset=offset)

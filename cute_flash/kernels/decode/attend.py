@@ -2,6 +2,10 @@
 
 Each warp takes `tile_n` keys of every block, with its own pipeline and softmax statistics. The loop needs no CTA
 barrier, because a warp reads only keys that it has copied itself.
+
+Head dims above 256 have teams of warps instead. The warps of a team have the same keys, and divide the columns of Q, K,
+V and O. They add up the products of their columns in shared memory (`column_scores.py`), so all warps of a team compute
+the same S, P and statistics.
 """
 
 from dataclasses import dataclass
@@ -13,11 +17,13 @@ from cutlass import Float32, Int32
 from cute_flash.device.memory import fp8
 from cute_flash.device.memory.kv_cache import WarpLoader
 from cute_flash.device.memory.ldmatrix import MmaOperand
+from cute_flash.device.memory.smem import part_of
 from cute_flash.device.memory.views import as_mn, as_operand_a
 from cute_flash.device.mma.warp_gemm import gemm, gemm_rs
 from cute_flash.device.mma.warp_grid import WarpGrid
 from cute_flash.device.scheduling.kv_splits import Lengths, Split
 from cute_flash.device.softmax.softmax import Softmax
+from cute_flash.kernels.decode.column_scores import ColumnScores
 from cute_flash.kernels.decode.score_rows import KeyRange, ScoreRows, common_keys, score_rows
 from cute_flash.kernels.decode.storage import Output, Params, SharedStorage
 
@@ -37,6 +43,7 @@ class WarpState:
     rows: ScoreRows
     common: KeyRange  # the keys that all rows see
     k_scale: Float32 | None  # of an FP8 cache
+    column_scores: ColumnScores | None  # None: the warp has all columns
 
 
 @cute.jit
@@ -79,7 +86,13 @@ def warp_loader(p: Params, storage: SharedStorage, split: Split, sequence: Lengt
     last_key = cutlass.min(sequence.key_len, split.end) - 1
     caches = p.cache_heads(split)
     stages = Int32(storage.sKV.iterator.toint()) + warp * (tile.stages * 2 * tile.kv_smem.bytes)
-    return WarpLoader(caches, tile, thread % 32, sequence.first_key, last_key, warp * tile.tile_n, stages)
+    first_byte = None
+    if cutlass.const_expr(tile.column_warps > 1):
+        warp, column_warp = warp // tile.column_warps, warp % tile.column_warps
+        first_byte = column_warp * (tile.warp_columns * tile.element_bytes)
+    return WarpLoader(
+        caches, tile, thread % 32, sequence.first_key, last_key, warp * tile.tile_n, stages, first_byte=first_byte
+    )
 
 
 @cute.jit
@@ -92,11 +105,15 @@ def warp_state(
     thr_mma = p.tiled_mma.get_slice(lane)
     tScS = thr_mma.partition_C(cute.make_identity_tensor((tile.tile_m, tile.tile_n)))
     rows = score_rows(p, split, sequence, tScS, Int32(0))
+    sQ, column_scores = storage.sQ, None
+    if cutlass.const_expr(tile.column_warps > 1):
+        sQ = part_of(sQ, tile.q_smem, 0, tile.tile_m, warp % tile.column_warps * tile.warp_columns, tile.warp_columns)
+        column_scores = ColumnScores.of(tile, storage.raw_q, warp, lane)
     return WarpState(
         warp=warp,
         lane=lane,
         memory=Int32(storage.sKV.iterator.toint()),
-        q=grid.a(p.tiled_mma, lane, storage.sQ, tile.q_smem),
+        q=grid.a(p.tiled_mma, lane, sQ, tile.q_smem),
         k=None if is_fp8 else grid.b(p.tiled_mma, lane, storage.sKV, tile.kv_smem),
         v=None if is_fp8 else grid.b(p.tiled_mma, lane, storage.sKV, tile.kv_smem, is_transposed=True),
         acc_O=output.acc_O,
@@ -104,6 +121,7 @@ def warp_state(
         rows=rows,
         common=common_keys(p, split, sequence),
         k_scale=p.k_scale[split.head_kv] if is_fp8 else None,
+        column_scores=column_scores,
     )
 
 
@@ -115,10 +133,12 @@ def process_block(p: Params, state: WarpState, key: Int32, keys_seen: Int32, sta
     acc_S.fill(0.0)
     index = (state.warp * tile.stages + stage) * 2
     if cutlass.const_expr(config.static.is_fp8):
-        fp8.add_scores(p.tiled_mma, acc_S, state.q, fp8_tile(p, state, index), tile.head_dim // 16, tile.q_steps)
+        fp8.add_scores(p.tiled_mma, acc_S, state.q, fp8_tile(p, state, index), tile.warp_columns // 16, tile.q_steps)
         acc_S.store(acc_S.load() * state.k_scale)
     else:
         gemm(p.tiled_mma, acc_S, state.q, state.k, index, tile.q_steps)
+    if cutlass.const_expr(state.column_scores is not None):
+        state.column_scores.add_up(acc_S, keys_seen // tile.block_keys)
     state.rows.transform(p, as_mn(acc_S), key)
     state.rows.mask(as_mn(acc_S), key, tile.tile_n, state.common)
     state.softmax.step(as_mn(acc_S), as_mn(state.acc_O), keys_seen)

@@ -14,16 +14,17 @@ A CTA computes its splits one after the other:
     finish     combine the warps; write out and LSE if the split has all keys of its query tile; else write m, l and O
                to the workspace, and the last CTAs to arrive merge the splits of the query tile
 
-| file            | part                                        |
-|-----------------|---------------------------------------------|
-| storage.py      | parameters, shared memory, accumulators     |
-| queries.py      | load Q, rotate it, write the MMA operand    |
-| append.py       | new keys and values to the cache            |
-| attend.py       | the main loop of a warp                     |
-| latent.py       | the main loop of a latent cache (MLA)       |
-| latent_sm90*.py | the same by wgmma, with roles of warpgroups |
-| score_rows.py   | mask and score features                     |
-| merge_splits.py | combine warps, merge splits, write out, LSE |
+| file             | part                                        |
+|------------------|---------------------------------------------|
+| storage.py       | parameters, shared memory, accumulators     |
+| queries.py       | load Q, rotate it, write the MMA operand    |
+| append.py        | new keys and values to the cache            |
+| attend.py        | the main loop of a warp                     |
+| column_scores.py | S of head dims above 256                    |
+| latent.py        | the main loop of a latent cache (MLA)       |
+| latent_sm90*.py  | the same by wgmma, with roles of warpgroups |
+| score_rows.py    | mask and score features                     |
+| merge_splits.py  | combine warps, merge splits, write out, LSE |
 """
 
 from types import ModuleType, SimpleNamespace

@@ -63,8 +63,12 @@ def exchange(p: Params, storage: SharedStorage, output: Output, thread: Int32, p
     warp, lane = thread // 32, thread % 32
     tile, acc, row = p.config.tile, as_mn(output.acc_O), lane // THREADS_PER_ROW
     first = coordinates(p, lane)[0, 0][1]
-    own_part, own_sum, offset = part % cute.size(acc, mode=[0]), warp, 0
-    if cutlass.const_expr(tile.num_sums == 1):
+    own_part, own_sum, offset, column_warp = part % cute.size(acc, mode=[0]), warp, 0, None
+    if cutlass.const_expr(tile.column_warps > 1):
+        # The warps of a team have different columns, and the same statistics.
+        warp, column_warp = warp // tile.column_warps, warp % tile.column_warps
+        offset, own_sum = column_warp * tile.warp_columns, warp
+    elif cutlass.const_expr(tile.num_sums == 1):
         # The warps that share 16 rows have different columns of them.
         row_tile, warp = warp // tile.num_stats, warp % tile.num_stats
         offset, own_sum = warp * tile.output_shape[1], Int32(0)
@@ -75,7 +79,10 @@ def exchange(p: Params, storage: SharedStorage, output: Output, thread: Int32, p
     if row < rows:
         for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
             storage.exchange[offset + output_column(p, first, c), row, own_sum] = acc[own_part, c]
-        if lane % THREADS_PER_ROW == 0:
+        has_stats = lane % THREADS_PER_ROW == 0
+        if cutlass.const_expr(column_warp is not None):
+            has_stats = has_stats and column_warp == 0
+        if has_stats:
             storage.stats[0, row, warp] = output.softmax.row_max[own_part]
             storage.stats[1, row, warp] = total
     cute.arch.sync_threads()

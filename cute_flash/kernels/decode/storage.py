@@ -180,7 +180,9 @@ class LatentStorage:
 @dataclass(frozen=True)
 class SharedStorage:
     sQ: cute.Tensor  # (tile_m, tile_d, 1)
-    raw_q: cute.Tensor  # (tile_m, tile_d): the queries of the next split, as in global memory
+    # (tile_m, tile_d): the queries of the next split, as in global memory. With head dims above 256 it has the
+    # `ColumnScores` during the main loop, so the next split is not loaded before `finish` (`own_exchange`).
+    raw_q: cute.Tensor
     # (tile_n, tile_d, stage): K and V alternate; all stages of warp 0, then of warp 1, ... Of a latent cache, the
     # stages of all warps; of rows of `fp8_ds_mla`, their bytes.
     sKV: cute.Tensor

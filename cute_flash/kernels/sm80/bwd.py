@@ -13,18 +13,22 @@ For each K/V tile, over the query heads that share it and their m_blocks i:
 The warps form a grid over the tile of each product (`BwdTileSm80`). In the large tiles for plain attention half of them
 compute dK and the others dV, with the same code and different addresses: a warp then has a larger tile of one gradient,
 and reads less shared memory per MMA. In the other tiles every warp has a part of both. If all warps are along the keys,
-a warp's P^T and dS^T are operands of its dV and dK directly from registers.
+a warp's P^T and dS^T are operands of its dV and dK directly from registers. Tiles of wide heads have few scores: half
+of the warps then compute S and the others dP, which they pass to the first half in fp32.
 
 | shared memory | elements                     | lifetime                                       |
 |---------------|------------------------------|------------------------------------------------|
 | sKV           | 2 x tile_n x tile_d          | the tile; dK and dV are stored through it      |
 | sQdO          | 2 x stages x tile_m x tile_d | one m_block                                    |
-| sdSP          | 2 x tile_n x tile_m          | one block; only dS if P stays in registers     |
+| sdSP          | 2 x tile_n x tile_m          | one block; only dS if P stays in registers;    |
+|               |                              | with `splits_s` first dP in fp32               |
 | sRows         | 2 x stages x tile_m, fp32    | LSE and Δ of one m_block                       |
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -56,7 +60,9 @@ from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import FAR, BlockRange
 from cute_flash.spec.problem import Static
 
-FLOATS = 4  # of the LSE or Δ, in one 16-byte copy
+FLOATS = 4  # in one 16-byte copy
+# Named barriers with `splits_s`: dP is in shared memory; the first half of the warps has loaded it.
+DP_STORED, DP_LOADED = 1, 2
 
 
 class BwdSm80(TileKernel):
@@ -72,8 +78,7 @@ class BwdSm80(TileKernel):
         self.k_tile = SmemTile(tile.tile_n, tile.row_cols)
         self.s_tile = SmemTile(tile.tile_n, tile.tile_m)
         # The queries of a warp are contiguous; the mask relies on it.
-        queries = tile.tile_m * tile.warps_s // tile.num_warps
-        self.s_grid = WarpGrid(self.dtype, tile.num_warps, tile.warps_s, queries)
+        self.s_grid = WarpGrid(self.dtype, tile.warps_per_score, tile.warps_s, tile.queries_per_warp)
         self.kv_grid = WarpGrid(self.dtype, tile.warps_per_gradient, tile.warps_kv)
         self.q_grid = dq_grid(tile, self.dtype)
 
@@ -89,7 +94,6 @@ class BwdSm80(TileKernel):
             band = band if band.has_right else replace(band, right=Int32(FAR))
             lengths = args.q.shape[2], args.k.shape[2]
             semaphore = DQSemaphore(args.dq_progress, band, *lengths, tile.tile_m, tile.tile_n, by_tma=False)
-        row_elements = self.k_tile.copy_cols
         params = Params(
             mQ=args.q,
             mK=args.k,
@@ -105,8 +109,8 @@ class BwdSm80(TileKernel):
             band=band.of_keys,
             dq_semaphore=semaphore,
             tiles=tiles,
-            copy_in=async_row_copy(tile.num_threads, row_elements, self.dtype),
-            copy_out=plain_row_copy(tile.num_threads, row_elements, self.dtype),
+            copy_in=async_row_copy(tile.num_threads, tile.copy_cols, self.dtype),
+            copy_out=plain_row_copy(tile.num_threads, tile.copy_cols, self.dtype),
             mma_s=self.s_grid.mma(),
             mma_kv=self.kv_grid.mma(),
             mma_q=self.q_grid.mma(),
@@ -166,7 +170,7 @@ class BwdSm80(TileKernel):
         self, p: Params, state: MainloopState, head_kv: Int32, rows_left: Int32, dv_scale: Float32 | None
     ) -> None:
         """`store_gradients` if half of the warps have dK, and the others dV."""
-        (gradient,), sKV, is_dv = state.gradients, state.storage.sKV, self.computes_dv(state.thread)
+        (gradient,), sKV, is_dv = state.gradients, state.storage.sKV, self.half(state.thread)
         scale = select_if(is_dv == 0, p.scale, Float32(1.0) if dv_scale is None else dv_scale)
         gradient.acc.store(gradient.acc.load() * scale)
         # The gradients reuse the memory of K and V: wait until every warp has read them.
@@ -189,13 +193,17 @@ class BwdSm80(TileKernel):
         rows = RowTiles(p.copy_out, state.thread, self.tile.tile_n, self.tile.head_dim, self.widths[i])
         return Epilogue(p.mma_kv, rows, state.thread, rows_left)
 
-    def computes_dv(self, thread: Int32) -> Int32:
-        """1 if this thread's half of the warps computes dV, 0 if it computes dK."""
-        return thread // (32 * self.tile.warps_per_gradient)
+    def half(self, thread: Int32) -> Int32:
+        """0 in the first half of the warps, which computes S (`splits_s`) and dK (`splits_kv`), 1 in the other."""
+        return thread // (self.tile.num_threads // 2)
 
     def kv_thread(self, thread: Int32) -> Int32:
         """The index of this thread in the grid of dK or dV."""
         return thread % (32 * self.tile.warps_per_gradient) if self.tile.splits_kv else thread
+
+    def s_thread(self, thread: Int32) -> Int32:
+        """The index of this thread in the grid of S or dP."""
+        return thread % (32 * self.tile.warps_per_score) if self.tile.splits_s else thread
 
     def gradients(self, p: Params, ds: MmaOperand, q_t: MmaOperand, thread: Int32) -> tuple[GradientKV, ...]:
         """dK and dV; with `splits_kv`, the one that this thread computes. `ds`, `q_t`: the operands of dK."""
@@ -203,7 +211,7 @@ class BwdSm80(TileKernel):
         shape = p.mma_kv.get_slice(thread).partition_shape_C((tile.tile_n, tile.head_dim))
         # P and dO come `pieces` and `stages` tiles after dS and Q.
         if tile.splits_kv:
-            is_dv = self.computes_dv(thread)
+            is_dv = self.half(thread)
             operands = [(ds.moved(is_dv * tile.pieces), q_t.moved(is_dv * tile.stages))]
         else:
             operands = [(ds, q_t), (ds.shifted(tile.pieces), q_t.shifted(tile.stages))]
@@ -214,11 +222,14 @@ class BwdSm80(TileKernel):
     ) -> MainloopState:
         tile = self.tile
         # Tiles of one shape are contiguous: the operands of V, dO and P are those of K, Q and dS plus an offset.
-        k = self.s_grid.a(p.mma_s, thread, storage.sKV, self.k_tile)
-        q = self.s_grid.b(p.mma_s, thread, storage.sQdO, self.q_tile)
+        k = self.s_grid.a(p.mma_s, self.s_thread(thread), storage.sKV, self.k_tile)
+        q = self.s_grid.b(p.mma_s, self.s_thread(thread), storage.sQdO, self.q_tile)
+        if tile.splits_s:
+            is_dp = self.half(thread)
+            k, q = k.moved(is_dp), q.moved(is_dp * tile.stages)
         ds = self.kv_grid.a(p.mma_kv, self.kv_thread(thread), storage.sdSP, self.s_tile)
         q_t = self.kv_grid.b(p.mma_kv, self.kv_thread(thread), storage.sQdO, self.q_tile, is_transposed=True)
-        store_ds = self.s_grid.store(p.mma_s, thread, storage.sdSP, self.s_tile)
+        store_ds = self.s_grid.store(p.mma_s, self.s_thread(thread), storage.sdSP, self.s_tile)
         return MainloopState(
             thread=thread,
             storage=storage,
@@ -357,29 +368,31 @@ class BwdSm80(TileKernel):
         scores, factors = self.scores(p, state, block), Factors.read(p, state.seqlen, head)
         scores.prefetch()
         # S^T = K Q^T;  P^T = exp(scale S^T - LSE)
-        k_steps, v_steps = self.static.k_steps
-        self.score_gemm(p.mma_s, acc_S, state.k, state.q, stage, factors.s, k_steps)
-        rP = cute.make_fragment_like(acc_S, Float32 if self.static.is_fp32 else self.dtype)
         apply_mask = partial(self.apply_mask, p, state, scores, acc_S, m_block, is_masked, is_partial)
-        compute_probs(scores, acc_S, rP, partial(self.column_statistic, p, state, stage), apply_mask)
-        # dV += P^T dO, at once if P stays in registers
-        p_pieces = self.p_pieces(rP)
-        if cutlass.const_expr(tile.p_in_registers):
-            dK, dV = state.gradients
-            self.add_gemm(p.mma_kv, dV.acc, p_pieces.as_operand_a(), dV.b, stage, factors.dv)
+        if cutlass.const_expr(tile.splits_s):
+            # The operands of the second half of the warps are those of dP^T.
+            self.score_gemm(p.mma_s, acc_S, state.k, state.q, stage, factors.s, self.longer_steps)
+            self.combine_halves(p, state, scores, acc_S, acc_dP, stage, apply_mask)
         else:
-            for i, piece in enumerate(p_pieces.present()):
-                state.store_p.shifted(i).store(piece)
+            k_steps, v_steps = self.static.k_steps
+            self.score_gemm(p.mma_s, acc_S, state.k, state.q, stage, factors.s, k_steps)
+            rP = self.probs(p, state, scores, acc_S, stage, apply_mask)
+            # dV += P^T dO, at once if P stays in registers
+            p_pieces = self.p_pieces(rP)
+            if cutlass.const_expr(tile.p_in_registers):
+                dK, dV = state.gradients
+                self.add_gemm(p.mma_kv, dV.acc, p_pieces.as_operand_a(), dV.b, stage, factors.dv)
+            else:
+                for i, piece in enumerate(p_pieces.present()):
+                    state.store_p.shifted(i).store(piece)
 
-        # dP^T = V dO^T;  dS^T = P^T (dP^T - Δ)
-        self.score_gemm(p.mma_s, acc_dP, state.v, state.do, stage, factors.dp, v_steps)
-        delta = self.column_statistic(p, state, stage + tile.stages)
-        lse = self.column_statistic(p, state, stage) if cutlass.const_expr(scores.keeps_score) else None
-        sums = scores.differentiate(GradientBlock(acc_S, acc_dP, lse, delta, state.dalibi))
-        ds_pieces = self.ds_pieces(acc_S, factors.ds)
-        for i, piece in enumerate(ds_pieces.present()):
-            state.store_ds.shifted(i).store(piece)
-        scores.finish(sums)
+            # dP^T = V dO^T;  dS^T = P^T (dP^T - Δ)
+            self.score_gemm(p.mma_s, acc_dP, state.v, state.do, stage, factors.dp, v_steps)
+            sums = self.differentiate(p, state, scores, acc_S, acc_dP, stage)
+            ds_pieces = self.ds_pieces(acc_S, factors.ds)
+            for i, piece in enumerate(ds_pieces.present()):
+                state.store_ds.shifted(i).store(piece)
+            scores.finish(sums)
 
         # dK += dS^T Q, and dV += P^T dO if P is in shared memory
         if cutlass.const_expr(tile.p_in_registers):
@@ -400,6 +413,80 @@ class BwdSm80(TileKernel):
         acc_dQ = self.accumulator(p.mma_q, tile.tile_m, tile.head_dim)
         self.add_gemm(p.mma_q, acc_dQ, self.tiles_in_smem(state.ds_t), state.k_t, 0, factors.dq)
         self.add_dq(p, state, acc_dQ, m_block, head)
+
+    @cute.jit
+    def combine_halves(
+        self,
+        p: Params,
+        state: MainloopState,
+        scores: AnyScores,
+        acc: cute.Tensor,
+        acc_dP: cute.Tensor,
+        stage: Int32 | int,
+        apply_mask: Callable[[], None],
+    ):
+        """Compute and store P and dS with `splits_s`.
+
+        The second half of the warps passes dP to the first half in fp32, in the memory of P and dS, which has the same
+        size.
+
+        Args:
+            acc: S in the first half, dP in the second.
+            acc_dP: the registers for dP in the first half.
+        """
+        thread, half_threads = rederived(state.thread), 32 * self.tile.warps_per_score
+        # A thread of the first half has the same elements as one of the second half. Its 16-byte vectors are next to
+        # those of its neighbours.
+        address = Int32(state.storage.sdSP.iterator.toint()) + thread % half_threads * 16
+        first = cute.make_ptr(Float32, address, cutlass.AddressSpace.smem, assumed_align=16)
+        vectors = cute.make_layout((FLOATS, cute.size(acc) // FLOATS), stride=(1, FLOATS * half_threads))
+        shared = cute.make_tensor(first, vectors)
+        if self.half(thread) == 1:
+            cute.autovec_copy(cute.make_tensor(acc.iterator, cute.make_layout(vectors.shape)), shared)
+            cute.arch.barrier_arrive(barrier_id=DP_STORED, number_of_threads=self.tile.num_threads)
+        else:
+            rP = self.probs(p, state, scores, acc, stage, apply_mask)
+            cute.arch.barrier(barrier_id=DP_STORED, number_of_threads=self.tile.num_threads)
+            cute.autovec_copy(shared, cute.make_tensor(acc_dP.iterator, cute.make_layout(vectors.shape)))
+            cute.arch.barrier(barrier_id=DP_LOADED, number_of_threads=half_threads)
+            state.store_p.store(rP)
+            sums = self.differentiate(p, state, scores, acc, acc_dP, stage)
+            state.store_ds.store(self.ds_pieces(acc, None).high)
+            scores.finish(sums)
+
+    def probs(
+        self,
+        p: Params,
+        state: MainloopState,
+        scores: AnyScores,
+        acc_S: cute.Tensor,
+        stage: Int32 | int,
+        apply_mask: Callable[[], None],
+    ) -> cute.Tensor:
+        """P of a block, for dV. The registers of S keep the values for `differentiate`."""
+        rP = cute.make_fragment_like(acc_S, Float32 if self.static.is_fp32 else self.dtype)
+        compute_probs(scores, acc_S, rP, partial(self.column_statistic, p, state, stage), apply_mask)
+        return rP
+
+    def differentiate(
+        self,
+        p: Params,
+        state: MainloopState,
+        scores: AnyScores,
+        acc_S: cute.Tensor,
+        acc_dP: cute.Tensor,
+        stage: Int32 | int,
+    ) -> Any:
+        """Replace the registers of S by dS; return the sums of gradients for `scores.finish`."""
+        delta = self.column_statistic(p, state, stage + self.tile.stages)
+        lse = self.column_statistic(p, state, stage) if scores.keeps_score else None
+        return scores.differentiate(GradientBlock(acc_S, acc_dP, lse, delta, state.dalibi))
+
+    @property
+    def longer_steps(self) -> range | None:
+        """The k-steps of the wider one of S and dP; the other one has columns of zeros there."""
+        k_steps, v_steps = self.static.k_steps
+        return None if k_steps is None else max(k_steps, v_steps, key=len)
 
     def p_pieces(self, rP: cute.Tensor) -> Pieces:
         """P as the operand of dV."""
@@ -495,7 +582,7 @@ class BwdSm80(TileKernel):
     def coordinates(self, p: Params, state: MainloopState) -> cute.Tensor:
         """(key, query) within the tile of every element of S^T."""
         coords = cute.make_identity_tensor((self.tile.tile_n, self.tile.tile_m))
-        return p.mma_s.get_slice(rederived(state.thread)).partition_C(coords)
+        return p.mma_s.get_slice(self.s_thread(rederived(state.thread))).partition_C(coords)
 
     def column_statistic(self, p: Params, state: MainloopState, stage: Int32 | int) -> cute.Tensor:
         """LSE or Δ of this thread's columns of S^T, which are queries.

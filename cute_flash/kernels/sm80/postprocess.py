@@ -40,6 +40,6 @@ class BwdPostprocessSm80(BwdPostprocess):
             DirectStore(p.tiled_mma, thread, seqlen.q_len - first_row, self.static.head_dim).floats(acc, gdQ)
         else:
             sdQ = allocate_stages(SmemAllocator(), self.dtype, dq_tile, 1)[None, None, 0]
-            copy_out = plain_row_copy(self.num_threads, dq_tile.copy_cols, self.dtype)
+            copy_out = plain_row_copy(self.num_threads, self.tile.copy_cols, self.dtype)
             rows = RowTiles(copy_out, thread, tile_m, tile_d, self.static.head_dim)
             Epilogue(p.tiled_mma, rows, thread, seqlen.q_len - first_row).store(acc, sdQ, gdQ)

@@ -209,7 +209,10 @@ class Params:
 
         The kernel calls it for every tile. The length of a tile list is then read again, which saves a register.
         """
-        return self.scheduler if self.tile_list is None else self.tile_list.scheduler(self.scheduler.tile_counter, True)
+        scheduler = self.scheduler
+        if self.tile_list is None:
+            return scheduler
+        return self.tile_list.scheduler(scheduler.tile_counter, True, scheduler.ctas_per_tile)
 
     def tile_coord(self, index: Int32) -> TileCoord:
         return (self.tile_list or self.static_scheduler).tile_coord(index)

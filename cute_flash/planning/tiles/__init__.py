@@ -16,28 +16,45 @@ from cute_flash.planning.tiles.bwd_sm90 import (
     BwdTileSm90Wide,
 )
 from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, SM80_FWD_FP32, FwdTileSm80
-from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, SM90_FWD_BIAS, SM90_FWD_DROPOUT, FwdTileSm90
+from cute_flash.planning.tiles.fwd_sm90 import (
+    SM90_FWD,
+    SM90_FWD_BIAS,
+    SM90_FWD_DROPOUT,
+    SM90_FWD_WIDE,
+    FwdTileSm90,
+    FwdTileSm90Wide,
+)
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.features import backward_features, feature_cost
 from cute_flash.spec.problem import Problem, Static
 
-AnyFwdTile = FwdTileSm80 | FwdTileSm90
+AnyFwdTile = FwdTileSm80 | FwdTileSm90 | FwdTileSm90Wide
 AnyBwdTile = BwdTileSm80 | BwdTileSm90 | BwdTileSm90Wide
 
 # User mods with more operations per score than this, or than `max_mod_ops` of the Hopper tile, run on the mma.sync
 # kernel, which then has a smaller tile at head dims up to 64.
 MAX_MOD_OPS = 24
+# Wider heads have tiles of their own on Hopper.
+MAX_NARROW_HEAD_DIM = 256
 
 
 def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile:
-    """The first row that supports the problem and fits the architecture; raise `UnsupportedError` if none does."""
-    for row in _fwd_rows(family, arch, problem.static):
-        if row.max_keys is None or problem.usual_keys <= row.max_keys:
-            return row
+    """`find_fwd_tile`; raise `UnsupportedError` if there is no such row."""
+    row = find_fwd_tile(family, arch, problem)
+    if row is not None:
+        return row
     widths = f"head_dim={problem.head_dim}"
     if problem.static.head_dim_v is not None:
         widths += f" with values of {problem.head_dim_v}"
     raise UnsupportedError(f"{widths}: no tile of {family} for {arch.name}")
+
+
+def find_fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile | None:
+    """The first row that supports the problem and fits the architecture; None if there is none."""
+    for row in _fwd_rows(family, arch, problem.static):
+        if row.max_keys is None or problem.usual_keys <= row.max_keys:
+            return row
+    return None
 
 
 @lru_cache
@@ -46,6 +63,8 @@ def _fwd_rows(family: str, arch: ArchSpec, static: Static) -> tuple[AnyFwdTile, 
     rows: tuple[AnyFwdTile, ...] = SM90_FWD
     if family != "sm90":
         rows = (SM80_FWD_FP32 if static.is_fp32 else SM80_FWD)[arch.name]
+    elif static.widest > MAX_NARROW_HEAD_DIM:
+        rows = SM90_FWD_WIDE
     elif "dropout" in static.features:
         rows = SM90_FWD_DROPOUT
     elif static.mods is not None and static.mods.bias_tma:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
-from cute_flash.planning.tiles.common import (
-    CONSUMER_BLACKWELL,
-    ELEMENT_BYTES,
-    WARP_KEYS,
-    WARP_ROWS,
-    WITH_99_KB,
-    Tile,
-    copy_rows,
-)
+from cute_flash.planning.tiles.common import CONSUMER_BLACKWELL, ELEMENT_BYTES, WARP_KEYS, WARP_ROWS, WITH_99_KB, Tile
+from cute_flash.smem.tile import CHUNK_BYTES, SmemTile
+
+CHUNK_COLS = CHUNK_BYTES // ELEMENT_BYTES  # 16-bit elements that a thread copies at once
 
 
 @dataclass(frozen=True)
@@ -32,6 +28,9 @@ class BwdTileSm80(Tile):
     # Half of the warps compute dK, the others dV; `warps_kv` counts the warps of a half. A warp then has a tile twice
     # as large, and reads less shared memory per MMA.
     splits_kv: bool = False
+    # Half of the warps compute S, the others dP; `warps_s` counts the warps of a half. dP goes through shared memory.
+    # Small tiles of scores do not have 16x16 of them for each warp.
+    splits_s: bool = False
     pieces: int = 1  # 16-bit pieces per element of Q, K, V, dO, P and dS; 2 for fp32
     allows_deterministic: bool = field(default=True, compare=False)  # False: deterministic gradients would spill
     allows_fp16: bool = field(default=True, compare=False)  # False: fp16 would spill
@@ -39,26 +38,25 @@ class BwdTileSm80(Tile):
     def __post_init__(self) -> None:
         if self.num_warps not in (4, 8) or self.stages not in (1, 2):
             raise ValueError(f"{self.num_warps=} must be 4 or 8, and {self.stages=} 1 or 2")
-        if self.tile_m not in (32, 64, 128):
-            raise ValueError(f"{self.tile_m=} must be 32, 64 or 128")
-        if self.head_dim % 32 or not 32 <= self.head_dim <= 256:
-            raise ValueError(f"{self.head_dim=} must be a multiple of 32 up to 256")
-        for name, rows, columns in (
-            ("warps_s", self.tile_n, self.tile_m),
-            ("warps_kv", self.tile_n, self.head_dim),
-            ("warps_q", self.tile_m, self.head_dim),
+        if self.tile_m not in (16, 32, 64, 128):
+            raise ValueError(f"{self.tile_m=} must be 16, 32, 64 or 128")
+        if self.head_dim % 32 or not 32 <= self.head_dim <= 512:
+            raise ValueError(f"{self.head_dim=} must be a multiple of 32 up to 512")
+        for name, rows, columns, warps, unit in (
+            ("warps_s", self.tile_n, self.tile_m, self.warps_per_score, 8 if self.splits_s else WARP_KEYS),
+            ("warps_kv", self.tile_n, self.head_dim, self.warps_per_gradient, WARP_KEYS),
+            ("warps_q", self.tile_m, self.head_dim, self.num_warps, WARP_KEYS),
         ):
             along = getattr(self, name)
-            warps = self.warps_per_gradient if name == "warps_kv" else self.num_warps
             if along not in (1, 2, 4, 8) or along > warps:
                 raise ValueError(f"{name}={along} must be 1, 2, 4 or 8, up to {warps} warps")
             across = warps // along
-            if rows % (WARP_ROWS * along) or columns % (WARP_KEYS * across) or rows <= 0:
-                raise ValueError(f"{name}={along}: {rows}x{columns} is not {along}x{across} parts of 16x16")
-        if self.splits_kv and self.pieces > 1:
-            raise ValueError(f"{self.splits_kv=} is not implemented for fp32")
-        at_once = copy_rows(self.row_cols, self.num_threads)
-        if self.tile_n % at_once or self.tile_m % at_once:
+            if rows % (WARP_ROWS * along) or columns % (unit * across) or rows <= 0:
+                raise ValueError(f"{name}={along}: {rows}x{columns} is not {along}x{across} parts of 16x{unit}")
+        if (self.splits_kv or self.splits_s) and self.pieces > 1:
+            raise ValueError(f"{self.splits_kv=}, {self.splits_s=}: not implemented for fp32")
+        at_once = self.num_threads * CHUNK_COLS // self.copy_cols
+        if self.tile_n % at_once or self.tile_m % at_once or self.row_cols % self.copy_cols:
             raise ValueError(f"{self.tile_m=}, {self.tile_n=} must be multiples of {at_once}: rows of one copy")
 
     def allows(self, dtype: str, deterministic: bool) -> bool:
@@ -77,6 +75,22 @@ class BwdTileSm80(Tile):
     def row_cols(self) -> int:
         """16-bit elements of a row of Q, K, V or dO."""
         return self.pieces * self.head_dim
+
+    @property
+    def copy_cols(self) -> int:
+        """Columns of a row of Q, K, V or dO that neighbouring threads copy; more in tiles of few rows."""
+        least = self.num_threads * CHUNK_COLS // math.gcd(self.tile_m, self.tile_n)
+        return max(SmemTile(self.tile_m, self.row_cols).copy_cols, least)
+
+    @property
+    def warps_per_score(self) -> int:
+        """Warps that compute S; as many compute dP."""
+        return self.num_warps // 2 if self.splits_s else self.num_warps
+
+    @property
+    def queries_per_warp(self) -> int:
+        """Contiguous queries of a warp in S and dP."""
+        return self.tile_m * self.warps_s // self.warps_per_score
 
     @property
     def warps_per_gradient(self) -> int:
@@ -99,7 +113,8 @@ class BwdTileSm80(Tile):
     @property
     def accumulator_registers(self) -> int:
         """Registers of a thread for dK, dV, S and dP in fp32."""
-        return 2 * self.tile_n * (self.head_dim + self.tile_m) // self.num_threads
+        gradients = 2 * self.tile_n * self.head_dim // self.num_threads
+        return gradients + 2 * self.tile_n * self.tile_m // (32 * self.warps_per_score)
 
     def prefetches_bias(self, mod_ops: int, maps_scores: bool) -> bool:
         """See `BwdTileSm90.prefetches_bias`."""
@@ -108,7 +123,7 @@ class BwdTileSm80(Tile):
     def __str__(self) -> str:
         stages = f"{self.stages} stage{'s' if self.stages > 1 else ''} of Q and dO"
         where = "P in registers" if self.p_in_registers else "P in shared memory"
-        split = ", dK and dV split" * self.splits_kv
+        split = ", S and dP split" * self.splits_s + ", dK and dV split" * self.splits_kv
         return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {self.num_warps} warps, {stages}, {where}{split}"
 
 
@@ -117,6 +132,16 @@ class BwdTileSm80(Tile):
 # other tiles. The numbers in table names are the KB of shared memory that a CTA can have.
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, TFLOP/s of S=1024/4096 full; causal: "
 # fmt: off
+# Wide heads. dK and dV of 32 keys take 128 registers at 512 columns.
+_WIDE_320 = BwdTileSm80(head_dim=320, tile_m=32, tile_n=32, stages=2, warps_s=2, splits_s=True, warps_kv=1,
+                        splits_kv=True, warps_q=2)
+_WIDE_384 = replace(_WIDE_320, head_dim=384, warps_q=1)
+_WIDE_512 = replace(_WIDE_384, head_dim=512)
+_WIDE_99 = (
+    replace(_WIDE_320, stages=1),
+    replace(_WIDE_384, tile_m=16),
+    replace(_WIDE_512, tile_m=16, stages=1),
+)
 _BWD_163 = (
     BwdTileSm80(head_dim=64, tile_m=128, tile_n=128, stages=2, warps_s=2, warps_kv=4, splits_kv=True, warps_q=4,
                 measured=_H200 + "266/302; 209/286"),
@@ -132,6 +157,9 @@ _BWD_163 = (
                 measured=_H200 + "224/250; 192/244"),
     BwdTileSm80(head_dim=256, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=1, splits_kv=True, warps_q=2,
                 measured=_H200 + "229/254; 194/247"),
+    BwdTileSm80(head_dim=320, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=1, splits_kv=True, warps_q=2),
+    replace(_WIDE_384, tile_n=48, warps_s=1, stages=1),
+    replace(_WIDE_512, stages=1),
 )
 _BWD_227 = (
     *_BWD_163[:3],
@@ -142,10 +170,13 @@ _BWD_227 = (
     _BWD_163[3],
     BwdTileSm80(head_dim=192, tile_m=64, tile_n=96, stages=2, warps_s=2, warps_kv=2, warps_q=2,
                 allows_deterministic=False, measured=_H200 + "249/282; 212/282"),
-    _BWD_163[-2],
+    _BWD_163[5],
     BwdTileSm80(head_dim=256, tile_m=128, tile_n=64, stages=1, warps_s=2, warps_kv=1, splits_kv=True, warps_q=4,
                 allows_deterministic=False, measured=_H200 + "269/305; 213/289"),
-    _BWD_163[-1],
+    _BWD_163[6],
+    replace(_BWD_163[7], stages=2),
+    replace(_BWD_163[8], stages=2),
+    _WIDE_512,
 )
 _BWD_99 = (
     BwdTileSm80(head_dim=64, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=2, splits_kv=True, warps_q=4,
@@ -154,6 +185,7 @@ _BWD_99 = (
     BwdTileSm80(head_dim=128, tile_m=32, tile_n=128, stages=1, warps_s=4, warps_kv=4, warps_q=2),
     BwdTileSm80(head_dim=192, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=256, tile_m=32, tile_n=32, num_warps=4, stages=1, warps_s=2, warps_kv=1, warps_q=1),
+    *_WIDE_99,
 )
 SM80_BWD = {"sm_80": _BWD_163, "sm_90": _BWD_227, **dict.fromkeys(WITH_99_KB, _BWD_99)}
 # With score features or a block mask, and deterministic with varlen: smaller tiles, which do not spill.
@@ -163,14 +195,19 @@ _SCORE_163 = (
     BwdTileSm80(head_dim=128, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=192, tile_m=32, tile_n=64, stages=2, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=256, tile_m=64, tile_n=32, stages=1, warps_s=2, warps_kv=2, warps_q=2),
+    _WIDE_320,
+    _WIDE_384,
+    replace(_WIDE_512, stages=1),
 )
+_SCORE_227 = (*_SCORE_163[:-1], _WIDE_512)
 _SCORE_99 = (
     *_SCORE_163[:2],
     BwdTileSm80(head_dim=128, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=192, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2),
     BwdTileSm80(head_dim=256, tile_m=64, tile_n=16, num_warps=4, stages=1, warps_s=1, warps_kv=1, warps_q=2),
+    *_WIDE_99,
 )
-SM80_BWD_SCORE = {"sm_80": _SCORE_163, "sm_90": _SCORE_163, **dict.fromkeys(WITH_99_KB, _SCORE_99)}
+SM80_BWD_SCORE = {"sm_80": _SCORE_163, "sm_90": _SCORE_227, **dict.fromkeys(WITH_99_KB, _SCORE_99)}
 # fp32, as two fp16 pieces.
 _FP32 = "H200, 16384 tokens, hidden 2048, TFLOP/s of S=1024/4096 full; causal: "
 # Rows with max_cost=0 would spill with features.

@@ -133,6 +133,108 @@ class FwdTileSm90(Tile):
         return is_wide_enough and is_as_wide and is_for_features and has_room and self.is_for(static)
 
 
+PIECE_STAGES = 8  # of `FwdTileSm90Wide`, each with a piece of K or of V
+
+
+@dataclass(frozen=True)
+class FwdTileSm90Wide(Tile):
+    """`tile_m` query rows, 64 for each CTA of a cluster of two, against K/V blocks of `tile_n` keys.
+
+    It is for head dims whose output needs two warpgroups. Each of two consumer warpgroups of a CTA computes S for half
+    of the keys, and half of the columns of O. K and V are loaded in pieces, once for both CTAs
+    (`kernels/sm90/fwd_wide_storage.py`).
+    """
+
+    head_dim_v: int | None = None  # width of V and of the output; None: equal to head_dim
+    layout: str = HOPPER_VARIANTS[0]
+
+    needs_wgmma: ClassVar[bool] = True
+    num_warpgroups: ClassVar[int] = 2
+    num_threads: ClassVar[int] = 128 * 3
+    registers: ClassVar[tuple[int, int]] = 40, 232  # per thread of the producer, and of the consumer warpgroups
+    k_columns: ClassVar[int] = 64  # of a piece of K
+    v_keys: ClassVar[int] = 32  # of a piece of V
+    cluster: ClassVar[int] = 2  # CTAs; each loads one part of every piece for all
+    # A part of a kernel that this one shares with `FwdTileSm90` reads these.
+    bias_stages: ClassVar[int] = 0
+    dropout_producer: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.tile_m != 2 * WARPGROUP_ROWS or self.tile_n != 128:
+            raise ValueError(f"{self.tile_m=} and {self.tile_n=} must be 128: 64 rows per CTA, 64 keys per warpgroup")
+        if self.head_dim % self.k_columns or not 256 < self.head_dim <= 512:
+            raise ValueError(f"{self.head_dim=} must be a multiple of {self.k_columns} above 256, up to 512")
+        if self.width_v % 128 or not 128 <= self.width_v <= 512:
+            raise ValueError(f"head_dim_v={self.width_v} must be a multiple of 128 up to 512")
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def columns_pv(self) -> int:
+        """Columns of the output of one warpgroup."""
+        return self.width_v // 2
+
+    @property
+    def k_pieces(self) -> int:
+        """Pieces of K of a block."""
+        return self.head_dim // self.k_columns
+
+    @property
+    def v_chunks(self) -> int:
+        """Pieces of V of a block for one warpgroup."""
+        return self.tile_n // self.v_keys
+
+    @property
+    def block_pieces(self) -> int:
+        """Pieces of K and V of a block."""
+        return self.k_pieces + 2 * self.v_chunks
+
+    def operand_smem(self, operand: str) -> SmemTile:
+        """The tile in shared memory of Q, and of a part of a piece of K or V."""
+        sizes = {
+            "Q": (WARPGROUP_ROWS, self.head_dim),
+            "K": (self.tile_n // self.cluster, self.k_columns),
+            "V": (self.v_keys // self.cluster, self.columns_pv),
+        }
+        return SmemTile(*sizes[operand], ELEMENT_BYTES, self.layout)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a pipeline stage: those of a piece of K. A piece of V is not larger."""
+        return self.cluster * self.operand_smem("K").bytes
+
+    @property
+    def smem_p_half(self) -> SmemTile:
+        """P of the keys of one warpgroup."""
+        return SmemTile(WARPGROUP_ROWS, self.tile_n // 2, ELEMENT_BYTES, self.layout)
+
+    @property
+    def accumulator_registers(self) -> int:
+        """Registers of a thread for O, S and P, without addresses, barriers and temporaries."""
+        return self.columns_pv // 2 + self.tile_n // 4 + self.tile_n // 8
+
+    @property
+    def smem_bytes(self) -> int:
+        tiles = self.operand_smem("Q").bytes + PIECE_STAGES * self.stage_bytes + 4 * self.smem_p_half.bytes
+        statistics, barriers = 2 * 2 * 4 * WARPGROUP_ROWS, 2 * (2 + PIECE_STAGES)
+        # Two slots of up to 32 bytes in which the producer publishes tiles, and one for an index of the scheduler.
+        return tiles + statistics + 8 * barriers + 64 + 16
+
+    def serves(self, static: Static) -> bool:
+        """Whether the row has the width and the registers for a problem."""
+        is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
+        has_room = self.max_cost >= static.feature_cost and self.divides_block_mask(static)
+        return is_wide_enough and has_room and self.is_for(static)
+
+    def __str__(self) -> str:
+        width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
+        return (
+            f"{self.tile_m}x{self.tile_n}x{width}, clusters of 2 CTAs of 1 + 2 warpgroups, {PIECE_STAGES} pieces of K/V"
+        )
+
+
 # Versions are those of profiling/notes/fwd_sm90.md.
 _SWEEP = "H200, bf16, 16384 tokens, hidden 2048, kernel version 7, 2026-11-15, TFLOP/s of S=512/1024/8192: "
 _SWEEP_NOV_18 = "H200, bf16, 16384 tokens, hidden 2048, 2026-11-18, TFLOP/s of S=1024/4096/16384: "
@@ -266,3 +368,12 @@ SM90_FWD_BIAS = (
     _with_bias(192, 128,  96, 2, 1, True, head_dim_v=128, max_cost=COST_USER_MOD),
 )
 # fmt: on
+
+# Head dims above 256. fmt: off
+SM90_FWD_WIDE = (
+    FwdTileSm90Wide(320, 128, 128, head_dim_v=384),
+    FwdTileSm90Wide(384, 128, 128),
+    FwdTileSm90Wide(448, 128, 128, head_dim_v=512),
+    FwdTileSm90Wide(512, 128, 128, head_dim_v=256),
+    FwdTileSm90Wide(512, 128, 128),
+)
