@@ -96,7 +96,7 @@ def attn(
     ``i + Sk - Sq - left <= j <= i + Sk - Sq + right``. A query that sees no key has output 0 and gradient 0. Its LSE is
     -inf or, with `sinks`, the sink of its head.
 
-    On CUDA, q, k and v are fp16, bf16 or fp32; D and Dv are multiples of 8 up to 256, or up to 128 for fp32. fp32 calls
+    On CUDA, q, k and v are fp16, bf16 or fp32; D and Dv are multiples of 8 up to 512, or up to 128 for fp32. fp32 calls
     have fp32 accuracy (docs/numerics.md), use mma.sync on every GPU, and have no backward pass with a score_mod. On the
     CPU, q, k and v are fp16, bf16, fp32 or fp64 with any D and Dv, and a slower reference path computes the result.
     Under autocast, q, k and v are cast to the autocast dtype. Kernels read tensors in place if the last dimension is

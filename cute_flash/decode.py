@@ -95,7 +95,7 @@ def attn_decode(
     ``leftpad[b] <= j < len`` that `causal`, `window` and `attention_chunk` allow. A query that sees no key has output
     0. Its LSE is -inf or, with `sinks`, the sink of its head. docs/decode.md shows each use.
 
-    On CUDA, q is fp16 or bf16, D and Dv are multiples of 8 up to 256 (of 16 with FP8 caches), and only kernels read
+    On CUDA, q is fp16 or bf16, D and Dv are multiples of 8 up to 512 (of 16 with FP8 caches), and only kernels read
     lengths and tables: the host does not synchronize, and a CUDA graph uses the values that the tensors hold when it is
     replayed. Wrong lengths and indices raise a `ValueError` on the CPU, and on CUDA only with `use_checks`. On the CPU,
     q is fp16, bf16, fp32 or fp64. There are no gradients, and autocast has no effect, because the caches have a dtype

@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 from unittest import mock
 
@@ -44,6 +45,9 @@ FLOORS = {
 DELTA_ERRORS = {BF16: 2.0**-22, FP16: 2.0**-22, FP32: 2.0**-21, FP64: 0.0}
 LSE_FLOORS = 1e-5, 5e-5, 5e-5, 5e-5  # of 16-bit calls
 NUM_KINDS = 40  # of each family
+# Head dims above 256 of keys and values: equal and different ones, the widest, and some that are padded.
+WIDE = ((512, 512), (264, 264), (320, 320), (384, 384), (448, 448), (512, 256), (320, 512), (408, 72))
+NUM_WIDE_KINDS = 24  # of each family
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,18 @@ class Kind:
 
 def kinds(family: str, num: int = NUM_KINDS) -> list[Kind]:
     return list(dict.fromkeys(Kind.drawn(seed, family) for seed in range(num)))
+
+
+def wide_kinds(family: str) -> list[Kind]:
+    """Kinds with each of the head dims `WIDE`: one plain and causal, and others with drawn properties."""
+    plain = [Kind(family, BF16, *widths, bounds=(False, True), features=()) for widths in WIDE]
+    others = [Kind.drawn(NUM_KINDS + i, family) for i in range(NUM_WIDE_KINDS - len(plain))]
+    drawn = [
+        # fp32 kernels have head dims up to 128.
+        replace(kind, head_dim=d, head_dim_v=dv, dtype=FP16 if kind.dtype == FP32 else kind.dtype)
+        for kind, (d, dv) in zip(others, cycle(WIDE), strict=False)
+    ]
+    return [*plain, *drawn]
 
 
 @dataclass(frozen=True)

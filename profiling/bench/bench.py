@@ -258,7 +258,8 @@ def steps(settings: Settings, tools: Tools) -> list[Step]:
     @torch.no_grad()
     def cell_of(shape: Shape) -> Record:
         before = states[-1] if states else tools.card_state()
-        cell = run_cell(blank_cell(shape, settings, l2_bytes), peers, settings, tools, product())
+        takers = [peer for peer in peers if peer.takes(shape.head_dim)]
+        cell = run_cell(blank_cell(shape, settings, l2_bytes), takers, settings, tools, product())
         states.append(tools.card_state())
         return replace(cell, before=before, after=states[-1]).as_dict()
 

@@ -15,7 +15,7 @@ from profiling.peers.registry import OURS
 # A larger spread of the rounds is marked.
 NOISY_SPREAD = 0.05
 LEGEND = (
-    "TFLOP/s; `~` rounds differ by more than 5 %, `!` wrong output, `x` failed; "
+    "TFLOP/s; `~` rounds differ by more than 5 %, `!` wrong output, `x` failed, `-` does not take the head dim; "
     "ours/ref, ours/best: our speed over that of the reference and of the fastest correct peer; "
     "err/ref: our relative error (Frobenius norm) over that of the reference; for gradients the worst of dq, dk and dv"
 )
@@ -150,7 +150,7 @@ def failures(run: Run) -> list[CellFailure]:
     for cell in run.cells:
         if cell.oracle_error:
             cells.setdefault((ORACLE, cell.oracle_error), []).append(cell.key)
-        for name in run.names:
+        for name in (name for name in run.names if name in cell.results):
             result = cell.results[name]
             lines = [f"failed: {result.error}"] if result.error else []
             lines += [_wrong(label, a) for label, a in result.accuracy.items() if a.is_wrong]

@@ -2,7 +2,8 @@
 
 The `paper` suite is the setting in which FlashAttention-2 and -3 publish their speed: 16,384 tokens in all,
 hidden size 2048, as many K/V heads as query heads. Q, K, V and O have the same number of bytes in all cells, which
-differ in the number of sequences and heads. In the `gqa` suites query heads share K/V heads.
+differ in the number of sequences and heads. In the `gqa` suites query heads share K/V heads; the suite `wide` has the
+head dims above 256.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ SUITES = {
     "quick": Suite(16384, 2048, (1024, 8192), (64, 128)),
     # Lengths at which launches, prologues and epilogues take most of the time.
     "short": Suite(16384, 2048, (64, 128, 256, 512, 1024), (64, 128)),
+    # Head dims above 256: one sequence of 32 heads.
+    "wide": Suite(16384, 16384, (4096, 16384), (320, 384, 512), batch=1, heads=32),
     # 32 query heads on 8 K/V heads, and 64 on 8, at D=128.
     "gqa": Suite(16384, 4096, (1024, 4096, 8192), (128,), group=4),
     "gqa8": Suite(16384, 8192, (1024, 4096, 8192), (128,), group=8),

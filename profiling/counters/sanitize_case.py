@@ -62,6 +62,7 @@ class Feature:
     tensors: Callable[[Sizes, str], dict[str, Any]] = lambda sizes, device: {}
     sizes: Sizes = SIZES
     has_varlen: bool = True
+    has_narrow_values: bool = False  # values have half the head dim of the keys
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -105,6 +106,7 @@ FEATURES = {
     "fp32": Feature({"causal": True}, dtype=torch.float32),
     # More tiles than an H200 has SMs: persistent CTAs take a second one.
     "many_tiles": Feature({"causal": True}, sizes=Sizes(140, 2, 40, 70), has_varlen=False),
+    "narrow_values": Feature({"causal": True}, has_varlen=False, has_narrow_values=True),
     # Partial outputs of context parallelism (`_merge`).
     "merge": Feature(has_varlen=False),
     # The row max of most blocks exceeds that of the blocks before, so a speculative row max fails.
@@ -114,13 +116,17 @@ FEATURES = {
     "long_softcap": Feature({"softcap": 5.0}, sizes=LONG_SIZES),
 }
 # At these head dims, only these features, dense.
-OTHER_HEAD_DIMS = (96, 192)
-OTHER_FEATURES = ("full", "causal", "softcap", "alibi", "dropout", "deterministic", "bias", "score_mod", "large_scores")
+OTHER_HEAD_DIMS = (96, 192, 384, 512)
+OTHER_FEATURES = (
+    "full", "causal", "softcap", "alibi", "dropout", "deterministic", "bias", "score_mod", "large_scores",
+    "narrow_values",
+)  # fmt: skip
 LONG_FEATURES = ("long", "long_causal", "long_softcap")
-LONG_HEAD_DIMS = (96, 192, 256)  # of the Hopper forward
+LONG_HEAD_DIMS = (96, 192, 256, 512)  # of the Hopper forward
 # Varlen kernels differ from dense ones only in lengths and tile lists. So all features run at the smallest head dim,
 # and only these at the others.
 VARLEN_WIDE = ("causal", "dropout")
+WIDEST = 512
 LENGTHS = (150, 1, 0, 77)
 
 
@@ -135,7 +141,8 @@ def _attend(launch: Launch, device: str) -> Sequence[Tensor]:
         attend = partial(cute_flash.attn_varlen, cu_seqlens_q=starts, cu_seqlens_k=starts)
         shapes = [(sum(LENGTHS), n, launch.head_dim) for n in (heads, heads_kv, heads_kv)]
     else:
-        shapes = [(1, n, s, launch.head_dim) for n, s in ((heads, rows), (heads_kv, keys), (heads_kv, keys))]
+        width_v = launch.head_dim // 2 if feature.has_narrow_values else launch.head_dim
+        shapes = [(1, heads, rows, launch.head_dim), (1, heads_kv, keys, launch.head_dim), (1, heads_kv, keys, width_v)]
     inputs = [_normal(*shape, device=device, dtype=feature.dtype) for shape in shapes]
     with cute_flash.use_kernels(launch.family):
         outputs = attend(*inputs, **feature.keywords, **feature.tensors(feature.sizes, device))
@@ -270,8 +277,8 @@ LATENT_CALLS = {
 }
 # These features run at all head dims, the others at DECODE_DIM only.
 DECODE_WIDE, DECODE_DIM = ("contiguous", "append", "fp8"), 128
-# Above head dim 256, warps divide the columns.
-DIVIDED_DIM, DIVIDED = 512, (*DECODE_WIDE, "pages1", "tokens8", "long")
+# At head dim `WIDEST`, where warps divide the columns.
+DIVIDED = (*DECODE_WIDE, "pages1", "tokens8", "long")
 
 
 def _decode(launch: Launch, device: str) -> Sequence[Tensor]:
@@ -309,12 +316,14 @@ def _all_launches(families: Iterable[str]) -> Iterator[Launch]:
         yield Launch(family, head_dim, DENSE, feature)
         if FEATURES[feature].has_varlen and (head_dim == HEAD_DIMS[0] or feature in VARLEN_WIDE):
             yield Launch(family, head_dim, VARLEN, feature)
+    for family, feature in product(families, VARLEN_WIDE):
+        yield Launch(family, WIDEST, VARLEN, feature)
     for family, head_dim, feature in product(families, HEAD_DIMS, (*DECODE_CALLS, *SPLIT_CALLS)):
         is_wide = head_dim == DECODE_DIM or feature in DECODE_WIDE
         if is_wide and (feature not in SPLIT_CALLS or family == FAMILIES[-1]):
             yield Launch(family, head_dim, DECODE, feature)
     for family, feature in product(families, DIVIDED):
-        yield Launch(family, DIVIDED_DIM, DECODE, feature)
+        yield Launch(family, WIDEST, DECODE, feature)
     for family, feature in product(families, LATENT_CALLS):
         yield Launch(family, LATENT_DIM, DECODE, feature)
 
@@ -322,7 +331,7 @@ def _all_launches(families: Iterable[str]) -> Iterator[Launch]:
 def launches(families: Iterable[str] = FAMILIES, only: str = "*") -> list[Launch]:
     """Every kind of kernel: both families, all features, three head dims, dense, varlen and decode.
 
-    At other head dims, which have tiles of their own, there are fewer features.
+    At other head dims up to `WIDEST`, which have tiles of their own, there are fewer features.
     """
     pattern = only if "*" in only else f"*{only}*"
     return [launch for launch in _all_launches(families) if fnmatch(launch.name, pattern)]

@@ -126,6 +126,7 @@ def facts(run: Runner = run_command) -> dict[str, Any]:
         "tvm_ffi": _version("apache-tvm-ffi"),
         "flash_attn_3": flash_attn_3(),
         "flash_attn_4": _version("flash-attn-4"),
+        "ffpa": _version("ffpa-attn"),
         # Build systems set GIT_COMMIT for a copy of the tree without its history.
         "git_commit": os.environ.get("GIT_COMMIT") or run(("git", "rev-parse", "HEAD")) or None,
         "git_dirty": None if status is None else bool(status),

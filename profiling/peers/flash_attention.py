@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiling.peers.peer import BackwardCall, Gradients, MakeForward, Peer, PrepareBackward
+from profiling.peers.peer import UP_TO_256, BackwardCall, Gradients, MakeForward, Peer, PrepareBackward
 
 FA4 = "fa4"
 # With this variable FlashAttention-4 keeps compiled kernels in a folder.
@@ -101,10 +101,10 @@ def fa2_forward() -> BshdForward:
 def bshd_peer(
     name: str, load: Callable[[], BshdForward], load_backward: Callable[[], PrepareBackward] | None = None
 ) -> Peer:
-    """A library whose function takes (B, S, H, D) tensors and whether the mask is causal."""
+    """A member of the family: its function takes (B, S, H, D) tensors and whether the mask is causal."""
 
     def load_forward() -> MakeForward:
         forward = load()
         return lambda q, k, causal: lambda q, k, v: forward(q, k, v, causal)
 
-    return Peer(name, load_forward, load_backward, is_bshd=True)
+    return Peer(name, load_forward, load_backward, is_bshd=True, head_dims=UP_TO_256)

@@ -3,6 +3,7 @@
     available(direction)            None, or the reason why the peer cannot run that direction here
     context()                       a context manager for its calls, such as a backend switch; entered outside the
                                     timed part
+    takes(head_dim)                 whether it takes a head dim; if not, the cells of this head dim leave it out
     prepare(q, k, v, ...)           returns a call without arguments that returns the output
     prepare_backward(q, k, v, ...)  runs the forward pass once; returns a call that returns dq, dk and dv
 
@@ -33,6 +34,7 @@ LAYOUTS = ("bhsd", "bshd")
 NO_GPU = "no CUDA device"
 # The largest relative difference, ‖a - b‖ / ‖b‖, of two results of the same function in 16 bits.
 AGREEMENT = 2e-2
+UP_TO_256 = range(1, 257)  # the head dims of FlashAttention and of cuDNN
 
 
 def missing(load: Callable[[], object], needs_gpu: bool = True) -> str | None:
@@ -74,6 +76,10 @@ class Peer:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     is_ours: bool = False
     is_bshd: bool = False  # whether its tensors are (B, S, H, D)
+    head_dims: range | None = None  # those that it takes; None: any
+
+    def takes(self, head_dim: int) -> bool:
+        return self.head_dims is None or head_dim in self.head_dims
 
     def available(self, direction: str = "fwd") -> str | None:
         return missing((self.load_backward if direction == "bwd" else None) or self.load)

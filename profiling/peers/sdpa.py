@@ -21,6 +21,6 @@ def _load() -> MakeForward:
     return make
 
 
-def sdpa_peer(name: str, backend: SDPBackend) -> Peer:
+def sdpa_peer(name: str, backend: SDPBackend, head_dims: range | None = None) -> Peer:
     """One backend, called as users call it."""
-    return Peer(name, _load, context=partial(sdpa_kernel, backend))
+    return Peer(name, _load, context=partial(sdpa_kernel, backend), head_dims=head_dims)

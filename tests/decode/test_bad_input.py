@@ -340,13 +340,13 @@ def test_cuda_has_fewer_kernels() -> None:
 
     on_cuda(**of(torch.bfloat16))
     on_cuda(**of(torch.float16) | {"k_cache": FP8, "v_cache": FP8})
-    on_cuda(**of(torch.float16, 256))
+    on_cuda(**of(torch.float16, 512))
     with pytest.raises(UnsupportedError, match=r"q is torch\.float32 on cuda: use one of float16, bfloat16"):
         on_cuda(**of(torch.float32))
     with pytest.raises(UnsupportedError, match="head_dim=36: kernels take multiples of 8"):
         on_cuda(**of(torch.float16, 36))
-    with pytest.raises(UnsupportedError, match="head_dim=264"):
-        on_cuda(**of(torch.float16, 264))
+    with pytest.raises(UnsupportedError, match="head_dim=520"):
+        on_cuda(**of(torch.float16, 520))
     with pytest.raises(UnsupportedError, match=r"softcap=20000\.0 on cuda"):
         on_cuda(**of(torch.float16, softcap=20000.0))
     new, table = torch.zeros(B, T, HKV, D).half(), torch.zeros(S, 4)

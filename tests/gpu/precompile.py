@@ -3,7 +3,7 @@
 python -m tests.gpu.precompile DIR [JOBS] [SET ...]
 python -m pytest tests/gpu --kernel-cache=DIR
 
-SET: attention, random, features, study, mods, fp32, decode, others; all of them by default.
+SET: attention, random, features, wide, study, mods, fp32, decode, others; all of them by default.
 """
 
 import itertools
@@ -26,6 +26,7 @@ from tests.gpu import (
     test_mods,
     test_races,
     test_random,
+    test_wide_heads,
 )
 
 COMBINATIONS = 300  # the default of `--combinations`
@@ -61,6 +62,7 @@ SETS = {
     "attention": attention_keys,
     "random": random_keys,
     "features": lambda: test_random.keys(detect(0), families.runnable()),
+    "wide": lambda: test_wide_heads.keys(detect(0), families.runnable()),
     "study": study_keys,
     "mods": lambda: test_mods.keys(detect(0), families.runnable()),
     "fp32": lambda: fp32_cases.keys(detect(0)),

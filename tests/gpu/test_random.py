@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -34,13 +35,17 @@ KINDS = [pytest.param(kind, kind.family, id=kind.id) for family in FAMILIES for 
 
 @pytest.mark.parametrize(("kind", "family"), KINDS, indirect=["family"])
 def test_random_calls(kind: Kind, family: str, request: pytest.FixtureRequest) -> None:
-    """Wrong calls are reported together; a kind is refused for all lengths, or for none.
+    check_kind(kind, request.config.getoption("--random-calls") or CALLS)
 
-    Each dimension of a bias that is not 1 adds operations per score, so a gradient may be refused with one bias and not
-    with another.
+
+def check_kind(kind: Kind, num_calls: int) -> Counter[str]:
+    """Check calls of a kind, and return how many had each outcome of `tests.random_calls.check`.
+
+    Wrong calls are reported together; a kind is refused for all lengths, or for none. Each dimension of a bias that is
+    not 1 adds operations per score, so a gradient may be refused with one bias and not with another.
     """
     failed, outcomes = [], defaultdict[tuple[bool, ...], Counter[str]](Counter)
-    for seed in range(request.config.getoption("--random-calls") or CALLS):
+    for seed in range(num_calls):
         call = drawn(seed, kind, "cuda")
         try:
             outcomes[dimensions_of_bias(call)][check(call, seed)] += 1
@@ -48,6 +53,7 @@ def test_random_calls(kind: Kind, family: str, request: pytest.FixtureRequest) -
             failed.append(f"seed {seed}: {call}: {error}")
     assert not failed, "\n".join([f"{len(failed)} failed", *failed[:5]])
     assert all(len(counts) == 1 for counts in outcomes.values()), outcomes
+    return sum(outcomes.values(), Counter())
 
 
 def dimensions_of_bias(call: Call) -> tuple[bool, ...]:
@@ -56,16 +62,20 @@ def dimensions_of_bias(call: Call) -> tuple[bool, ...]:
 
 
 def keys(arch: ArchSpec, families: Iterable[str]) -> Iterator[LaunchKey]:
-    """The kernels of the first calls, which are made with CPU tensors and launch nothing."""
-    for family in families:
-        for kind in kinds(family):
-            gpu = RecordingGpu(arch)
-            with use_gpu(gpu), use_kernels(family), claiming_cuda(), launching_operators():
-                for seed in range(RECORDED_CALLS):
-                    call = drawn(seed, kind)
-                    x = inputs_of(call)
-                    with known_rng(x["q"].device), suppress(UnsupportedError):
-                        with torch.no_grad():
-                            attend(call, x)
-                        results(attend, call, x, seed)
-            yield from gpu.host_calls
+    """The kernels of the first calls of all kinds."""
+    for kind in itertools.chain.from_iterable(map(kinds, families)):
+        yield from keys_of(kind, arch)
+
+
+def keys_of(kind: Kind, arch: ArchSpec) -> list[LaunchKey]:
+    """The kernels of the first calls of a kind, which are made with CPU tensors and launch nothing."""
+    gpu = RecordingGpu(arch)
+    with use_gpu(gpu), use_kernels(kind.family), claiming_cuda(), launching_operators():
+        for seed in range(RECORDED_CALLS):
+            call = drawn(seed, kind)
+            x = inputs_of(call)
+            with known_rng(x["q"].device), suppress(UnsupportedError):
+                with torch.no_grad():
+                    attend(call, x)
+                results(attend, call, x, seed)
+    return gpu.host_calls

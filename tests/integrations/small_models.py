@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 transformers = pytest.importorskip("transformers", minversion="4.57", reason="transformers 4.57 is not installed")
 
@@ -43,7 +46,33 @@ def causal_models(
         "gpt2": (x.GPT2LMHeadModel, x.GPT2Config, gpt2),
     }
 
+    if hasattr(x, "Gemma4ForCausalLM"):
+        # As in Gemma 4, layers with full attention have heads of 512 columns, fewer K/V heads, and keys that are also
+        # the values.
+        wide = dict(global_head_dim=512, num_global_key_value_heads=1, attention_k_eq_v=True)
+        per_layer = dict(vocab_size_per_layer_input=sizes["vocab_size"], hidden_size_per_layer_input=16)
+        options["gemma4"] = (x.Gemma4ForCausalLM, x.Gemma4TextConfig, {**sizes, **two_kinds, **wide, **per_layer})
+
     def make(model: Any, config: Any, options: dict[str, Any]) -> Any:
-        return model(config(**options))
+        made = model(config(**options))
+        if "global_head_dim" in options:
+            # The scale of the scores is 1. In a trained model, the norm of the queries makes them small.
+            for layer in made.model.layers:
+                layer.self_attn.q_norm.weight.data.mul_(layer.self_attn.head_dim**-0.5)
+        return made
 
     return {name: partial(make, *parts) for name, parts in options.items()}
+
+
+def losses_of_training(model: Any, implementation: str, tokens: Tensor, num_steps: int = 3) -> list[float]:
+    """The losses of a few training steps of a copy of the model."""
+    model = copy.deepcopy(model).train()
+    model.set_attn_implementation(implementation)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(num_steps):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses

@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_flash import UnsupportedError, attn
 from cute_flash.integrations import transformers as adapter
 from cute_flash.integrations.transformers import attention, register
-from tests.integrations.small_models import causal_models, common, transformers
+from tests.integrations.small_models import causal_models, common, losses_of_training, transformers
 
 IS_4 = transformers.__version__.startswith("4.")
 
@@ -151,7 +151,14 @@ def test_generate(name: str, cache: str) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", [name for name in ("gemma2", "gemma4") if name in CAUSAL])
+def test_training(name: str) -> None:
+    model = model_of(name)
+    expected, losses = (losses_of_training(model, x, tokens()) for x in ("eager", "cute_attention"))
+    assert losses == pytest.approx(expected, rel=1e-4) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", *(["gemma4"] if "gemma4" in CAUSAL else [])])
 @pytest.mark.parametrize(
     "has_offsets, use_cache", [(False, False), (True, False), (True, True)], ids=["positions", "offsets", "cache"]
 )

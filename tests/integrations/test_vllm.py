@@ -167,7 +167,7 @@ def test_declared_support(backend: Any) -> None:
     for name in ("batch_invariance", "non_causal", "mm_prefix", "alibi_sqrt", "rswa"):
         assert not getattr(backend, f"supports_{name}")()
     assert not (backend.is_mla() or backend.is_sparse() or backend.get_impl_cls().supports_dcp)
-    assert [x for x in (8, 20, 64, 128, 256, 264) if backend.supports_head_size(x)] == [8, 64, 128, 256]
+    assert [x for x in (0, 8, 20, 64, 256, 512, 520) if backend.supports_head_size(x)] == [8, 64, 256, 512]
     capabilities = [(7, 5), (8, 0), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]
     supported = [x for x in capabilities if backend.supports_compute_capability(DeviceCapability(*x))]
     assert supported == [(8, 0), (8, 9), (9, 0), (12, 0), (12, 1)]

@@ -63,7 +63,7 @@ def test_main_prints_and_writes(capsys, tmp_path) -> None:
         (["--draw-rows", "0"], "--draw-rows 0"),
         (["--kernel", "fwd-sm90", "--variant", "padded"], "--variant padded: use one of swizzled, swizz"),
         (["--kernel", "fwd-sm80", "--instruction", "stmatrix"], "the instructions of K are cp.async, ldmatrix"),
-        (["--kernel", "fwd-sm80", "--head-dim", "512"], "head_dim=512"),
+        (["--kernel", "fwd-sm80", "--head-dim", "520"], "head_dim=520"),
         (["--svg", "no/such/folder/tile.svg"], "no/such/folder"),
     ],
 )

@@ -70,6 +70,10 @@ class FakePeer:
     spoil_gradients: Callable[[Tensor, Tensor, Tensor], Any] = lambda dq, dk, dv: None
     reason: str | None = None
     backward_reason: str | None = None
+    head_dims: range = range(1, 1000)
+
+    def takes(self, head_dim: int) -> bool:
+        return head_dim in self.head_dims
 
     def available(self, direction: str = "fwd") -> str | None:
         return self.reason or (self.backward_reason if direction == "bwd" else None)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from profiling.bench import report
 from profiling.bench.bench import STUDY
 from profiling.measure.study import Record
 from tests.profiling.fakes import SETTINGS, SMALL, FakePeer, FakeTimer, bench, failures, notes, settings_of, tools
@@ -47,6 +48,19 @@ def test_a_peer_that_fails_in_one_cell_is_recorded_there_and_runs_in_the_next():
     assert second.tflops("cute_flash") and second.results["cute_flash"].error is None
     (failure,) = failures(run)
     assert first.key in failure and "causal is not here yet" in failure
+
+
+def test_cells_leave_out_peers_that_do_not_take_the_head_dim():
+    timer = FakeTimer()
+    shapes = [SMALL, replace(SMALL, head_dim=2 * SMALL.head_dim)]
+    peers = [FakePeer("sdpa-flash", timer, head_dims=range(SMALL.head_dim + 1)), FakePeer("sdpa-efficient", timer, 3.0)]
+    run = bench(timer, [FakePeer("cute_flash", timer, is_ours=True), *peers], shapes)
+    first, second = run.cells
+    assert set(first.results) == {"cute_flash", "sdpa-flash", "sdpa-efficient"}
+    assert set(second.results) == {"cute_flash", "sdpa-efficient"}
+    assert run.best_peer(second) == "sdpa-efficient" and second.worst_error_ratio("cute_flash", "sdpa-flash") is None
+    assert report.cell_tables(run)[1].rows[0][2] == report.NOTHING
+    assert failures(run) == [] and notes(run) == []
 
 
 def test_a_wrong_peer_is_flagged_and_never_the_best_peer():
@@ -99,7 +113,7 @@ def test_an_output_of_another_shape_is_an_error():
 
 
 def _members(peer: FakePeer):
-    names = ("name", "is_ours", "available", "context", "prepare")
+    names = ("name", "is_ours", "takes", "available", "context", "prepare")
     return {n: staticmethod(v) if callable(v := getattr(peer, n)) else v for n in names}
 
 

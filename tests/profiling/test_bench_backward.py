@@ -219,6 +219,6 @@ def test_kernels_of_a_run_are_all_compiled_before_it(direction, kernels):
 
 
 def test_a_refused_call_does_not_stop_the_run():
-    wide = replace(GROUPED, head_dim=512)
+    wide = replace(GROUPED, head_dim=520)
     with use_gpu(CpuGpu(ARCHS["sm_90"], lambda key, operands: None)), claiming_cuda():
         assert needed_kernels(calls_of([our_peer()], [wide], ("fwd",), torch.bfloat16, torch.device("cpu"))) == []

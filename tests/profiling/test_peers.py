@@ -5,6 +5,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from profiling.peers.cute_flash import our_peer
 from profiling.peers.flash_attention import bshd_peer
 from profiling.peers.flex import flex_peer
 from profiling.peers.peer import NO_GPU, Peer, as_bhsd
-from profiling.peers.registry import DEFAULT_NAMES, registry, select, split_available
+from profiling.peers.registry import DEFAULT_NAMES, OURS, registry, select, split_available
 from profiling.peers.sdpa import sdpa_peer
 from tests.fakes.cuda import claiming_cuda
 from tests.fakes.gpu import fake_gpu
@@ -51,13 +52,14 @@ def test_without_a_gpu_all_are_absent_and_say_so():
 
 def test_a_missing_package_is_named(pretend_gpu, monkeypatch):
     monkeypatch.delenv("FA3_DIR", raising=False)
-    for module in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
+    for module in ("flash_attn", "flash_attn.cute", "flash_attn_interface", "ffpa_attn"):
         # None in sys.modules makes the import fail as if nothing were installed.
         monkeypatch.setitem(sys.modules, module, None)
-    reasons = {name: registry()[name].available() for name in ("fa3", "fa4", "flash_attn")}
+    reasons = {name: registry()[name].available() for name in ("fa3", "fa4", "flash_attn", "ffpa")}
     assert "flash_attn_interface" in str(reasons["fa3"])
     assert "flash_attn.cute" in str(reasons["fa4"])
     assert "flash_attn" in str(reasons["flash_attn"])
+    assert "ffpa_attn" in str(reasons["ffpa"])
 
 
 def test_an_fa3_folder_without_the_op_is_named(pretend_gpu, monkeypatch, tmp_path):
@@ -90,6 +92,15 @@ def test_ours_comes_first_and_variants_only_by_name():
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"'fa5'.*sdpa-flash"):
         select(["cute_flash", "fa5"])
+
+
+def test_head_dims_of_the_peers():
+    """Only torch's memory-efficient backend, FlexAttention and FFPA take head dims above 256."""
+    taken = {d: {name for name, peer in registry().items() if peer.takes(d)} for d in (64, 256, 264, 320, 512)}
+    everywhere = {*OURS, "sdpa-efficient", "flex"}
+    assert taken[64] == taken[256] == {*registry()} - {"ffpa"}
+    assert taken[264] == everywhere and taken[320] == taken[512] == everywhere | {"ffpa"}
+    assert "ffpa" not in DEFAULT_NAMES
 
 
 def test_flex_compiles_for_every_cell_anew(monkeypatch):
@@ -172,6 +183,17 @@ class FakeFa3:
         return softmax_lse, None
 
 
+def fake_ffpa(calls: list[str]) -> Any:
+    """A fake of the module of FFPA, which asks for `enable_gqa` as SDPA does."""
+
+    def ffpa_attn_func(query, key, value, *, is_causal, enable_gqa, backend):
+        calls.append("fwd")
+        assert backend == "backend" and enable_gqa == (query.shape[1] != key.shape[1])
+        return reference.dense(query, key, value, Band.of(is_causal, (None, None)))[0].to(query.dtype)
+
+    return SimpleNamespace(CuTeDSLBackend=lambda: "backend", ffpa_attn_func=ffpa_attn_func)
+
+
 @pytest.fixture
 def forwards(monkeypatch, eager_flex) -> list[str]:
     """Peers whose libraries are replaced, or run uncompiled; the forward passes and backward ops that they run."""
@@ -188,6 +210,7 @@ def forwards(monkeypatch, eager_flex) -> list[str]:
     monkeypatch.setattr(flex, "compiled_flex", lambda: flex_stand_in)
     monkeypatch.setattr(flex, "_load", lambda: flex._make_forward)  # without triton
     monkeypatch.setattr(flash_attention, "fa3_ops", lambda: FakeFa3(calls))
+    monkeypatch.setitem(sys.modules, "ffpa_attn", fake_ffpa(calls))
     return calls
 
 
@@ -202,7 +225,7 @@ def make(name: str, forwards: list[str]) -> Peer:
     return makes[name]() if name in makes else registry()[name]
 
 
-every_peer = pytest.mark.parametrize("name", ["cute_flash", "sdpa", "flex", "bshd", "fa3"])
+every_peer = pytest.mark.parametrize("name", ["cute_flash", "sdpa", "flex", "bshd", "fa3", "ffpa"])
 masks = pytest.mark.parametrize("causal", [False, True])
 heads = pytest.mark.parametrize("heads_kv", [4, 2])
 

@@ -31,7 +31,11 @@ RACE = (
 
 def test_every_kind_of_kernel_is_launched() -> None:
     found = launches()
-    head_dims = {"dense": (64, 96, 128, 192, 256), "varlen": (64, 128, 256), "decode": (64, 128, 256, 512, 576)}
+    head_dims = {
+        "dense": (64, 96, 128, 192, 256, 384, 512),
+        "varlen": (64, 128, 256, 512),
+        "decode": (64, 128, 256, 512, 576),
+    }
     assert {one[:3] for one in found} == {
         (family, d, kind) for family in ("sm80", "sm90") for kind, dims in head_dims.items() for d in dims
     }
@@ -53,6 +57,11 @@ def test_the_launches_need_every_kernel() -> None:
     assert {"FwdTileSm80", "FwdTileSm90", "BwdTileSm80", "BwdTileSm90", "BwdTileSm90Wide"} <= tiles
     assert {key.static.features for key in keys if key.kernel == "fwd_sm90"} >= {(), ("dropout",)}
     plain = {key.tile for key in keys if key.kernel == "fwd_sm90" and not key.static.features}
+    for direction in ("fwd", "bwd"):
+        for family in ("sm80", "sm90"):
+            found = [key.static for key in keys if key.kernel.startswith(f"{direction}_{family}")]
+            values = {static.head_dim_v for static in found if static.head_dim == sanitize_case.WIDEST}
+            assert values == {None, sanitize_case.WIDEST // 2}, (direction, family)
     assert {(96, 128), (96, 192)} <= {(tile.head_dim, tile.tile_m) for tile in plain}, "for few and for many keys"
     ways = {(key.tile.row_warps, key.tile.speculative_max) for key in keys if key.kernel == "fwd_sm80"}
     assert ways == {(1, False), (1, True), (2, True)}
@@ -157,14 +166,14 @@ def test_command(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(sanitize, "run_command", fake)
     assert cli.main(("sanitize", "--only", "sm90-*-dropout", "--tool", "memcheck", "--tool", "racecheck")) == OK
     (log,) = (tmp_path / "results" / "h200").iterdir()
-    assert log.name.endswith("-sanitize.txt") and "racecheck: 8 launches clean" in log.read_text()
+    assert log.name.endswith("-sanitize.txt") and "racecheck: 11 launches clean" in log.read_text()
     assert "synccheck" not in log.read_text() and log.read_text() in capsys.readouterr().out
 
 
 def test_list_needs_no_gpu(capsys) -> None:
     assert cli.main(("sanitize", "--list", "--only", "*varlen-dropout")) == OK
     said = capsys.readouterr().out
-    assert "sm90-d128-varlen-dropout" in said and "6 launches" in said and " s on an H200" in said
+    assert "sm90-d128-varlen-dropout" in said and "8 launches" in said and " s on an H200" in said
     assert launches(only="varlen-dropout") == launches(only="*varlen-dropout*")
     assert cli.main(("sanitize", "--list", "--only", "nothing")) == NOT_MEASURED
     assert "no launch has such a name" in capsys.readouterr().err

@@ -25,6 +25,14 @@ def test_quick_is_part_of_paper():
     assert quick < set(SUITES["paper"].shapes())
 
 
+def test_wide_heads():
+    shapes = SUITES["wide"].shapes()
+    assert len(shapes) == 12 and Shape(1, 32, 32, 16384, 512, True) in shapes
+    assert {(shape.batch, shape.heads, shape.heads_kv) for shape in shapes} == {(1, 32, 32)}
+    assert {shape.head_dim for shape in shapes} == {320, 384, 512}
+    assert {shape.seqlen for shape in shapes} == {4096, 16384}
+
+
 def test_flops_are_the_papers():
     full, causal = (Shape(2, 16, 16, 8192, 128, causal) for causal in (False, True))
     assert full.flops() == 4 * 2 * 16 * 8192**2 * 128

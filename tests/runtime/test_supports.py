@@ -53,8 +53,9 @@ CALLS = [
     Call("heads do not divide", k=(1, 3, 16, 64)),
     wide(256, requires_grad=True),
     wide(100),
-    wide(512),
-    wide(512, dtype=FP32),
+    wide(512, requires_grad=True),
+    wide(520),
+    wide(520, dtype=FP32),
     wide(128, dtype=FP32, requires_grad=True),
     wide(256, dtype=FP32),
     wide(64, dtype=torch.float64),
@@ -110,8 +111,8 @@ def test_answers_differ_where_gpus_do() -> None:
 def test_shapes_on_the_meta_device_are_enough() -> None:
     x = torch.empty(8, 64, 1 << 17, 128, dtype=torch.bfloat16, device="meta")
     assert supports(x, x, x, causal=True, gpu="H200")
-    wide = torch.empty(8, 64, 1 << 17, 512, dtype=torch.bfloat16, device="meta")
-    assert supports(wide, wide, wide) and "head_dim=512" in supports(wide, wide, wide, gpu="H200").reason
+    wide = torch.empty(8, 64, 1 << 17, 520, dtype=torch.bfloat16, device="meta")
+    assert supports(wide, wide, wide) and "head_dim=520" in supports(wide, wide, wide, gpu="H200").reason
 
 
 def test_autocast_is_that_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +134,7 @@ def test_an_unknown_gpu_is_a_reason(ask: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_90", "sm_120"])
-@pytest.mark.parametrize("head_dim", [64, 100, 256, 512])
+@pytest.mark.parametrize("head_dim", [64, 100, 256, 512, 520])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP32])
 def test_decoding(dtype: torch.dtype, head_dim: int, name: str) -> None:
     q, cache = torch.ones(2, 1, 4, head_dim, dtype=dtype), torch.ones(2, 64, 2, head_dim, dtype=dtype)
@@ -143,4 +144,4 @@ def test_decoding(dtype: torch.dtype, head_dim: int, name: str) -> None:
         answers.append(ask())
         expected = result(lambda: attn_decode(q, cache, cache, cache_seqlens=64))
     assert [answer.reason for answer in answers] == [expected] * 3
-    assert bool(expected) == (dtype == FP32 or head_dim in (100, 512))
+    assert bool(expected) == (dtype == FP32 or head_dim in (100, 520))

@@ -1,0 +1,55 @@
+"""Head dims above 256: both families have forward and backward kernels, on every architecture.
+
+`tests/gpu/test_wide_heads.py` runs them.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+
+from cute_flash.errors import UnsupportedError
+from cute_flash.planning.plan import plan_backward, plan_forward
+from cute_flash.runtime.gpu import use_gpu
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.band import Band
+from cute_flash.spec.family import FAMILIES, use_kernels
+from cute_flash.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, Problem
+from tests.fakes.cuda import claiming_cuda, launching_operators
+from tests.fakes.recording import RecordingGpu
+from tests.random_calls import attend, drawn, inputs_of, known_rng, results, wide_kinds
+
+RUNNABLE = [(family, name) for family, runs_on in FAMILIES.items() for name, arch in ARCHS.items() if runs_on(arch)]
+# The most kinds of `wide_kinds` whose gradients a family refuses.
+MAX_REFUSED = {"sm80": 0, "sm90": 3}
+runnable = pytest.mark.parametrize(("family", "name"), RUNNABLE)
+
+
+@runnable
+@pytest.mark.parametrize("features", [(), ("softcap", "alibi", "sinks", "dropout")], ids=["plain", "features"])
+def test_every_head_dim_has_kernels(family: str, name: str, features: tuple[str, ...]) -> None:
+    for width in range(256 + HEAD_DIM_STEP, MAX_HEAD_DIM + 1, HEAD_DIM_STEP):
+        for head_dim, head_dim_v in ((width, None), (width, 64), (64, width)):
+            problem = Problem(1, 4, 2, 300, 700, head_dim, "bfloat16", Band(None, 0), head_dim_v, features)
+            plans = [plan_forward(problem, ARCHS[name], family)]
+            plans += [plan_backward(problem, ARCHS[name], is_ordered, family=family) for is_ordered in (False, True)]
+            assert [plan.family for plan in plans] == [family] * 3
+            assert all(plan.tile.head_dim >= max(head_dim, head_dim_v or 0) for plan in plans[1:])
+
+
+@runnable
+def test_few_gradients_of_random_calls_are_refused(family: str, name: str) -> None:
+    refused = []
+    for kind in wide_kinds(family):
+        call = drawn(0, kind)
+        x = inputs_of(call)
+        with use_gpu(RecordingGpu(ARCHS[name])), use_kernels(family), claiming_cuda(), launching_operators():
+            with known_rng(x["q"].device), torch.no_grad():
+                attend(call, x)
+            with known_rng(x["q"].device), suppress(UnsupportedError):
+                results(attend, call, x, 0)
+                continue
+        refused.append(kind.id)
+    assert len(refused) <= MAX_REFUSED[family], refused
