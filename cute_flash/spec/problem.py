@@ -13,7 +13,10 @@ from cute_flash.spec.band import NARROW, Band
 from cute_flash.spec.bias import BiasLayout
 from cute_flash.spec.features import MODS, feature_cost
 
-MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 576, 8
+MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 512, 8
+# Of queries and keys in a forward on Hopper, whose values have at most MAX_HEAD_DIM columns: the width of latent
+# attention (MLA) with rotary columns.
+MAX_HEAD_DIM_QK = 576
 GPU_DTYPES = ("float16", "bfloat16", "float32")
 # fp32 kernels hold two 16-bit pieces of each element in shared memory.
 MAX_HEAD_DIM_FP32 = 128
@@ -241,8 +244,8 @@ class Problem:
             if self.static.is_fp32 and MAX_HEAD_DIM_FP32 < self.static.widest <= MAX_HEAD_DIM:
                 widest = f"head_dim={self.static.widest} of float32 on cuda"
                 raise UnsupportedError(f"{widest}: at most {MAX_HEAD_DIM_FP32}; use bfloat16 or float16")
-            check_head_dim(self.head_dim)
             check_head_dim(self.width_v)
+            check_head_dim(self.head_dim, MAX_HEAD_DIM if self.head_dim_v is None else MAX_HEAD_DIM_QK)
 
     def check_gradients(self, device: str = "cuda") -> None:
         """Raise `UnsupportedError` if `device` computes no gradients of the problem, whatever its sizes.
@@ -320,11 +323,11 @@ def check_dropout(dropout: float) -> None:
         raise UnsupportedError(f"dropout={dropout} on cuda: at most {MAX_DROPOUT}")
 
 
-def check_head_dim(head_dim: int) -> None:
-    if MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_STEP == 0:
+def check_head_dim(head_dim: int, most: int = MAX_HEAD_DIM) -> None:
+    if MIN_HEAD_DIM <= head_dim <= most and head_dim % HEAD_DIM_STEP == 0:
         return
-    taken = f"head_dim={head_dim}: kernels take multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
-    if head_dim > MAX_HEAD_DIM:
+    taken = f"head_dim={head_dim}: kernels take multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {most}"
+    if head_dim > most:
         raise UnsupportedError(
             f"{taken}; use torch's SDPA with SDPBackend.EFFICIENT_ATTENTION or SDPBackend.MATH, or move the tensors to "
             "the CPU, whose reference path takes any head dim"

@@ -299,6 +299,27 @@ def fwd_features() -> Iterator[Case]:
     yield fwd(AMPERE_86, 64, "varlen")
 
 
+# Widths of Q and K, and of V, of the rows of the Hopper forward above head dim 256.
+HOPPER_WIDE_DIMS = ((320, None), (384, None), (448, None), (512, 256), (512, None), (576, 512))
+
+
+def fwd_wide_sm90() -> Iterator[Case]:
+    """The Hopper forward above head dim 256: every row with every mask, and features."""
+    for (head_dim, head_dim_v), mask in product(HOPPER_WIDE_DIMS, MASKS):
+        yield fwd(HOPPER, head_dim, head_dim_v=head_dim_v, mask=mask)
+    for name in (*ALL_SCORE, "out_dtype", "batch_invariant", "varlen"):
+        yield fwd(HOPPER, 512, name)
+    yield fwd(HOPPER, 512, "varlen", *ALL_SCORE, mask="window")
+    yield fwd(HOPPER, 576, *ALL_SCORE, head_dim_v=512, mask="window")
+    yield fwd(HOPPER, 512, mask="chunk", dtype="fp16")
+    yield fwd(HOPPER, 264, "varlen", mask="full")
+    yield fwd(HOPPER, 384, "dropout", "dropout_origin", mask="full")
+    yield fwd(HOPPER, 512, mask="window", score_mod="alibi", mask_mod="window", bias=Bias())
+    yield fwd(HOPPER, 512, mask="full", bias=Bias(dims="bk"))
+    yield fwd(HOPPER, 512, mask="full", mask_mod="document_causal", block_map=True)
+    yield fwd(HOPPER, 320, "max_logit", score_mod="relative")
+
+
 def fwd_wide() -> Iterator[Case]:
     """Features of the mma.sync forward above head dim 256. `plain` has every row with a speculative row max."""
     for place in (AMPERE, AMPERE_86, AMPERE_ON_90):
@@ -577,6 +598,7 @@ def cases() -> list[AnyCase]:
         *first.values(),
         *fwd_features(),
         *bwd_features(),
+        *fwd_wide_sm90(),
         *fwd_wide(),
         *bwd_wide(),
         *shards(),
@@ -737,6 +759,7 @@ def reachable() -> Iterator[Case]:
     for place, head_dim, mask in product(PLACES[1:], range(264, 513, 8), MASKS):
         yield fwd(place, head_dim, mask=mask)
         yield fwd(place, 128, head_dim_v=head_dim, mask=mask)
+        yield fwd(HOPPER, head_dim, mask=mask)
         one = bwd(place, head_dim, mask=mask)
         yield from (one, replace(one, deterministic=True), replace(one, head_dim=64, head_dim_v=head_dim))
     for place, (head_dim, head_dim_v), mask in product(PLACES, widths, MASKS):
