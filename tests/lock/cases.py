@@ -165,6 +165,8 @@ def pre_and_postprocess(case: Case) -> Iterator[Case]:
 HEAD_DIMS = (64, 96, 128, 192, 256)
 # Above 256, warps of the mma.sync forward share rows, with a speculative or an exact row max.
 WIDE_HEAD_DIMS = (320, 384, 448, 512)
+# Widths of Q and K, and of V, of the rows of the Hopper forward above head dim 256.
+HOPPER_WIDE_DIMS = ((320, None), (384, None), (448, None), (512, 256), (512, None), (576, 512))
 # Head dims of the Hopper backward's rows.
 HOPPER_BWD_DIMS = (64, 128, 256)
 # Head dims above 256 of the rows of the mma.sync backward, in which warps split S and dP.
@@ -175,6 +177,8 @@ def plain() -> Iterator[Case]:
     """Every row of the tile tables with every mask, in bf16."""
     for place, head_dim, mask in product(PLACES, HEAD_DIMS, MASKS):
         yield fwd(place, head_dim, mask=mask)
+    for (head_dim, head_dim_v), mask in product(HOPPER_WIDE_DIMS, MASKS):
+        yield fwd(HOPPER, head_dim, head_dim_v=head_dim_v, mask=mask)
     for place, head_dim, mask in product((AMPERE, AMPERE_86, AMPERE_ON_90), WIDE_HEAD_DIMS, MASKS):
         yield fwd(place, head_dim, mask=mask)
     for (head_dim, head_dim_v), mask in product(((64, 128), (128, 64), (192, 128), (256, 128)), MASKS):
@@ -299,14 +303,8 @@ def fwd_features() -> Iterator[Case]:
     yield fwd(AMPERE_86, 64, "varlen")
 
 
-# Widths of Q and K, and of V, of the rows of the Hopper forward above head dim 256.
-HOPPER_WIDE_DIMS = ((320, None), (384, None), (448, None), (512, 256), (512, None), (576, 512))
-
-
 def fwd_wide_sm90() -> Iterator[Case]:
-    """The Hopper forward above head dim 256: every row with every mask, and features."""
-    for (head_dim, head_dim_v), mask in product(HOPPER_WIDE_DIMS, MASKS):
-        yield fwd(HOPPER, head_dim, head_dim_v=head_dim_v, mask=mask)
+    """Features of the Hopper forward above head dim 256."""
     for name in (*ALL_SCORE, "out_dtype", "batch_invariant", "varlen"):
         yield fwd(HOPPER, 512, name)
     yield fwd(HOPPER, 512, "varlen", *ALL_SCORE, mask="window")
