@@ -48,6 +48,13 @@ RISKY = (
     "fwd/sm80/sm_80/d256/bf16/window/plain/main",
     "fwd/sm80/sm_90/d128/bf16/causal/plain/main",
     "fwd/sm80/sm_90/d256/bf16/window/plain/main",
+    # Warps share rows: the most registers for O and Q, and all features.
+    "fwd/sm80/sm_80/d512/bf16/window/plain/main",
+    "fwd/sm80/sm_86/d384/bf16/window/plain/main",
+    "fwd/sm80/sm_86/d512/bf16/window/softcap+alibi+sinks+dropout+max_logit/main",
+    "fwd/sm80/sm_90/d448/bf16/window/varlen+alibi/main",
+    "fwd/sm80/sm_90/d512/bf16/window/varlen+softcap+alibi+sinks+dropout+max_logit/main",
+    "fwd/sm80/sm_90/d512/bf16/window/score_mod-alibi+mask_mod-window+bias-bf16-bhqk-pairs/main",
     "fwd/sm80/sm_80/d128/bf16/chunk/plain/main",
     "fwd/sm80/sm_80/d128/bf16/window/varlen+softcap+alibi+sinks+dropout+max_logit/main",
     "fwd/sm80/sm_86/d192/bf16/full/score_mod-capped+mask_mod-prefix+bias-fp16-bhqk-pairs/main",
