@@ -90,9 +90,9 @@ RISKY = (
     "bwd/sm80/sm_90/d256/bf16/causal/deterministic/main",
     "bwd/sm80/sm_80/d128/bf16/window/score_mod-alibi+mask_mod-window+bias-bf16-bhqk-pairs/main",
     # Wide heads: the rows with the most registers, and those with features.
-    "bwd/sm80/sm_80/d320/fp16/chunk/deterministic/main",
+    "bwd/sm80/sm_80/d320/fp16/chunk/plain/main",
     "bwd/sm80/sm_80/d384/bf16/window/plain/main",
-    "bwd/sm80/sm_90/d384/bf16/chunk/deterministic/main",
+    "bwd/sm80/sm_90/d384/bf16/window/plain/main",
     "bwd/sm80/sm_80/d512/bf16/window/varlen+softcap+alibi+dropout+deterministic/main",
     "bwd/sm80/sm_90/d512/bf16/window/softcap+alibi+dropout+score_mod-alibi+mask_mod-window+bias-bf16-bhqk-pairs/main",
     "bwd/sm80/sm_86/d512/bf16/window/varlen+softcap+alibi+dropout+deterministic/main",
