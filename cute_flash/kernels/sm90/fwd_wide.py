@@ -451,7 +451,7 @@ class FwdSm90Wide(Kernel):
         column = self.first_key(state, tile, i)
         bias = None
         if cutlass.const_expr(score_params.mods is not None):
-            bias = score_params.mods.load_bias(tile.mask, column, False, by_warp=True)
+            bias = score_params.mods.load_bias(tile.mask, column, False, warp_column=0)
         looks_near = not (self.static.has_mods or self.static.batch_invariant)
         score_params.transform(acc_S, tile.mask, column, bias, looks_near)
         is_masked = tile.block_iter.is_masked(i)
