@@ -299,15 +299,15 @@ def _equal_groups(problem: Problem, most: int) -> int:
     return next(n for n in range(min(max(1, most), kv_heads), 0, -1) if kv_heads % n == 0)
 
 
-def _heads_of_waves(arch: ArchSpec, waves: int, head_tiles: int) -> int:
-    """The smallest number of heads whose tiles fill `waves` waves; a wave is one tile for every SM."""
-    return ceil_div(waves * arch.num_sms, max(1, head_tiles))
+def _heads_of_waves(arch: ArchSpec, waves: int, head_ctas: int) -> int:
+    """The smallest number of heads whose CTAs fill `waves` waves; a wave is one CTA for every SM."""
+    return ceil_div(waves * arch.num_sms, max(1, head_ctas))
 
 
 def _bwd_l2_group(
-    problem: Problem, arch: ArchSpec, tile: AnyBwdTile, deterministic: bool, head_bytes: int, head_tiles: int
+    problem: Problem, arch: ArchSpec, tile: AnyBwdTile, deterministic: bool, head_bytes: int, head_ctas: int
 ) -> int:
-    """The number of K/V heads in an L2 group of the backward. `head_tiles`: K/V tiles of a head.
+    """The number of K/V heads in an L2 group of the backward. `head_ctas`: CTAs for the K/V tiles of a head.
 
     Some calls are faster with larger groups, although Q, dO and dQ then take more of L2; measured in
     `profiling/notes/bwd_sm90.md`, "L2 groups":
@@ -319,7 +319,7 @@ def _bwd_l2_group(
     is_wide, is_bounded = isinstance(tile, BwdTileSm90Wide), problem.static.is_bounded
     if problem.varlen or not tile.needs_wgmma:
         return _equal_groups(problem, heads)
-    two_waves, four_waves = (_heads_of_waves(arch, waves, head_tiles) for waves in (2, 4))
+    two_waves, four_waves = (_heads_of_waves(arch, waves, head_ctas) for waves in (2, 4))
     # With more heads, fewer tiles of a head would run at a time and share Q and dO in L2.
     most = arch.num_sms // (8 if is_wide else 4)
     if deterministic and is_wide:
@@ -445,9 +445,9 @@ def _plan_backward(
     workspace = _shared_if_small(workspace)
     sizes = {
         "dalibi_warps": tile.dalibi_warps,
-        "heads_per_l2_group": _bwd_l2_group(problem, arch, tile, deterministic, l2_bytes, num_kv_tiles),
+        "heads_per_l2_group": _bwd_l2_group(problem, arch, tile, deterministic, l2_bytes, num_kv_tiles * tile.cluster),
         "num_tiles": num_tiles,
-        "num_ctas": min(num_tiles, arch.num_sms) if is_persistent else num_tiles,
+        "num_ctas": min(num_tiles, arch.num_sms) if is_persistent else num_tiles * tile.cluster,
     }
     if problem.varlen:
         workspace.append(_tile_list("kv_tile_list", num_kv_tiles))
@@ -494,7 +494,9 @@ def _bwd_launches(
     preprocess = replace(rows, head_dim=static.width_v, out_fp32=static.out_fp32, has_dlse=has_dlse)
     # The mma.sync backward always zeroes dQ first, so its postprocess kernel is the same for all calls.
     postprocess = replace(rows, deterministic=deterministic and tile.needs_wgmma)
-    kind = "_wide" if isinstance(tile, BwdTileSm90Wide) else "_fp32" * static.is_fp32
+    kind = "_fp32" * static.is_fp32
+    if isinstance(tile, BwdTileSm90Wide):
+        kind = "_cluster" if tile.cluster > 1 else "_wide"
     split = (CompileKey.of("split_fp32_bwd", _rows_only(static, seqused_k), tile, target),) if static.is_fp32 else ()
     return (
         *_scheduler("varlen_scheduler_bwd", static, seqused_k, target),

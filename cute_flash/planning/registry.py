@@ -184,6 +184,7 @@ KERNELS = {
     "bwd_sm80_fp32": KernelSpec("sm80.bwd:BwdSm80", (*_BWD_PIECES, *_BWD[4:], *_BWD_OPTIONAL)),
     "bwd_sm90": KernelSpec("sm90.bwd:BwdSm90", (*_BWD, NUM_CTAS, TILE_COUNTER, *_BWD_OPTIONAL)),
     "bwd_sm90_wide": KernelSpec("sm90.bwd_wide:BwdSm90Wide", (*_BWD, NUM_CTAS, TILE_COUNTER, *_BWD_OPTIONAL)),
+    "bwd_sm90_cluster": KernelSpec("sm90.bwd_cluster:BwdSm90Cluster", (*_BWD, NUM_CTAS, TILE_COUNTER, *_BWD_OPTIONAL)),
     "bwd_preprocess": KernelSpec("common.preprocess:BwdPreprocess", _PREPROCESS),
     "bwd_preprocess_fp32": KernelSpec("common.preprocess:BwdPreprocess", (*_PREPROCESS, NORMS)),
     "bwd_postprocess_sm80": KernelSpec("sm80.postprocess:BwdPostprocessSm80", _POSTPROCESS),

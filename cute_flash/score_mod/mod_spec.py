@@ -102,6 +102,11 @@ class ModSpec:
         return tuple(loads)
 
     @property
+    def adds_tensors(self) -> bool:
+        """Whether scores depend on elements of tensors: of a bias, or of those that score_mod captures."""
+        return bool(self.bias_dtype) or (self.graphs.score is not None and bool(self.graphs.score.captures))
+
+    @property
     def bwd_ops_per_score(self) -> int:
         """The number of operations of the backward's mods that run once per score; slow ones count as several."""
         score = None if self.graphs.score is None else self.graphs.gradient(self.captures_needing_grad).graph

@@ -340,8 +340,11 @@ def check_bwd_sm90(found: Resources, plan: Plan) -> None:
 def check_bwd_sm90_wide(found: Resources, plan: Plan) -> None:
     tile = plan.tile
     # Q Kᵀ and dO Vᵀ of the first and of further blocks; dV, dK and dQ of the block before, and of the last.
-    s, dkv, dq = tile.head_dim // 16, 2 * (tile.tile_m // 16), 2 * (tile.tile_n // 16)
+    s, dkv, dq = tile.cta_head_dim // 16, 2 * (tile.tile_m // 16), 2 * (tile.tile_n // 16)
     assert found.sass["HGMMA"] == 2 * (2 * s + 2 * dkv + dq)
+    # Partial sums of S and dP for the other CTA of a cluster, 16 bytes at a time.
+    sent = (tile.cluster > 1) * 2 * (tile.tile_m * tile.tile_n // 256 // 4)
+    assert found.sass["STAS"] == 2 * sent
     check_philox(found, plan, copies=2)
 
 

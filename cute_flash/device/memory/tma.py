@@ -66,7 +66,12 @@ class TmaTiles:
 
     def _partition(self, sX: cute.Tensor, head: Int32, batch: Int32 | VarlenRows, column: Int32 | int):
         """Shared memory as (tile, ...) and global memory as (tile, index of the row tile)."""
-        gX = cute.local_tile(self._head(head, batch), (self.rows, self.cols), (None, column))
+        gHead = self._head(head, batch)
+        width = cute.size(gHead, mode=[1])
+        if not isinstance(column, int) and isinstance(width, int) and width <= self.cols:
+            # `local_tile` would ignore the index, because there is only one tile.
+            gHead, column = cute.domain_offset((0, column * self.cols), gHead), 0
+        gX = cute.local_tile(gHead, (self.rows, self.cols), (None, column))
         sX, gX = (cute.group_modes(x, 0, 2) for x in (sX, gX))
         return cpasync.tma_partition(self.atom, 0, cute.make_layout(1), sX, gX)
 

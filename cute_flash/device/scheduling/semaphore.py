@@ -34,6 +34,7 @@ class DQSemaphore:
     tile_m: cutlass.Constexpr
     tile_n: cutlass.Constexpr
     by_tma: cutlass.Constexpr = True  # bulk copies do the additions, which needs proxy fences
+    parts: cutlass.Constexpr = 2  # of an m_block, if tiles wait for each part separately: 2 or 4
 
     def rank(self, n_block: Int32, m_block: Int32, seqlen: SeqlenInfo | None = None) -> Int32:
         """The number of K/V tiles that add to the m_block before this tile. `seqlen`: of a varlen batch."""
@@ -54,42 +55,50 @@ class DQSemaphore:
         last_of_chunk = Int32(Uint32(position) // Uint32(chunk)) * chunk + chunk - 1
         return minimum(last_key, last_of_chunk) // self.tile_n
 
-    def _address(self, m_block: HeadBlock, half: Int32 | None) -> Int64:
+    @property
+    def _part_bytes(self) -> int:
+        """Bytes of a part's semaphore; those of all parts take an int32."""
+        return 4 // self.parts
+
+    def _address(self, m_block: HeadBlock, part: Int32 | None) -> Int64:
         address = cute.domain_offset(tuple(m_block), self.mSemaphore).iterator.toint()
-        return address if half is None else address + 2 * half
+        return address if part is None else address + self._part_bytes * part
 
-    def _state_of_half(self, count: Int32) -> Int32:
-        """The 16 bits of a half's semaphore after `count` > 0 tiles have added: odd, so that only 0 means none.
+    def _state_of_part(self, count: Int32) -> Int32:
+        """The bits of a part's semaphore after `count` > 0 tiles have added: odd, so that only 0 means none.
 
-        The count is modulo 2^15. This suffices: fewer than 2^15 tiles run at a time, so the count is less than 2^15
-        below the rank of a tile that waits.
+        The count is modulo 2^15, or 2^7 with four parts. This suffices: fewer tiles run at a time, so the count is less
+        than this below the rank of a tile that waits. With four parts a tile takes two SMs.
         """
-        return (2 * count + 1) & 0xFFFF
+        return (2 * count + 1) & ((1 << 8 * self._part_bytes) - 1)
 
     @cute.jit
-    def wait(self, m_block: HeadBlock, rank: Int32, half: Int32 | None = None):
+    def wait(self, m_block: HeadBlock, rank: Int32, part: Int32 | None = None):
         """Wait until `rank` tiles have added to the m_block; their sums are then visible.
 
-        Called by one thread. `half`: 0 or 1 if tiles wait for each half of the block separately; see `_state_of_half`.
+        Called by one thread. `part`: of the block, if tiles wait for each part separately; see `_state_of_part`.
         """
-        address, state = self._address(m_block, half), Int32(-1)
-        if cutlass.const_expr(half is None):
+        address, state = self._address(m_block, part), Int32(-1)
+        if cutlass.const_expr(part is None):
             while state != rank:
                 state = instruction("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", Int32, address)
         elif rank > 0:
-            while state != self._state_of_half(rank):
-                state = instruction("ld.acquire.gpu.global.u16 {$w0}, [{$r0}];", Int32, address)
+            load = f"ld.acquire.gpu.global.u{8 * self._part_bytes} {{$w0}}, [{{$r0}}];"
+            while state != self._state_of_part(rank):
+                state = instruction(load, Int32, address)
         if cutlass.const_expr(self.by_tma):
             cute.arch.inline_ptx("fence.proxy.async.global;")
 
     @cute.jit
-    def arrive(self, m_block: HeadBlock, rank: Int32, half: Int32 | None = None):
-        """Increment the count after this CTA's additions are complete. `half`: as in `wait`.
+    def arrive(self, m_block: HeadBlock, rank: Int32, part: Int32 | None = None):
+        """Increment the count after this CTA's additions are complete. `part`: as in `wait`.
 
         Called by the thread that issued them or, if several threads did, by one thread after a barrier.
         """
         if cutlass.const_expr(self.by_tma):
             cute.arch.inline_ptx("fence.proxy.async.global;")
-        state, bits = (rank + 1, "s32") if half is None else (self._state_of_half(rank + 1), "u16")
-        arguments = [self._address(m_block, half), state]
+        state, bits = rank + 1, "s32"
+        if cutlass.const_expr(part is not None):
+            state, bits = self._state_of_part(rank + 1), f"u{8 * self._part_bytes}"
+        arguments = [self._address(m_block, part), state]
         cute.arch.inline_ptx(f"st.release.gpu.global.{bits} [{{$r0}}], {{$r1}};", read_only_args=arguments)

@@ -85,7 +85,8 @@ def load_kv(p: Params, tma: TmaTiles | VarlenTmaTiles, pipeline: Pipeline, sX: c
     """Load K or V of a tile."""
     pipeline.wait_empty(tile.count)
     pipeline.expect_bytes(tile.count, p.config.k.bytes)
-    tma.load(sX, tile.n_block, tile.head_kv, tile.seqlen.k_tma_coord, pipeline.full_barrier(tile.count))
+    barrier = pipeline.full_barrier(tile.count)
+    tma.load(sX, tile.n_block, tile.head_kv, tile.seqlen.k_tma_coord, barrier, p.cta_rank)
 
 
 @cute.jit
@@ -129,7 +130,7 @@ def load_rows(p: Params, x: RowOperand, iteration: Int32, m_block: Int32, head: 
     tile_m, stage = p.config.tile.tile_m, pipeline.stage(iteration)
     pipeline.wait_empty(iteration)
     pipeline.expect_bytes(iteration, p.config.q.bytes + 4 * tile_m)
-    tma.load(sX[None, None, stage], m_block, head, seqlen.q_tma_coord, pipeline.full_barrier(iteration))
+    tma.load(sX[None, None, stage], m_block, head, seqlen.q_tma_coord, pipeline.full_barrier(iteration), p.cta_rank)
     gY = cute.local_tile(seqlen.slice_head(mY, head), (tile_m,), (seqlen.padded_q_block(m_block, tile_m),))
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
     with cute.arch.elect_one():

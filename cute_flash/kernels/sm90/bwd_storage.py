@@ -64,12 +64,12 @@ class Config:
     @property
     def q(self) -> SmemTile:
         """An m_block of Q or dO."""
-        return SmemTile(self.tile.tile_m, self.tile.head_dim)
+        return SmemTile(self.tile.tile_m, self.tile.cta_head_dim)
 
     @property
     def k(self) -> SmemTile:
         """K or V of a tile."""
-        return SmemTile(self.tile.tile_n, self.tile.head_dim)
+        return SmemTile(self.tile.tile_n, self.tile.cta_head_dim)
 
     @property
     def ds(self) -> SmemTile:
@@ -95,7 +95,7 @@ class Config:
     @property
     def out(self) -> SmemTile:
         """A warpgroup's columns of dK and dV, in the kernel for wide heads."""
-        return SmemTile(self.tile.tile_n, self.tile.head_dim // NUM_WARPGROUPS)
+        return SmemTile(self.tile.tile_n, self.tile.cta_head_dim // NUM_WARPGROUPS)
 
 
 class BlockVisit(NamedTuple):
@@ -186,7 +186,8 @@ class BwdParams:
         if static.varlen:
             tma, tile_list = VarlenTmaTiles, VarlenTileList(args.kv_tile_list, heads_kv, args.heads_per_l2_group)
         if static.deterministic:
-            semaphore = DQSemaphore(args.dq_progress, band_q, seqlen_q, seqlen_k, tile.tile_m, tile.tile_n)
+            tile_sizes = tile.tile_m, tile.tile_n
+            semaphore = DQSemaphore(args.dq_progress, band_q, seqlen_q, seqlen_k, *tile_sizes, parts=2 * tile.cluster)
         stores_rows = isinstance(tile, BwdTileSm90)
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
         return cls(
@@ -217,6 +218,11 @@ class BwdParams:
             dbias=TmaTiles.of(store, args.dbias, config.bias) if config.stores_dbias else None,
             **of_kernel,
         )
+
+    @property
+    def cta_rank(self) -> Int32 | int:
+        """The index of this CTA's columns of the head dim: its rank in the cluster."""
+        return cute.arch.block_idx_in_cluster() if self.config.tile.cluster > 1 else 0
 
     def tile_coord(self, index: Int32) -> TileCoord:
         return (self.tile_list or self.static_scheduler).tile_coord(index)

@@ -48,7 +48,7 @@ all additions, and a semaphore can order them.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -85,7 +85,7 @@ from cute_flash.spec.band import FAR, ceil_div
 from cute_flash.spec.problem import Static
 
 # Named barriers; 0 is the CTA barrier. A name with FIRST_ is the first of two, one per warpgroup.
-FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED = 1, 3, 4, 6
+FIRST_READ, DS_STAGED, FIRST_OUTPUT, P_STAGED = 1, 3, 4, 6
 # The least number of k-steps of S and dP; with fewer, ptxas would serialise the products.
 MIN_STEPS = 8
 
@@ -127,12 +127,15 @@ class MmaState:
     acc_dP: cute.Tensor
     acc_dQ: cute.Tensor  # a half at a time; see `_temporaries`
     tScS: cute.Tensor  # (query, key) of every element of S
-    p_free: WarpgroupOrder  # `wait` returns when the other warpgroup has read sP
+    read_by_other: WarpgroupOrder  # `wait` returns when the other warpgroup has read sP; in a cluster sdS
     dalibi: cute.Tensor | None  # (1), of the current head
 
 
 class BwdSm90Wide(Kernel):
     """The backward kernel for wide heads. One CTA computes one K/V tile."""
+
+    name = "bwd_sm90_wide"
+    launch_options: ClassVar[dict[str, Any]] = {"min_blocks_per_mp": 1, "use_pdl": True}
 
     def __init__(self, static: Static, tile: BwdTileSm90Wide):
         super().__init__(static, tile)
@@ -143,8 +146,7 @@ class BwdSm90Wide(Kernel):
         assert not (static.deterministic and self.config.stores_dbias)
         self.keys = tile.tile_n // NUM_WARPGROUPS  # of a warpgroup
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
-        # k-steps of S and dP, whose widths may differ.
-        self.steps = tuple(None if x is None else range(max(len(x), MIN_STEPS)) for x in static.k_steps)
+        self.steps = self.k_steps()
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
@@ -165,8 +167,12 @@ class BwdSm90Wide(Kernel):
             mma_dkv=make_mma(self.dtype, tile.tile_n, False, MN, K),
             mma_dq=make_mma(self.dtype, WARPGROUP_ROWS, False, MN, MN),
         )
-        options = {"min_blocks_per_mp": 1, "use_pdl": True}
-        self.launch(self.symbol("bwd_sm90_wide"), params, Grid(args.num_ctas), tile.num_threads, stream, **options)
+        grid = Grid(args.num_ctas)
+        self.launch(self.symbol(self.name), params, grid, tile.num_threads, stream, **self.launch_options)
+
+    def k_steps(self) -> tuple[range | None, range | None]:
+        """The k-steps of S and dP, whose widths may differ; None: all."""
+        return tuple(None if x is None else range(max(len(x), MIN_STEPS)) for x in self.static.k_steps)
 
     @cute.kernel
     def kernel(self, p: Params):
@@ -275,7 +281,8 @@ class BwdSm90Wide(Kernel):
     ):
         """Add both halves of a warpgroup's dQ of an m_block."""
         uses_claims = seqlen.q_len <= self.tile.max_queries_claimed
-        dq = DQPart(p.mdQ_accum, p.mClaims, accum_block, wg, NUM_WARPGROUPS, uses_claims)
+        part, num_parts = self.dq_part(p, wg), NUM_WARPGROUPS * self.tile.cluster
+        dq = DQPart(p.mdQ_accum, p.mClaims, accum_block, part, num_parts, uses_claims)
         source, first = storage.sdQ[None, None, None, wg].iterator, HALVES * iteration
         halves = tuple(StagedPiece(source, (first + half) * NUM_WARPGROUPS + wg) for half in range(HALVES))
         dq.add_or_store(halves, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces, storage.dq)
@@ -304,16 +311,17 @@ class BwdSm90Wide(Kernel):
         if cutlass.const_expr(p.block_indices is not None):
             accum_block = (coord.batch * p.mdQ_accum.shape[1] + coord.head) * p.mdQ_accum.shape[2] + coord.block
         with cute.arch.elect_one():
-            p.dq_semaphore.wait(coord, rank, half)
+            p.dq_semaphore.wait(coord, rank, self.semaphore_part(p, half))
         cute.arch.sync_warp()
         elements = self.tile.tile_m * self.tile.head_dim
         first = p.mdQ_accum.iterator + Int64(accum_block) * elements
         for wg in cutlass.range_constexpr(NUM_WARPGROUPS):
             storage.dq.wait_full(NUM_WARPGROUPS * staged + wg)
             with cute.arch.elect_one():
-                target = first + (HALVES * wg + half) * (elements // (HALVES * NUM_WARPGROUPS))
+                part = self.dq_part(p, wg)
+                target = first + (HALVES * part + half) * (self.tile.tile_m * WARPGROUP_ROWS)
                 # Columns past the head dim are 0. A half that has only such columns is not added.
-                if half < ceil_div(self.static.head_dim, WARPGROUP_ROWS) - HALVES * wg:
+                if half < ceil_div(self.static.head_dim, WARPGROUP_ROWS) - HALVES * part:
                     source = storage.sdQ[None, None, None, wg].iterator
                     num_bytes = 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces
                     bulk_add_or_store(target, source, num_bytes, rank)
@@ -328,7 +336,7 @@ class BwdSm90Wide(Kernel):
             coord, rank = self.semaphore_rank(p, tile, g, i)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
-            p.dq_semaphore.arrive(coord, rank, half)
+            p.dq_semaphore.arrive(coord, rank, self.semaphore_part(p, half))
         cute.arch.sync_warp()
 
     def semaphore_rank(self, p: Params, tile: KVTile, g: Int32, i: Int32) -> tuple[HeadBlock, Int32]:
@@ -339,6 +347,14 @@ class BwdSm90Wide(Kernel):
         index = seqlen.padded_q_block(m_block, self.tile.tile_m)
         coord = HeadBlock(0 if seqlen.is_varlen else seqlen.batch, tile.head_kv * p.heads_per_kv + g, index)
         return coord, p.dq_semaphore.rank(tile.n_block, m_block, seqlen if seqlen.is_varlen else None)
+
+    def semaphore_part(self, p: Params, half: Int32) -> Int32:
+        """The part of the semaphore of an m_block for one half of this CTA's columns."""
+        return half + HALVES * p.cta_rank if self.tile.cluster > 1 else half
+
+    def dq_part(self, p: Params, wg: Int32 | int) -> Int32 | int:
+        """The index of a warpgroup's columns among those of all warpgroups, also of the other CTA of a cluster."""
+        return wg + NUM_WARPGROUPS * p.cta_rank if self.tile.cluster > 1 else wg
 
     @property
     def needs_head(self) -> bool:
@@ -360,7 +376,7 @@ class BwdSm90Wide(Kernel):
 
         def keys(sX: cute.Tensor) -> cute.Tensor:
             """The rows of this warpgroup's keys in sX (tile_n, tile_d)."""
-            return cute.local_tile(sX, (self.keys, tile.head_dim), (wg, 0))
+            return cute.local_tile(sX, (self.keys, tile.cta_head_dim), (wg, 0))
 
         def columns_a(sX: cute.Tensor) -> Halves:
             """Both halves of this warpgroup's columns of sX, transposed, as operands A."""
@@ -392,7 +408,7 @@ class BwdSm90Wide(Kernel):
             acc_dP=acc_dP,
             acc_dQ=acc_dQ,
             tScS=self._coords(p, thread),
-            p_free=WarpgroupOrder(FIRST_P_FREE, NUM_WARPGROUPS, wg),
+            read_by_other=WarpgroupOrder(FIRST_READ, NUM_WARPGROUPS, wg),
             dalibi=cute.make_rmem_tensor(1, Float32) if self.has_alibi else None,
         )
 
@@ -471,8 +487,8 @@ class BwdSm90Wide(Kernel):
 
         The halves of dQ complete at equal intervals, and the wait for room for dQ1 in shared memory overlaps with dV0'.
 
-        Both warpgroups arrive at `p_free` after dV, so sP is free after a wait for it. Both arrive at the barrier
-        P_STAGED after dQ1, the last reader of sdS, so the single stage of sdS is free after that barrier.
+        Both warpgroups arrive at `read_by_other` after dV, so sP is free after a wait for it. Both arrive at the
+        barrier P_STAGED after dQ1, the last reader of sdS, so the single stage of sdS is free after that barrier.
 
         Returns the next visit.
         """
@@ -483,7 +499,7 @@ class BwdSm90Wide(Kernel):
         # wait for dV
         warpgroup.wait_group(2)
         storage.do.release_per_thread(iteration)
-        state.p_free.arrive()
+        state.read_by_other.arrive()
         if cutlass.const_expr(p.score_params is not None):
             # Dropout bits are computed while products run, and before S takes registers.
             following = self.next_visit(p, tile, wide)
@@ -505,7 +521,7 @@ class BwdSm90Wide(Kernel):
         rLSE = self.load_row_statistic(state, storage.sLSE[None, storage.q.stage(iteration + 1)])
         warpgroup.wait_group(2)
         probs = self.make_p(p, state, tile, scores, rLSE, following.visit)
-        state.p_free.wait()
+        state.read_by_other.wait()
         self.stage_transposed(state, probs, storage.sP)
         cute.arch.fence_proxy("async.shared", space="cta")
         # wait for dK1 and dQ1, whose registers dP reuses; move dQ1 to shared memory while dV0 runs
@@ -786,23 +802,26 @@ class BwdSm90Wide(Kernel):
         cute.arch.barrier(barrier_id=FIRST_OUTPUT + state.wg, number_of_threads=WARPGROUP_THREADS)
         if cute.arch.make_warp_uniform(state.thread // 32) == 0:
             with cute.arch.elect_one():
-                self.store_columns(p.dv, storage.sV, self.static.width_v, tile, state.wg)
-                self.store_columns(p.dk, storage.sK, self.static.head_dim, tile, state.wg)
+                part = self.dq_part(p, state.wg)
+                self.store_columns(p.dv, storage.sV, self.static.width_v, tile, state.wg, part)
+                self.store_columns(p.dk, storage.sK, self.static.head_dim, tile, state.wg, part)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def store_columns(self, tma: TmaTiles, sX: cute.Tensor, width: cutlass.Constexpr, tile: KVTile, wg: Int32):
-        """Store a warpgroup's columns of dK or dV, if they exist.
+    def store_columns(
+        self, tma: TmaTiles, sX: cute.Tensor, width: cutlass.Constexpr, tile: KVTile, wg: Int32, part: Int32
+    ):
+        """Store a warpgroup's columns of dK or dV, if they exist. `part`: their index among those of all warpgroups.
 
-        If dK or dV is only one TMA tile wide, a store of the second warpgroup's columns would overwrite the first's.
+        If dK or dV is only one TMA tile wide, a store of the columns of another part would overwrite those of part 0.
         """
         sY = cute.local_tile(sX, (tma.rows, tma.cols), (0, wg))
         if cutlass.const_expr(width > tma.cols):
-            tma.store(sY, tile.n_block, tile.head_kv, tile.seqlen.k_tma_coord, wg)
+            tma.store(sY, tile.n_block, tile.head_kv, tile.seqlen.k_tma_coord, part)
         else:
-            if wg == 0:
-                tma.store(sY, tile.n_block, tile.head_kv, tile.seqlen.k_tma_coord, wg)
+            if part == 0:
+                tma.store(sY, tile.n_block, tile.head_kv, tile.seqlen.k_tma_coord)
 
     @cute.jit
     def stage_output(self, state: MmaState, accs: Halves, sX: cute.Tensor, factor: Float32):

@@ -11,6 +11,7 @@ from cutlass.memory import SmemAllocator
 from cute_flash.device.gradients.bias_bwd import BwdBiasPipeline
 from cute_flash.device.memory.smem import allocate_stages
 from cute_flash.device.memory.tma import TmaTiles
+from cute_flash.device.mma.cluster_sum import ClusterSum
 from cute_flash.device.scheduling.block_iterator import BlockIterator
 from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
@@ -39,13 +40,19 @@ class Params(BwdParams):
 
     def tile_exists(self) -> cutlass.Boolean:
         """Whether a varlen batch has a tile for this CTA. The grid has the size of the longest possible tile list."""
-        return cute.arch.block_idx()[0] < self.tile_list.num_tiles()
+        return self.tile_index < self.tile_list.num_tiles()
+
+    @property
+    def tile_index(self) -> Int32:
+        """The index of the tile of this CTA, or of its cluster."""
+        index, cluster = cute.arch.block_idx()[0], self.config.tile.cluster
+        return index // cluster if cluster > 1 else index
 
     @cute.jit
     def tile(self):
         """The K/V tile of this CTA."""
         tile_n, tile_m = self.config.tile.tile_n, self.config.tile.tile_m
-        coord = self.tile_coord(cute.arch.block_idx()[0])
+        coord = self.tile_coord(self.tile_index)
         n_block, head_kv, seqlen = coord.block, coord.head, self.seqlen_info(coord)
         blocks = self.band.of_keys.blocks(n_block, tile_n, tile_m, seqlen.k_len, seqlen.q_len)
         block_iter = BlockIterator.of(blocks, ascends=True)
@@ -90,6 +97,7 @@ class SharedStorage:
     do: Pipeline  # with Δ
     dq: Pipeline  # per warpgroup: memory for one half, barriers for one, or for DETERMINISTIC_HALVES
     bias: BwdBiasPipeline | None  # None: TMA loads no bias
+    cluster_sum: ClusterSum | None  # of S, then of dP; None: no cluster
 
     @staticmethod
     def allocate(config: Config) -> "SharedStorage":
@@ -109,7 +117,10 @@ class SharedStorage:
         dq_stages = NUM_WARPGROUPS * (DETERMINISTIC_HALVES if config.static.deterministic else 1)
         stages = (1, 1, tile.q_stages, tile.do_stages, dq_stages)
         k, v, q, do, dq = [Pipeline.allocate(smem, number) for number in stages]
-        return SharedStorage(sK, sV, sQ, sdO, sP, sdS, sdQ, sLSE, sDelta, k, v, q, do, dq, bias)
+        cluster_sum = None
+        if tile.cluster > 1:
+            cluster_sum = ClusterSum.allocate(smem, tile.tile_m * tile.tile_n // MMA_THREADS, NUM_WARPGROUPS)
+        return SharedStorage(sK, sV, sQ, sdO, sP, sdS, sdQ, sLSE, sDelta, k, v, q, do, dq, bias, cluster_sum)
 
     def store_dbias(self, tma: TmaTiles, iteration: Int32, block: ScoreBlock) -> None:
         """Store the gradient of the bias of a block. Called by one warp."""
@@ -125,3 +136,5 @@ class SharedStorage:
         self.dq.init(WARPGROUP_THREADS, 1)
         if cutlass.const_expr(self.bias is not None):
             self.bias.init_barriers()
+        if cutlass.const_expr(self.cluster_sum is not None):
+            self.cluster_sum.init_barriers()

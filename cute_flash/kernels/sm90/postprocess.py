@@ -13,7 +13,13 @@ from cute_flash.kernels.sm90.dq import add_accumulators, store_dq
 
 
 class BwdPostprocessSm90(BwdPostprocess):
-    arch, num_threads, overlaps_previous = "sm90", 2 * WARPGROUP_THREADS, True
+    arch, overlaps_previous = "sm90", True
+
+    @property
+    def num_threads(self) -> int:
+        """A warpgroup for each part of dQ (`tile.dq_part`)."""
+        rows, columns = self.tile.dq_part
+        return WARPGROUP_THREADS * self.tile.tile_m * self.tile.head_dim // (rows * columns)
 
     def tiled_mma(self) -> cute.TiledMma:
         return make_mma(self.dtype, self.tile.dq_part[1], False, OperandMajorMode.MN, OperandMajorMode.MN)

@@ -10,8 +10,8 @@ from cute_flash.planning.tiles.bwd_sm90 import (
     SM90_BWD,
     SM90_BWD_BIAS,
     SM90_BWD_CHEAP_MOD,
+    SM90_BWD_FEWER_KEYS,
     SM90_BWD_SCORE,
-    SM90_BWD_WIDE_SCORE,
     BwdTileSm90,
     BwdTileSm90Wide,
 )
@@ -107,7 +107,7 @@ def _bwd_table(family: str, arch: ArchSpec, static: Static, cost: int, determini
         return ()
     candidates: tuple[BwdTileSm90 | BwdTileSm90Wide, ...] = SM90_BWD_SCORE if cost else SM90_BWD
     if not cost and (static.varlen or deterministic):
-        candidates = (*SM90_BWD[:-1], SM90_BWD_WIDE_SCORE)
+        candidates = SM90_BWD_FEWER_KEYS
     if cost and static.has_mods:
         # The first two rows have no registers for user mods.
         candidates = SM90_BWD_SCORE[2:]
@@ -117,7 +117,7 @@ def _bwd_table(family: str, arch: ArchSpec, static: Static, cost: int, determini
             candidates = (*SM90_BWD_BIAS, *candidates)
     # A wider tile than necessary would be slower than mma.sync.
     candidates = tuple(row for row in candidates if row.head_dim == _hopper_width(static))
-    return tuple(row for row in candidates if mod_ops <= row.max_mod_ops)
+    return tuple(row for row in candidates if row.allows_mods(static))
 
 
 def _hopper_width(static: Static) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cute_flash.planning.tiles.common import (
+    COST_ALIBI,
     COST_DROPOUT,
     COST_SOFTCAP,
     COST_USER_MOD,
@@ -85,6 +86,10 @@ class BwdTileSm90(Tile):
         """The most operations per score of user mods for which there are enough registers."""
         return 24 if self.head_dim <= 64 else 10
 
+    def allows_mods(self, static: Static) -> bool:
+        """Whether there are enough registers for the user mods of a call."""
+        return static.mods is None or static.mods.bwd_ops_per_score <= self.max_mod_ops
+
     def prefetches_bias(self, mod_ops: int, maps_scores: bool) -> bool:
         """Whether threads load a block of the bias during the MMA of S; long user mods leave no registers for it."""
         return mod_ops <= 10 and not self.bias_stages
@@ -94,7 +99,7 @@ class BwdTileSm90(Tile):
 class BwdTileSm90Wide(Tile):
     """`tile_n` keys, half of them for each of two consumer warpgroups, against blocks of `tile_m` queries.
 
-    Each warpgroup accumulates half of the columns of dK, dV and dQ.
+    Each warpgroup accumulates half of the CTA's columns of dK, dV and dQ.
     """
 
     q_stages: int = 2
@@ -103,6 +108,7 @@ class BwdTileSm90Wide(Tile):
     # shared memory. The last piece may be added to global memory from registers.
     dq_pieces: int = 7
     bias_stages: int = 0  # of a bias that TMA loads; 0: threads load the bias, or there is none
+    cluster: int = 1  # 2: `kernels.sm90.bwd_cluster`
 
     needs_wgmma: ClassVar[bool] = True
     dalibi_warps: ClassVar[int] = 8  # of a CTA, with partial sums of the slopes' gradients
@@ -118,8 +124,10 @@ class BwdTileSm90Wide(Tile):
     def __post_init__(self) -> None:
         if self.tile_m != 64:
             raise ValueError(f"{self.tile_m=} must be 64")
-        if self.head_dim != 256:
-            raise ValueError(f"{self.head_dim=} must be 256")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"{self.cluster=} must be 1 or 2")
+        if self.cta_head_dim != 256:
+            raise ValueError(f"{self.head_dim=} must be 256 for each CTA of a cluster")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 128:
             raise ValueError(f"{self.tile_n=} must be a multiple of 16 up to 128")
         if self.q_stages != 2:
@@ -134,6 +142,16 @@ class BwdTileSm90Wide(Tile):
         """Registers of a thread for dK, dV, S, half of dQ, and dP unless it has the registers of dQ."""
         scores, half_of_dq = self.tile_n // 4, 32
         return 2 * self.tile_n + scores + half_of_dq + (scores if self.separates_dp else 0)
+
+    def allows_mods(self, static: Static) -> bool:
+        """Whether there are enough registers for the user mods of a call.
+
+        A cluster computes every score twice. It also could not add the gradients of a bias and of captured tensors.
+        """
+        if static.mods is None:
+            return True
+        has_registers = static.mods.bwd_ops_per_score <= self.max_mod_ops
+        return has_registers and not (self.cluster > 1 and static.mods.adds_tensors)
 
     def prefetches_bias(self, mod_ops: int, maps_scores: bool) -> bool:
         """Whether a block of the bias is loaded before S is computed.
@@ -150,14 +168,17 @@ class BwdTileSm90Wide(Tile):
     @property
     def dq_part(self) -> tuple[int, int]:
         """(rows, columns) of dQ that each warpgroup computes."""
-        return self.tile_m, self.head_dim // 2
+        return self.tile_m, self.cta_head_dim // 2
 
     @property
     def smem_bytes(self) -> int:
         stages = self.q_stages + self.do_stages
         rows = 2 * self.tile_n + stages * self.tile_m
-        halves = rows * self.head_dim + (2 + self.bias_stages) * self.tile_m * self.tile_n
+        halves = rows * self.cta_head_dim + (2 + self.bias_stages) * self.tile_m * self.tile_n
         staged, barriers = 2 * 2048 * self.dq_pieces, 4 + 2 * stages + 4 + 8 * self.bias_stages
+        if self.cluster > 1:
+            # Partial sums of the other CTA, with two barriers for each warp.
+            staged, barriers = staged + 4 * self.tile_m * self.tile_n, barriers + 2 * 8
         return ELEMENT_BYTES * halves + staged + 4 * stages * self.tile_m + 8 * barriers
 
 
@@ -180,18 +201,19 @@ SM90_BWD = (
     BwdTileSm90(128,  64, 128, measured=_GRADIENTS + "329/502/572; causal 219/410/547"),
     # 80 is the largest number of keys that leaves registers for dQ, and shared memory for two stages of Q.
     BwdTileSm90Wide(256, 64, 80, measured=_GRADIENTS_256),
+    # 64 is the largest number of keys that leaves shared memory for the partial sums of the other CTA.
+    BwdTileSm90Wide(512, 64, 64, dq_pieces=8, cluster=2, max_cost=COST_ALIBI + COST_DROPOUT),
 )
 # Above head dim 128 with score features, in a varlen batch, or deterministic: fewer keys leave registers for features,
 # and shared memory for all pieces of dQ. The warps that add dQ to global memory then add all of it, and a semaphore can
 # fix their order.
-SM90_BWD_WIDE_SCORE = BwdTileSm90Wide(256, 64, 64, dq_pieces=8)
+SM90_BWD_FEWER_KEYS = (*SM90_BWD[:2], BwdTileSm90Wide(256, 64, 64, dq_pieces=8), SM90_BWD[3])
 # With score features.
 SM90_BWD_SCORE = (
     BwdTileSm90( 64, 128, 128, early_lse=True, max_cost=COST_SOFTCAP),
     BwdTileSm90( 64, 128, 128, early_lse=True, early_dropout=True, max_cost=COST_DROPOUT),
     BwdTileSm90( 64,  64, 128),
-    SM90_BWD[1],
-    SM90_BWD_WIDE_SCORE,
+    *SM90_BWD_FEWER_KEYS[1:],
 )
 # With a bias that TMA loads.
 SM90_BWD_BIAS = (
