@@ -13,7 +13,7 @@ from cute_flash.spec.band import NARROW, Band
 from cute_flash.spec.bias import BiasLayout
 from cute_flash.spec.features import MODS, feature_cost
 
-MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 512, 8
+MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 576, 8
 GPU_DTYPES = ("float16", "bfloat16", "float32")
 # fp32 kernels hold two 16-bit pieces of each element in shared memory.
 MAX_HEAD_DIM_FP32 = 128

@@ -3,6 +3,7 @@
     64: 192x128 s4 q2 c1 t0      fwd_sm90, head dim 64: 192 rows by 128 keys, 4 stages of K and V, 2 of Q,
                                  speculative row max, no ping-pong
     64: 128x64 w4 s2 q4          fwd_sm80: 4 warps, 2 stages, 4 steps of Q in registers
+    512: 64x64 w8 s1 p4          fwd_sm80: 4 of the 8 warps share rows
     64: 64x128 s2 p4 k2 q2       bwd_sm80: 2 stages of Q and of dO; 4 of the 8 warps along the keys of P and dS, 2 along
                                  the keys of dK and dV, 2 along the queries of dQ
     64: 128x128 s2 p2 k4 h1      the same with half of the warps for dK, the others for dV; k4: 4 of each half
@@ -130,7 +131,7 @@ FAMILIES = {
             "stages": Axis((1, 2), "s"),
             "q_steps": Axis((0, 1, 2, 4, 6, 8, 12, 16), "q"),
             "speculative_max": Axis((False, True), "c"),
-            "warp_pairs": Axis((False, True), "p"),
+            "row_warps": Axis((1, 2, 4), "p"),
             "head_dim": Axis(letter="d"),
         },
         has_registers=lambda tile: tile.accumulator_registers <= MAX_ACCUMULATORS,

@@ -58,7 +58,7 @@ def test_digest_changes_with_all_that_is_compiled_in() -> None:
     statics: dict[str, Any] = {"dtype": "float16", "head_dim": 56, "head_dim_v": 32, "features": ("softcap",)}
     statics |= {"mods": ModSpec(function.graphs)}
     ampere_tile = {"head_dim": 96, "tile_m": 256, "tile_n": 128, "num_warps": 2, "stages": 1, "q_steps": 1}
-    ampere_tile |= {"max_bounds": 0, "layout": "plain", "pieces": 2}
+    ampere_tile |= {"max_bounds": 0, "layout": "plain", "pieces": 2, "row_warps": 2}
     hopper_tile = {"head_dim": 96, "tile_m": 64, "tile_n": 48, "stages": 8, "q_stages": 1, "head_dim_v": 32}
     hopper_tile |= {"layout": "interleaved", "dropout_stages": 2, "bias_stages": 1}
     for key, part, values in (
@@ -72,10 +72,9 @@ def test_digest_changes_with_all_that_is_compiled_in() -> None:
         assert set(values) == {f.name for f in compared}, "a field is left out"
         for name, value in values.items():
             base = described
-            if name == "warp_pairs":
-                # Pairs need these two fields. The base is compared too, so that the digest must depend on the pairs.
-                base = replace(described, speculative_max=True, stages=1)
-                others.append(replace(key, **{part: base}))
+            if name == "row_warps":
+                # It needs one stage, which is among the values too.
+                base = replace(described, stages=1)
             others.append(replace(key, **{part: replace(base, **{name: value})}))
     others += [LaunchChain((ampere, hopper)), LaunchChain((hopper, ampere))]
     digests = [digest(each) for each in (ampere, *others)]

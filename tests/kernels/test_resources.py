@@ -278,7 +278,7 @@ def check_setmaxnreg(found: Resources, tile: FwdTileSm90) -> None:
 def check_fwd_sm80(found: Resources, plan: Plan) -> None:
     tile = plan.tile
     # One m16n8k16 of each warp per 16 x 8 x 16 of Q Kᵀ and of P V, in each copy of the main loop's body.
-    of_body = 2 * (tile.tile_m // tile.num_warps // 16) * (tile.tile_n // 8) * (tile.head_dim // 16)
+    of_body = 2 * tile.tile_m * tile.tile_n * tile.head_dim // (16 * 8 * 16 * tile.num_warps)
     # fp32: three MMAs per product of pieces.
     of_body *= 3 if plan.problem.static.is_fp32 else 1
     bodies, rest = divmod(found.sass["HMMA"], of_body)

@@ -163,6 +163,8 @@ def pre_and_postprocess(case: Case) -> Iterator[Case]:
 
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
+# Above 256, warps of the mma.sync forward share rows, with a speculative or an exact row max.
+WIDE_HEAD_DIMS = (320, 384, 448, 512)
 # Head dims of the Hopper backward's rows.
 HOPPER_BWD_DIMS = (64, 128, 256)
 # Head dims above 256 of the rows of the mma.sync backward, in which warps split S and dP.
@@ -172,6 +174,8 @@ WIDE_BWD_DIMS = (320, 384, 512)
 def plain() -> Iterator[Case]:
     """Every row of the tile tables with every mask, in bf16."""
     for place, head_dim, mask in product(PLACES, HEAD_DIMS, MASKS):
+        yield fwd(place, head_dim, mask=mask)
+    for place, head_dim, mask in product((AMPERE, AMPERE_86, AMPERE_ON_90), WIDE_HEAD_DIMS, MASKS):
         yield fwd(place, head_dim, mask=mask)
     for (head_dim, head_dim_v), mask in product(((64, 128), (128, 64), (192, 128), (256, 128)), MASKS):
         yield fwd(HOPPER, head_dim, head_dim_v=head_dim_v, mask=mask)
@@ -293,6 +297,25 @@ def fwd_features() -> Iterator[Case]:
         yield fwd(place, 256, "max_logit")
     yield fwd(AMPERE_ON_90, 192, mask="full", dtype="fp16")
     yield fwd(AMPERE_86, 64, "varlen")
+
+
+def fwd_wide() -> Iterator[Case]:
+    """Features of the mma.sync forward above head dim 256. `plain` has every row with a speculative row max."""
+    for place in (AMPERE, AMPERE_86, AMPERE_ON_90):
+        for head_dim in WIDE_HEAD_DIMS:
+            yield fwd(place, head_dim, *ALL_SCORE, mask="window")
+            yield fwd(place, head_dim, "varlen", "alibi", mask="window")
+        yield fwd(place, 512, "batch_invariant")
+        yield fwd(place, 512, "varlen", *ALL_SCORE, mask="window")
+        yield fwd(place, 512, mask="chunk", dtype="fp16")
+        yield fwd(place, 512, "out_dtype", head_dim_v=256)
+        yield fwd(place, 264, mask="full")
+        yield fwd(place, 512, mask="window", score_mod="alibi", mask_mod="window", bias=Bias())
+        yield fwd(place, 512, mask="full", bias=Bias(dims="bk"))
+        yield fwd(place, 512, mask="full", mask_mod="document_causal", block_map=True)
+    yield fwd(AMPERE, 512, "softcap")
+    yield fwd(AMPERE, 384, "dropout", "dropout_origin", mask="full")
+    yield fwd(AMPERE, 320, "max_logit", score_mod="relative")
 
 
 def bwd_features() -> Iterator[Case]:
@@ -554,6 +577,7 @@ def cases() -> list[AnyCase]:
         *first.values(),
         *fwd_features(),
         *bwd_features(),
+        *fwd_wide(),
         *bwd_wide(),
         *shards(),
         *chunks(),
@@ -711,6 +735,8 @@ def reachable() -> Iterator[Case]:
     widths: list[tuple[int, int | None]] = [(head_dim, None) for head_dim in steps]
     widths += [(d, dv) for d, dv in product(steps[3::4], steps[3::4]) if d != dv]
     for place, head_dim, mask in product(PLACES[1:], range(264, 513, 8), MASKS):
+        yield fwd(place, head_dim, mask=mask)
+        yield fwd(place, 128, head_dim_v=head_dim, mask=mask)
         one = bwd(place, head_dim, mask=mask)
         yield from (one, replace(one, deterministic=True), replace(one, head_dim=64, head_dim_v=head_dim))
     for place, (head_dim, head_dim_v), mask in product(PLACES, widths, MASKS):

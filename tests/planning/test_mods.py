@@ -67,7 +67,9 @@ def test_sequences_too_long_for_mods() -> None:
 @pytest.mark.parametrize("kind", MANY, ids=str)
 def test_every_head_dim_has_a_tile_for_block_masks(kind: dict[str, Any]) -> None:
     problem = problem_of(has_block_mask=True, **kind)
-    for head_dim, (family, target) in itertools.product(range(8, 257, 8), PLACES):
+    for head_dim, (family, target) in itertools.product(range(8, 513, 8), PLACES):
+        if family == "sm90" and head_dim > 256:
+            continue
         tile = plan_forward(replace(problem, head_dim=head_dim), ARCHS[target], family).tile
         assert head_dim <= tile.head_dim <= -(-head_dim // 64) * 64
 

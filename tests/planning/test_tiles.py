@@ -36,6 +36,8 @@ AMPERE: list[tuple[str, ArchSpec, FwdTileSm80]] = [
 HOPPER: list[tuple[str, ArchSpec, FwdTileSm90]] = [("SM90_FWD", SM_90, row) for row in (*SM90_FWD, *SM90_FWD_DROPOUT)]
 ROWS: list[Entry] = [*AMPERE, *HOPPER]
 MASKS = (Band(), Band(None, 0), Band(5, None), Band(100, 100))
+# The widest tile of each kernel family.
+WIDEST = {"sm80": 512, "sm90": 256}
 RUNNABLE = [(f, a.name) for f, runs_on in FAMILIES.items() for a in ARCHS.values() if runs_on(a)]
 
 
@@ -52,7 +54,8 @@ def test_there_is_a_table_for_every_architecture() -> None:
     for rows in (*SM80_FWD.values(), *equal_widths):
         widths = [row.head_dim for row in rows]
         assert widths == sorted(widths)
-        assert widths[-1] == 256
+    assert {rows[-1].head_dim for rows in SM80_FWD.values()} == {WIDEST["sm80"]}
+    assert {rows[-1].head_dim for rows in equal_widths} == {WIDEST["sm90"]}
     # Any Dv with any D.
     for rows in (SM90_FWD, SM90_FWD_DROPOUT):
         assert max((row.head_dim, row.width_v) for row in rows if row.head_dim_v) == (256, 256)
@@ -114,14 +117,14 @@ def test_row_cites_its_measurement_or_says_that_there_is_none(entry: Entry) -> N
 def test_row_fits_the_shared_memory_and_registers_of_its_table(entry: tuple[str, ArchSpec, FwdTileSm80]) -> None:
     _, arch, row = entry
     q, k, v = row.tile_m, row.stages * row.tile_n, row.stages * row.tile_n
-    # Pairs of warps exchange P, and statistics of 8 threads of each row.
-    exchanged = row.tile_m * (2 * row.tile_n + 4 * 8) if row.warp_pairs else 0
+    # Warps that share rows exchange P, and statistics of the threads of each row.
+    exchanged = row.tile_m * (2 * row.tile_n + 4 * 4 * row.row_warps) if row.row_warps > 1 else 0
     assert row.smem_bytes == 2 * row.head_dim * (q + k + v) + exchanged
     assert row.smem_bytes <= arch.smem_per_cta
     assert row.num_threads <= arch.max_threads_per_sm
     assert row.smem_bytes + 1024 <= arch.smem_per_sm
     # 16 x 8 accumulators over 32 threads are 4 registers; those of O and S must leave room for the rest.
-    fragments = row.tile_m // row.num_warps // 16 * (row.head_dim + row.tile_n) // 8 * 4
+    fragments = row.tile_m * (row.head_dim + row.tile_n) // (16 * 8 * row.num_warps) * 4
     assert row.accumulator_registers >= fragments
     assert row.accumulator_registers + OTHER_REGISTERS <= MAX_REGISTERS
     assert row.num_threads * row.accumulator_registers <= arch.registers_per_sm
@@ -150,7 +153,7 @@ def test_hopper_row_fits_shared_memory_and_registers(entry: tuple[str, ArchSpec,
 @pytest.mark.parametrize(("family", "name"), RUNNABLE)
 def test_every_head_dim_finds_a_row_that_fits(family: str, name: str, band: Band) -> None:
     arch = ARCHS[name]
-    for head_dim, keys in itertools.product(range(8, 257, 8), (1, 1000, 1 << 20)):
+    for head_dim, keys in itertools.product(range(8, WIDEST[family] + 1, 8), (1, 1000, 1 << 20)):
         tile = plan_forward(problem_of(head_dim, band, keys), arch, family).tile
         assert tile.head_dim >= head_dim
         assert not isinstance(tile, FwdTileSm90) or tile.head_dim_v is None
@@ -200,6 +203,24 @@ def test_dv_other_than_d_has_a_row(band: Band) -> None:
             assert fwd_tile("sm80", arch, problem) is fwd_tile("sm80", arch, both)
 
 
+@pytest.mark.parametrize("band", MASKS, ids=str)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_wide_heads_have_a_row_for_the_exact_row_max(arch: str, band: Band) -> None:
+    """Above head dim 256, warps share rows, with a speculative row max where it may be."""
+    for head_dim, head_dim_v in ((264, None), (320, 64), (328, None), (256, 392), (512, None), (512, 256)):
+        plain = problem_of(head_dim, band, head_dim_v=head_dim_v)
+        tile = fwd_tile("sm80", ARCHS[arch], plain)
+        assert tile.head_dim == -(-max(head_dim, head_dim_v or 0) // 64) * 64
+        assert tile.speculative_max and tile.row_warps > 1
+        for features, block_sparse in FEATURES[1:]:
+            problem = dataclasses.replace(plain, features=features, block_sparse=block_sparse)
+            exact = fwd_tile("sm80", ARCHS[arch], problem)
+            assert exact == dataclasses.replace(tile, speculative_max=False, q_steps=0)
+        for field in ("batch_invariant", "varlen"):
+            other = fwd_tile("sm80", ARCHS[arch], dataclasses.replace(plain, **{field: True}))
+            assert other.speculative_max == (field == "varlen") and other.tile_m == tile.tile_m
+
+
 def test_rows_for_short_sequences_and_for_masks() -> None:
     row = FwdTileSm90(64, 128, 128, 2, max_keys=1024, is_bounded=True)
     causal, full = Band(None, 0), Band()
@@ -225,13 +246,13 @@ def test_rows_for_short_sequences_and_for_masks() -> None:
 
 
 SM80, SM90, BWD = FwdTileSm80(64, 64, 64, 4, 1), FwdTileSm90(64, 128, 64, 2), BwdTileSm80(128, 64, 128, 2, 4, 4, 2)
-PAIR = FwdTileSm80(256, 64, 64, 4, 1, speculative_max=True, warp_pairs=True)
+PAIR = FwdTileSm80(256, 64, 64, 4, 1, speculative_max=True, row_warps=2)
 # A good tile, the fields that make it a wrong one, and the error.
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (SM80, {"tile_m": 96}, "tile_m=96 must be a multiple of 64: 4 warps of 16 rows"),
     (SM80, {"num_warps": 8}, "tile_m=64 must be a multiple of 128"),
     *((SM80, {"tile_n": n}, f"tile_n={n} must be a positive multiple of 16") for n in (24, 0, -16)),
-    *((SM80, {"head_dim": d}, f"head_dim={d} must be a multiple of 32 up to 256") for d in (72, 288, 0)),
+    *((SM80, {"head_dim": d}, f"head_dim={d} must be a multiple of 32 up to 512") for d in (72, 544, 0)),
     # 256 threads copy 32 rows of 128 bytes, or 64 of 64 bytes, at a time.
     (SM80, {"tile_m": 128, "tile_n": 48, "num_warps": 8}, "must be multiples of 32, the rows one copy covers"),
     (
@@ -240,13 +261,13 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
         "must be multiples of 64, the rows one copy covers",
     ),
     *((SM80, {"stages": n}, f"stages={n} must be 1 or 2") for n in (0, 3)),
-    *(
-        (PAIR, fields, "needs two warps, one stage and a speculative max")
-        for fields in ({"speculative_max": False}, {"stages": 2}, {"num_warps": 1})
-    ),
-    (PAIR, {"head_dim": 224}, "needs 64, 128, 192 or 256 columns"),
-    (PAIR, {"tile_n": 96}, "and 32, 64, 128 or 256 keys"),
-    (PAIR, {"pieces": 2}, "speculative_max=True is not implemented for fp32"),
+    *((PAIR, {"row_warps": n}, f"row_warps={n} must be 1, 2 or 4") for n in (0, 3, 8)),
+    (PAIR, {"num_warps": 1}, "row_warps=2 must be 1, 2 or 4, and at most self.num_warps=1"),
+    (PAIR, {"stages": 2}, "row_warps=2 needs one stage"),
+    (PAIR, {"head_dim": 224}, "row_warps=2 needs a multiple of 64 columns"),
+    *((PAIR, {"row_warps": w, "tile_n": n}, "16, 32, 64 or 128 times as many keys") for w, n in ((2, 96), (4, 32))),
+    (PAIR, {"pieces": 2}, "speculative_max=True and self.row_warps=2 are not implemented for fp32"),
+    (SM80, {"pieces": 2, "row_warps": 2, "tile_m": 32}, "row_warps=2 are not implemented for fp32"),
     *((SM90, {"tile_m": m}, f"tile_m={m} must be 64 times 1, 2 or 3") for m in (96, 0, -64, 256)),
     *((SM90, {"tile_n": n}, f"tile_n={n} must be a multiple of 16 up to 256") for n in (24, 0, 272)),
     *((SM90, {"head_dim": d}, f"head_dim={d} must be a multiple of 32 up to 256") for d in (72, 0, 288)),
@@ -294,7 +315,7 @@ def test_a_wrong_tile_names_the_value(good: Any, fields: dict[str, Any], message
 def test_a_speculative_row_max_is_for_plain_calls() -> None:
     """Calls that need the exact row max, or a feature that the speculative path lacks, have other tiles."""
     problem = problem_of(256, Band())
-    assert fwd_tile("sm80", SM_90, problem).warp_pairs
+    assert fwd_tile("sm80", SM_90, problem).row_warps == 2
     others = [{"features": (name,)} for name in ("dropout", "return_max_logit", "bias", "score_mod", "mask_mod")]
     for fields in (*others, {"batch_invariant": True}, {"block_sparse": True}, {"dtype": "float32"}):
         head_dim = 128 if "dtype" in fields else 256
@@ -308,6 +329,10 @@ def test_a_speculative_row_max_is_for_plain_calls() -> None:
     [
         (FwdTileSm80(96, 64, 32, 4, 1), 128, 24 << 10),
         (FwdTileSm80(128, 128, 64, 8, 1), 256, 64 << 10),
+        # Q, K and V, then P, then a value of each thread and row.
+        (FwdTileSm80(512, 32, 32, 4, 1, row_warps=2), 128, (96 << 10) + (2 << 10) + (1 << 10)),
+        (FwdTileSm80(512, 64, 32, 8, 1, row_warps=2), 256, (128 << 10) + (4 << 10) + (2 << 10)),
+        (FwdTileSm80(384, 64, 64, 8, 1, row_warps=4), 256, (144 << 10) + (8 << 10) + (4 << 10)),
         (FwdTileSm90(64, 192, 128, 4, 2), 512, (176 << 10) + 8 * (2 * 10 + 6) + 32),
         (FwdTileSm90(256, 128, 80, 2), 384, (224 << 10) + 8 * (2 * 5 + 2) + 32),
         (FwdTileSm90(32, 64, 256, 1, 2, ping_pong=False), 256, (40 << 10) + 8 * (2 * 4 + 2) + 32),

@@ -28,9 +28,9 @@ def gemm_rs(tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, b: MmaO
     """acc += A B with A in registers: two n16 tiles of B at a time, with all their k-steps.
 
     The k-steps of an n16 tile are 16 rows apart, and the swizzle repeats after 8 rows, so they need one address and
-    immediate offsets. `group` is 2 because the tile tables were measured with it.
+    immediate offsets. `group` is 2 because the tile tables were measured with it, and 1 for an odd number of tiles.
     """
-    group = 2
+    group = 2 if cute.size(b.view, mode=[1]) % 2 == 0 else 1
     # One ldmatrix.x4 loads the operands of two n8 tiles.
     acc_groups = cute.logical_divide(acc, (None, None, 2 * group))
     b_groups = cute.logical_divide(b.fragment, (None, 2 * group, None))

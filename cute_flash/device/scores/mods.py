@@ -89,22 +89,24 @@ class HeadMods:
         return None if evaluator is None else BlockMod(evaluator, part, mask, first_col)
 
     @cute.jit
-    def load_bias(self, mask: Mask, first_col: Int32, is_full: cutlass.Constexpr, by_warp: cutlass.Constexpr = False):
+    def load_bias(
+        self, mask: Mask, first_col: Int32, is_full: cutlass.Constexpr, warp_column: Int32 | int | None = None
+    ):
         """Start to load the bias of the block that begins at `first_col`; None without a bias.
 
-        Call it before waiting for the scores. `is_full`: all keys of the block exist. `by_warp`: all lanes of the warp
-        call it together.
+        Call it before waiting for the scores. `is_full`: all keys of the block exist. `warp_column`: the first column
+        of the warp in the block, if all lanes of the warp call it together.
         """
         if cutlass.const_expr(self.bias is None):
             return None
         coords = as_mn(mask.tScS)
         rows, columns = (cute.size(coords, mode=[i]) for i in range(2))
-        tile_n = 4 * columns
+        warp_columns = 4 * columns
         first = first_col + coords[0, 0][1]
-        if cutlass.const_expr(by_warp and self.params.spec.bias_pairs_are_shared):
-            ends_within = is_full and tile_n % KEYS_PER_WARP_LOAD == 0
+        if cutlass.const_expr(warp_column is not None and self.params.spec.bias_pairs_are_shared):
+            ends_within = is_full and warp_columns % KEYS_PER_WARP_LOAD == 0
             last = None if ends_within else mask.seqlen_k - 2
-            return WarpBias.load(self.bias[0, None], first_col, tile_n, last)
+            return WarpBias.load(self.bias[0, None], first_col + warp_column, warp_columns, last)
         rows = rows if self.params.spec.bias_varies_by_row else 1
         rBias = cute.make_rmem_tensor((2, columns // 2, rows), self.bias.element_type)
         for r in cutlass.range_constexpr(rows):

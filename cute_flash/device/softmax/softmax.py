@@ -90,14 +90,23 @@ class Softmax:
         return tuple(cutlass.select_(has_none[r], Float32(0.0), self.row_max[r]) for r in rows)
 
     @cute.jit
-    def step(self, acc_S_mn: cute.Tensor, acc_O_mn: cute.Tensor, keys_seen: Int32):
+    def step(
+        self,
+        acc_S_mn: cute.Tensor,
+        acc_O_mn: cute.Tensor,
+        keys_seen: Int32,
+        combine_max: Callable[[cute.Tensor], None] | None = None,
+    ):
         """Replace the scores of a block by P, and rescale the output if a maximum grew.
 
-        `keys_seen`: number of keys in the blocks before this one.
+        `keys_seen`: number of keys in the blocks before this one. `combine_max`: combines the maxima of rows that
+        several warps share, in place.
         """
         block_max = cute.make_fragment_like(self.row_max)
         threshold = self.threshold(keys_seen)
         self.block_max(acc_S_mn, block_max)
+        if cutlass.const_expr(combine_max is not None):
+            combine_max(block_max)
         if self.is_outgrown(block_max, threshold):
             self.raise_max(block_max, acc_O_mn)
         self.exponentiate(acc_S_mn)

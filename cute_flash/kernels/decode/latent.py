@@ -24,9 +24,9 @@ from cute_flash.device.memory import fp8
 from cute_flash.device.memory.ldmatrix import FragmentStore, MmaOperand, ShortOperand, swizzled
 from cute_flash.device.memory.smem import part_of, tile_at
 from cute_flash.device.memory.views import as_mn
+from cute_flash.device.mma.row_warps import barrier_any
 from cute_flash.device.mma.warp_gemm import gemm_rs
 from cute_flash.device.mma.warp_grid import WarpGrid
-from cute_flash.device.mma.warp_pair import barrier_any
 from cute_flash.device.scheduling.kv_splits import Lengths, Split
 from cute_flash.device.softmax.softmax import THREADS_PER_ROW, Softmax
 from cute_flash.kernels.decode.score_rows import KeyRange, ScoreRows, common_keys, score_rows

@@ -81,7 +81,7 @@ def exchange(p: Params, storage: SharedStorage, output: Output, thread: Int32, p
             storage.exchange[offset + output_column(p, first, c), row, own_sum] = acc[own_part, c]
         has_stats = lane % THREADS_PER_ROW == 0
         if cutlass.const_expr(column_warp is not None):
-            has_stats = has_stats and column_warp == 0
+            has_stats = has_stats & (column_warp == 0)
         if has_stats:
             storage.stats[0, row, warp] = output.softmax.row_max[own_part]
             storage.stats[1, row, warp] = total

@@ -16,7 +16,7 @@ the K/V blocks are those that it lists, full ones first.
 Warps are not specialised. In most tiles a warp has tile_m / num_warps rows (16 or 32), and reads all of K and V. With
 16 rows, ldmatrix saturates shared memory. At D = 192 and 256 there are no registers for 32 rows of O, so two warps
 share 32 rows: each computes S for half of the keys and O for half of the columns, and reads half of K and V
-(`device/mma/warp_pair.py`).
+(`device/mma/row_warps.py`). Above D = 256, two or four warps share 16 or 32 rows.
 
 | shared memory | elements                  | lifetime                                     |
 |---------------|---------------------------|----------------------------------------------|
@@ -148,7 +148,7 @@ class FwdSm80(TileKernel):
             dropout=p.score_params.dropout(),
             batch_head=batch_head_index(p.score_params.dropout_origin, seqlen.batch, head, p.mQ.shape[1]),
             block_iter=self.block_iterator(p, m_block, head, seqlen, blocks),
-            pair=self.grids.pair(tile, p, thread, storage),
+            row_warps=self.grids.row_warps(tile, p, thread, storage),
             score_factor=self.score_factor(p, head, head_kv, seqlen),
         )
 
@@ -169,13 +169,13 @@ class FwdSm80(TileKernel):
         if cutlass.const_expr(self.static.is_fp32):
             head_v = head // (p.mQ.shape[1] // p.mK.shape[1])
             acc_O.store(acc_O.load() * (self.factor(p, 2, head_v, seqlen) * (1 / split_fp32.PROB_SCALE)))
-        if cutlass.const_expr(state.pair is not None):
-            replace(state.pair, thread=thread).combine(softmax.row_sum, lambda a, b: a + b)
+        if cutlass.const_expr(state.row_warps is not None):
+            replace(state.row_warps, thread=thread).combine(softmax.row_sum, lambda a, b: a + b)
         softmax.finish(as_mn(acc_O), lse, state.score_params.sink, state.score_params.dropout_scale)
-        if cutlass.const_expr(state.pair is None):
+        if cutlass.const_expr(state.row_warps is None):
             store_lse(lse, gLSE, tScS, thread, rows_left)
         else:
-            # The first warp of a pair stores the LSE of the rows that both share.
+            # The first of the warps that share rows stores their LSE.
             if thread < 32 * tile.warps_m:
                 store_lse(lse, gLSE, tScS, thread, rows_left)
         if cutlass.const_expr(p.score_params.max_logit is not None):
@@ -320,7 +320,8 @@ class FwdSm80(TileKernel):
             cute.arch.cp_async_commit_group()
         bias = None
         if cutlass.const_expr(mods is not None):
-            bias = mods.load_bias(state.mask, n_block * tile.tile_n, not masked, by_warp=True)
+            warp_column = 0 if state.row_warps is None else state.row_warps.first_key
+            bias = mods.load_bias(state.mask, n_block * tile.tile_n, not masked, warp_column)
 
         # S = Q K^T
         if cutlass.const_expr(self.static.is_fp32):
@@ -330,7 +331,7 @@ class FwdSm80(TileKernel):
             gemm(state.mma_s, acc_S, state.q, state.k, stage, tile.q_steps)
 
         load_following = partial(self.load_following, state, n_block, sparse)
-        if cutlass.const_expr(state.pair is None):
+        if cutlass.const_expr(state.row_warps is None):
             if cutlass.const_expr(tile.stages == 1):
                 # Wait until V(n) has landed, and every warp is done with K(n).
                 cute.arch.cp_async_wait_group(0)
@@ -348,7 +349,7 @@ class FwdSm80(TileKernel):
         if cutlass.const_expr(tile.speculative_max):
             probs = Pieces(self.speculative_probs(state, acc_S, keys_seen, load_following))
         else:
-            probs = self.probs(state, acc_S, keys_seen, column)
+            probs = self.probs(state, acc_S, keys_seen, column, load_following)
 
         # O += P V
         if cutlass.const_expr(self.static.is_fp32):
@@ -368,12 +369,29 @@ class FwdSm80(TileKernel):
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def probs(self, state: MainloopState, acc_S: cute.Tensor, keys_seen: Int32, column: Int32) -> Pieces:
+    def probs(
+        self,
+        state: MainloopState,
+        acc_S: cute.Tensor,
+        keys_seen: Int32,
+        column: Int32,
+        load_following: Callable[[], None],
+    ) -> Pieces:
         """P as operand A. Raises the row max first, if a score exceeds it.
 
-        `keys_seen`: number of keys in the blocks before this one. `column`: first key of the block.
+        `keys_seen`: number of keys in the blocks before this one. `column`: first key of the block. Warps that share
+        rows exchange the row maxima of the block, then P.
         """
-        state.softmax.step(as_mn(acc_S), as_mn(state.acc_O), keys_seen)
+        row_warps = state.row_warps
+
+        def combine_max(block_max: cute.Tensor) -> None:
+            # Wait until V(n) has landed, and every warp has stored its maxima and is done with K(n).
+            cute.arch.cp_async_wait_group(0)
+            row_warps.combine(block_max, cute.arch.fmax)
+            load_following()
+
+        combine = None if row_warps is None else combine_max
+        state.softmax.step(as_mn(acc_S), as_mn(state.acc_O), keys_seen, combine)
         pieces = self.prob_pieces(acc_S)
         if cutlass.const_expr(state.dropout is not None):
             position = TilePosition(state.batch_head, state.mask.first_row, column, state.mask.tScS)
@@ -382,7 +400,13 @@ class FwdSm80(TileKernel):
                 packed = cute.recast_tensor(rP, Int32)
                 for i in cutlass.range_constexpr(cute.size(packed)):
                     packed[i] = packed[i] & masks[i]
-        return pieces.as_operand_a()
+        if cutlass.const_expr(row_warps is None):
+            operand = pieces.as_operand_a()
+        else:
+            row_warps.store_p.store(pieces.high)
+            cute.arch.sync_threads()
+            operand = Pieces(row_warps.load_p())
+        return operand
 
     def prob_pieces(self, acc_S: cute.Tensor) -> Pieces:
         """P rounded to the dtype of the MMA; in fp32 calls, its high and its low fp16 piece."""
@@ -398,28 +422,28 @@ class FwdSm80(TileKernel):
     ) -> cute.Tensor:
         """P as operand A, with a speculative row max (`device/softmax/speculative.py`), except in the first blocks.
 
-        P of warp pairs passes through shared memory. One barrier of the CTA orders P, V and the next copy of K, and
-        carries the vote, so that all warps take the same branch after it.
+        P of warps that share rows passes through shared memory. One barrier of the CTA orders P, V and the next copy
+        of K, and carries the vote, so that all warps take the same branch after it.
         """
-        softmax, pair, rP = state.softmax, state.pair, cute.make_fragment_like(acc_S, self.dtype)
+        softmax, row_warps, rP = state.softmax, state.row_warps, cute.make_fragment_like(acc_S, self.dtype)
         block_sum = cute.make_fragment_like(softmax.row_max)
         is_early, may_be_outgrown = keys_seen < EXACT_KEYS, cutlass.Boolean(True)
         if not is_early:
             SpeculativeMax(softmax).exponentiate_to(rP, acc_S, block_sum, maybe_empty=False)
-            if cutlass.const_expr(pair is None):
+            if cutlass.const_expr(row_warps is None):
                 may_be_outgrown = SpeculativeMax(softmax).may_have_outgrown(block_sum)
             else:
                 may_be_outgrown = SpeculativeMax(softmax).sums_exceed(block_sum)
-                pair.store_p.store(rP)
-        if cutlass.const_expr(pair is not None):
+                row_warps.store_p.store(rP)
+        if cutlass.const_expr(row_warps is not None):
             # Wait until V(n) has landed, and every warp has stored P and is done with K(n).
             cute.arch.cp_async_wait_group(0)
-            may_be_outgrown = pair.any(may_be_outgrown)
+            may_be_outgrown = row_warps.any(may_be_outgrown)
             load_following()
         if may_be_outgrown:
             self.correct_max(state, acc_S, rP, block_sum, keys_seen, is_early)
         softmax.add_sums(block_sum)
-        return as_operand_a(rP) if pair is None else pair.load_p()
+        return as_operand_a(rP) if row_warps is None else row_warps.load_p()
 
     @cute.jit
     def correct_max(
@@ -435,17 +459,17 @@ class FwdSm80(TileKernel):
 
         `block_sum`: the row sums of P.
         """
-        softmax, pair = state.softmax, state.pair
+        softmax, row_warps = state.softmax, state.row_warps
         block_max = cute.make_fragment_like(softmax.row_max)
         softmax.block_max(as_mn(acc_S), block_max)
-        if cutlass.const_expr(pair is not None):
-            pair.combine(block_max, cute.arch.fmax)
+        if cutlass.const_expr(row_warps is not None):
+            row_warps.combine(block_max, cute.arch.fmax)
         is_outgrown = SpeculativeMax(softmax).max_exceeds(block_max, keys_seen)
         if is_outgrown:
             softmax.raise_max(block_max, as_mn(state.acc_O))
         if is_outgrown | has_no_probs:
             SpeculativeMax(softmax).exponentiate_to(rP, acc_S, block_sum, maybe_empty=True)
-            if cutlass.const_expr(pair is not None):
-                pair.store_p.store(rP)
-        if cutlass.const_expr(pair is not None):
+            if cutlass.const_expr(row_warps is not None):
+                row_warps.store_p.store(rP)
+        if cutlass.const_expr(row_warps is not None):
             cute.arch.sync_threads()

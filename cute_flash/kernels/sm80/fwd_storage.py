@@ -10,8 +10,8 @@ from cutlass.memory import SmemAllocator
 from cute_flash.device.memory.copies import RowTiles
 from cute_flash.device.memory.ldmatrix import MmaOperand
 from cute_flash.device.memory.smem import allocate_stages
+from cute_flash.device.mma.row_warps import RowWarps
 from cute_flash.device.mma.warp_grid import WarpGrid
-from cute_flash.device.mma.warp_pair import WarpPair
 from cute_flash.device.scheduling.block_sparse import BlockSparseIterator
 from cute_flash.device.scheduling.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.scores.band import Band
@@ -38,7 +38,7 @@ class Params:
     copy_in: cute.TiledCopy
     copy_out: cute.TiledCopy
     mma_s: cute.TiledMma  # Q K^T: queries x keys
-    mma_o: cute.TiledMma  # P V: queries x head_dim; the same without warp pairs
+    mma_o: cute.TiledMma  # P V: queries x head_dim; the same unless warps share rows
     score_params: ScoreParams
     # (4, B, H) in fp32 calls: the largest row norms of Q, K and V; the last entry is not used. mQ, mK and mV are then
     # fp16 pieces (`device.mma.split_fp32`).
@@ -68,13 +68,13 @@ class MainloopState:
     dropout: Dropout | None
     batch_head: Int32  # b H + h
     block_iter: BlockSparseIterator | None  # of a block mask
-    pair: WarpPair | None = None  # if warps share rows
+    row_warps: RowWarps | None = None  # if warps share rows
     score_factor: Float32 | None = None  # in fp32 calls, turns a product of fp16 pieces into Q K^T
 
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """The tensors in shared memory. The last two exist if warps share rows (`device/mma/warp_pair.py`)."""
+    """The tensors in shared memory. The last two exist if warps share rows (`device/mma/row_warps.py`)."""
 
     sQ: cute.Tensor  # (tile_m, tile_d, 1)
     sK: cute.Tensor  # (tile_n, tile_d, stage)
@@ -88,7 +88,7 @@ class SharedStorage:
         stages_of = partial(allocate_stages, smem, dtype)
         q_tile, kv_tile = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
         tensors = stages_of(q_tile, 1), stages_of(kv_tile, tile.stages), stages_of(kv_tile, tile.stages)
-        if not tile.warp_pairs:
+        if tile.row_warps == 1:
             return SharedStorage(*tensors)
         rows = cute.make_layout((tile.num_threads, tile.thread_rows))
         return SharedStorage(*tensors, stages_of(tile.smem_p, 1), smem.allocate_tensor(Float32, rows, 16))
@@ -103,11 +103,11 @@ class WarpGrids:
 
     @staticmethod
     def of(tile: FwdTileSm80, dtype: type) -> "WarpGrids":
-        if not tile.warp_pairs:
+        if tile.row_warps == 1:
             grid = WarpGrid(dtype, tile.num_warps, tile.num_warps)
             return WarpGrids(grid, grid)
         # The keys of a warp are contiguous; masks and score features rely on it.
-        s = WarpGrid(dtype, tile.num_warps, tile.warps_m, tile.tile_n // 2)
+        s = WarpGrid(dtype, tile.num_warps, tile.warps_m, tile.warp_keys)
         return WarpGrids(s, WarpGrid(dtype, tile.num_warps, tile.warps_m))
 
     def operands(self, tile: FwdTileSm80, p: Params, thread: Int32, storage: SharedStorage):
@@ -119,10 +119,18 @@ class WarpGrids:
             self.o.b(p.mma_o, thread, storage.sV, kv_tile, is_transposed=True),
         )
 
-    def pair(self, tile: FwdTileSm80, p: Params, thread: Int32, storage: SharedStorage) -> WarpPair | None:
-        """The warp pair of this thread; None if warps do not share rows."""
-        if not tile.warp_pairs:
+    def row_warps(self, tile: FwdTileSm80, p: Params, thread: Int32, storage: SharedStorage) -> RowWarps | None:
+        """The warps that share the rows of this thread; None if warps do not share rows."""
+        if tile.row_warps == 1:
             return None
         store_p = self.s.store(p.mma_s, thread, storage.sP, tile.smem_p)
         operand_p = self.o.a(p.mma_o, thread, storage.sP, tile.smem_p)
-        return WarpPair(store_p, operand_p, storage.sRows, thread, tile.warps_m)
+        return RowWarps(
+            store_p=store_p,
+            p=operand_p,
+            sRows=storage.sRows,
+            thread=thread,
+            count=tile.row_warps,
+            distance=tile.warps_m,
+            keys=tile.warp_keys,
+        )

@@ -98,7 +98,7 @@ def kv_block(state: MmaState, tile: MmaTile, iteration: Int32, n_block: Int32, i
         if cutlass.const_expr(state.storage.bias is not None):
             bias = state.storage.bias.block(state.warpgroup, state.thread, iteration)
         else:
-            bias = tile.score_params.mods.load_bias(tile.mask, n_block * keys, is_full, by_warp=True)
+            bias = tile.score_params.mods.load_bias(tile.mask, n_block * keys, is_full, warp_column=0)
     return KvBlock(n_block, keys, bias)
 
 

@@ -26,7 +26,7 @@ warpgroup computes the softmax of block j.
 |---------------|----------------------------------|----------------------------------|
 | sQ            | 64 x tile_d                      | one tile                         |
 | pieces        | 8 x 128 x 64                     | one piece of K or V each         |
-| sP            | 2 x 64 x tile_n                  | one block each                   |
+| sP            | 2 x 64 x tile_n (1 x if D > 512) | one block each                   |
 | sMax, sSum    | 2 x 64 fp32                      | one exchange                     |
 
 Clocks of a block of 128 keys at D = 512, of one SM: MMA 4096; shared memory 5500, of which TMA writes 2048, reads of Q
@@ -60,7 +60,7 @@ from cute_flash.device.softmax.softmax import THREADS_PER_ROW, Softmax
 from cute_flash.kernels.common.kernel import Grid, Kernel
 from cute_flash.kernels.common.params import HeadScoreParams, ScoreParams
 from cute_flash.kernels.sm90.fwd_storage import Config, Params
-from cute_flash.kernels.sm90.fwd_wide_storage import P_BUFFERS, WARPGROUPS, SharedStorage
+from cute_flash.kernels.sm90.fwd_wide_storage import WARPGROUPS, SharedStorage
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90Wide
 from cute_flash.smem.tile import SmemTile
@@ -316,7 +316,7 @@ class FwdSm90Wide(Kernel):
         sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
         # (64, tile_n, buffer): the halves of P are neighbouring atoms of columns.
         full, half = SmemTile(WARPGROUP_ROWS, tile.tile_n).affine, tile.smem_p_half.cosize
-        shape, stride = (*full[0], P_BUFFERS), (*full[1], WARPGROUPS * half)
+        shape, stride = (*full[0], tile.p_buffers), (*full[1], WARPGROUPS * half)
         sP = cute.make_tensor(storage.sP.iterator, cute.make_layout(shape, stride=stride))
         acc_O = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, tile.columns_pv)), Float32)
         shape_S = qk.partition_shape_C((WARPGROUP_ROWS, keys))
@@ -358,7 +358,7 @@ class FwdSm90Wide(Kernel):
         self.release_k(state, piece, self.tile.k_pieces - 1)
         self.scores(state, tile, Int32(0))
         self.store_probs(state, tile, Int32(0), self.probs(state, tile, Int32(0)))
-        self.wait_for_probs()
+        self.wait_for_both()
 
     @cute.jit
     def further_block(self, state: MmaState, tile: MmaTile, i: Int32, piece: Int32):
@@ -384,15 +384,19 @@ class FwdSm90Wide(Kernel):
         warpgroup.wait_group(1)
         self.release_v(state, v, 1)
         self.start_pv(state, v, 3, buffer)
-        self.store_probs(state, tile, i, rP)
+        if cutlass.const_expr(self.tile.p_buffers > 1):
+            self.store_probs(state, tile, i, rP)
         warpgroup.wait_group(1)
         self.release_v(state, v, 2)
         warpgroup.wait_group(0)
         self.release_v(state, v, 3)
+        if cutlass.const_expr(self.tile.p_buffers == 1):
+            self.wait_for_both()
+            self.store_probs(state, tile, i, rP)
         # O = O alpha
         if grew:
             state.softmax.scale_rows(as_mn(state.acc_O), state.softmax.alpha)
-        self.wait_for_probs()
+        self.wait_for_both()
 
     @cute.jit
     def last_pv(self, state: MmaState, tile: MmaTile, v: Int32):
@@ -407,7 +411,7 @@ class FwdSm90Wide(Kernel):
         self.release_v(state, v, chunks - 1)
 
     def probs_buffer(self, tile: MmaTile, i: Int32) -> Int32:
-        return (tile.first_block + i) % P_BUFFERS
+        return (tile.first_block + i) % self.tile.p_buffers
 
     @cute.jit
     def probs(self, state: MmaState, tile: MmaTile, i: Int32) -> cute.Tensor:
@@ -435,8 +439,8 @@ class FwdSm90Wide(Kernel):
         cute.copy(atom, copy.retile(rP), copy.partition_D(sP))
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    def wait_for_probs(self) -> None:
-        """Wait until both warpgroups have stored their P."""
+    def wait_for_both(self) -> None:
+        """Wait until both warpgroups have stored their P, or have read all of P."""
         cute.arch.barrier(barrier_id=PROBS_BARRIER, number_of_threads=WARPGROUPS * WARPGROUP_THREADS)
 
     @cute.jit

@@ -36,7 +36,6 @@ from cute_flash.smem.tile import SmemTile
 
 WARPGROUPS = 2  # that compute; each has half of the keys of S and half of the columns of O
 WARPS = 4 * WARPGROUPS
-P_BUFFERS = 2
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class SharedStorage:
         k_part = tile.operand_smem("K")
         sK = allocate_stages(smem, config.dtype, k_part, CTAS * PIECE_STAGES)
         stages = cute.make_tensor(sK.iterator, cute.make_layout((CTAS * k_part.cosize, PIECE_STAGES)))
-        sP = allocate_stages(smem, config.dtype, tile.smem_p_half, WARPGROUPS * P_BUFFERS)
+        sP = allocate_stages(smem, config.dtype, tile.smem_p_half, WARPGROUPS * tile.p_buffers)
         sP = cute.logical_divide(sP, (None, None, WARPGROUPS))
         rows = cute.make_layout((WARPGROUP_ROWS, WARPGROUPS))
         sMax, sSum = (smem.allocate_tensor(Float32, rows, 16) for _ in range(2))

@@ -21,7 +21,7 @@ from cute_flash.planning.tiles.common import (
 )
 from cute_flash.smem.tile import VARIANTS, SmemTile
 from cute_flash.spec.arch import ARCHS
-from cute_flash.spec.problem import Static
+from cute_flash.spec.problem import MAX_HEAD_DIM, Static
 
 
 def may_speculate(static: Static) -> bool:
@@ -44,22 +44,24 @@ class FwdTileSm80(Tile):
     layout: str = VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
     pieces: int = 1  # 16-bit pieces per element of Q, K and V; 2 for fp32
     speculative_max: bool = False  # blocks use the old row max, and keep S until their row sums are checked
-    # Two warps share their rows. Each has half of the keys of S and half of the columns of O; see
-    # `device/mma/warp_pair.py`.
-    warp_pairs: bool = False
+    # 1, 2 or 4 warps share their rows. Each has a part of the keys of S and of the columns of O; see
+    # `device/mma/row_warps.py`.
+    row_warps: int = 1
 
     def __post_init__(self) -> None:
         if self.num_warps not in (1, 2, 4, 8):
             raise ValueError(f"{self.num_warps=} must be 1, 2, 4 or 8")
-        if self.warp_pairs and (self.num_warps < 2 or self.stages > 1 or not self.speculative_max):
-            raise ValueError(f"{self.warp_pairs=} needs two warps, one stage and a speculative max")
+        if self.row_warps not in (1, 2, 4) or self.row_warps > self.num_warps:
+            raise ValueError(f"{self.row_warps=} must be 1, 2 or 4, and at most {self.num_warps=}")
+        if self.row_warps > 1 and self.stages > 1:
+            raise ValueError(f"{self.row_warps=} needs one stage")
         rows = WARP_ROWS * self.warps_m
         if self.tile_m % rows or self.tile_m <= 0:
             raise ValueError(f"{self.tile_m=} must be a multiple of {rows}: {self.warps_m} warps of {WARP_ROWS} rows")
         if self.tile_n % WARP_KEYS or self.tile_n <= 0:
             raise ValueError(f"{self.tile_n=} must be a positive multiple of {WARP_KEYS}")
-        if self.head_dim % 32 or not 32 <= self.head_dim <= 256:
-            raise ValueError(f"{self.head_dim=} must be a multiple of 32 up to 256")
+        if self.head_dim % 32 or not 32 <= self.head_dim <= MAX_HEAD_DIM:
+            raise ValueError(f"{self.head_dim=} must be a multiple of 32 up to {MAX_HEAD_DIM}")
         if self.tile_n % self.copy_rows or self.tile_m % self.copy_rows:
             raise ValueError(
                 f"{self.tile_m=} and {self.tile_n=} must be multiples of {self.copy_rows}, the rows one copy covers"
@@ -68,12 +70,13 @@ class FwdTileSm80(Tile):
             raise ValueError(f"{self.stages=} must be 1 or 2")
         if not 0 <= self.q_steps <= self.head_dim // 16:
             raise ValueError(f"{self.q_steps=} must be 0 to {self.head_dim // 16}, the steps of 16 columns")
-        # Half of the columns of O are pairs of n16 tiles, and half of the keys are a run of columns that a swizzle
-        # permutes within itself.
-        if self.warp_pairs and (self.head_dim % 64 or self.tile_n not in (32, 64, 128, 256)):
-            raise ValueError(f"{self.warp_pairs=} needs 64, 128, 192 or 256 columns, and 32, 64, 128 or 256 keys")
-        if self.speculative_max and self.pieces > 1:
-            raise ValueError(f"{self.speculative_max=} is not implemented for fp32")
+        # A warp's columns of O are n16 tiles, and its keys are a run of columns that a swizzle permutes within itself.
+        if self.row_warps > 1 and (self.head_dim % 64 or self.warp_keys not in (16, 32, 64, 128)):
+            raise ValueError(
+                f"{self.row_warps=} needs a multiple of 64 columns, and 16, 32, 64 or 128 times as many keys"
+            )
+        if self.pieces > 1 and (self.speculative_max or self.row_warps > 1):
+            raise ValueError(f"{self.speculative_max=} and {self.row_warps=} are not implemented for fp32")
         check_layout(self.layout, VARIANTS, "not among those that mma.sync kernels are built with")
 
     @property
@@ -83,7 +86,12 @@ class FwdTileSm80(Tile):
     @property
     def warps_m(self) -> int:
         """Warps over the rows."""
-        return self.num_warps // 2 if self.warp_pairs else self.num_warps
+        return self.num_warps // self.row_warps
+
+    @property
+    def warp_keys(self) -> int:
+        """Keys of a block for which a warp computes S."""
+        return self.tile_n // self.row_warps
 
     @property
     def thread_rows(self) -> int:
@@ -113,13 +121,13 @@ class FwdTileSm80(Tile):
     def exchange_bytes(self) -> int:
         """P and the row statistics, if warps share rows."""
         statistics = 4 * self.num_threads * self.thread_rows
-        return self.smem_p.bytes + statistics if self.warp_pairs else 0
+        return self.smem_p.bytes + statistics if self.row_warps > 1 else 0
 
     @property
     def smem_bytes(self) -> int:
         """Q, whose memory O reuses at the end, the stages of K and V, and what warps exchange."""
         q, kv = self.smem(self.tile_m).bytes, self.stages * self.smem(self.tile_n).bytes
-        if not self.warp_pairs:
+        if self.row_warps == 1:
             return align_smem(q) + align_smem(kv) + kv
         return align_smem(q) + 2 * align_smem(kv) + self.exchange_bytes
 
@@ -148,7 +156,7 @@ class FwdTileSm80(Tile):
         stages = f"{self.stages} K/V stage{'s' if self.stages > 1 else ''}"
         ways = ", speculative max" * self.speculative_max
         study = "" if self.layout == VARIANTS[0] else f", {self.layout}"
-        warps = f"{self.num_warps} warps" + " in pairs" * self.warp_pairs
+        warps = f"{self.num_warps} warps" + f", {self.row_warps} for the same rows" * (self.row_warps > 1)
         return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {warps}, {stages}{regs}{ways}{study}"
 
 
@@ -157,13 +165,42 @@ _NOV_18 = "H200, bf16, 16384 tokens, hidden 2048, 2026-11-18, TFLOP/s of S=512/1
 _FOR_FEATURES = "not measured: for features that would spill in the row before"
 _FOR_MODS = "not measured: for mods and features that would spill in the rows before"
 
-_pairs = partial(FwdTileSm80, speculative_max=True, warp_pairs=True)
+_WIDE = "not measured: the most rows whose O fits the registers, and the fewest reads of shared memory per MMA"
+
+_pairs = partial(FwdTileSm80, speculative_max=True, row_warps=2)
+_wide = partial(FwdTileSm80, num_warps=8, stages=1, row_warps=4, measured=_WIDE)
+_wide_pairs = partial(_wide, row_warps=2)
 
 # The first row that supports a problem and fits is chosen. Rules for GPUs that were not measured: two CTAs of four
 # warps on an SM if shared memory allows; 32 rows per warp while O and S fit in registers, because fewer rows read more
 # shared memory per MMA; otherwise 32 rows per pair of warps, if that was faster on an H200; no spills. Columns:
 # head_dim, tile_m, tile_n, num_warps, stages.
+#
+# Above head dim 256, O of 64 rows takes up to 128 registers of 256 threads, so one CTA fills an SM. Shared memory
+# limits these kernels: Q, K and V take it all, and of warps that share rows, four read less of V than two. A block of
+# 64 keys for four warps needs more than 163 KB above head dim 384, where a pair has blocks of 32 keys. With 99 KB, one
+# CTA of four warps has 32 rows, except at head dim 320. Steps of Q in registers fill those that O and S leave.
 # fmt: off
+_WIDE_64 = (
+    _wide(320,  64,  64, q_steps=8, speculative_max=True, max_cost=COST_ALIBI),
+    _wide(320,  64,  64),
+    _wide(384,  64,  64, q_steps=6, speculative_max=True, max_cost=COST_ALIBI),
+    _wide(384,  64,  64),
+    _wide(448,  64,  64, q_steps=2, speculative_max=True, max_cost=COST_ALIBI),
+    _wide(448,  64,  64),
+    _wide(512,  64,  64, q_steps=3, speculative_max=True, max_cost=COST_ALIBI),
+    _wide(512,  64,  64),
+)
+_WIDE_99_KB = (
+    _wide_pairs(320,  64,  32, q_steps=20, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(320,  64,  32),
+    _wide_pairs(384,  32,  32, num_warps=4, q_steps=16, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(384,  32,  32, num_warps=4),
+    _wide_pairs(448,  32,  32, num_warps=4, q_steps=12, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(448,  32,  32, num_warps=4),
+    _wide_pairs(512,  32,  32, num_warps=4, q_steps=8, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(512,  32,  32, num_warps=4),
+)
 _SM_80 = (
     FwdTileSm80( 64, 128,  64, 4, 2, q_steps=4, max_cost=COST_ALIBI),
     FwdTileSm80( 64, 128,  64, 4, 2, q_steps=2, max_cost=COST_ALL_SCORE_FEATURES),
@@ -182,6 +219,11 @@ _SM_80 = (
            measured=_NOV_18 + "279/312/350/365; causal 191/250/333/366"),
     FwdTileSm80(256, 128,  64, 8, 1, max_cost=COST_ALL_SCORE_FEATURES),
     FwdTileSm80(256, 128,  32, 8, 1, measured=_FOR_MODS),
+    *_WIDE_64[:4],
+    _wide_pairs(448,  64,  32, q_steps=12, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(448,  64,  32),
+    _wide_pairs(512,  64,  32, q_steps=8, speculative_max=True, max_cost=COST_ALIBI),
+    _wide_pairs(512,  64,  32),
 )
 # 99 KB of shared memory for a CTA and 100 KB for an SM: smaller K/V blocks leave room for two CTAs.
 _SM_86 = (
@@ -194,6 +236,7 @@ _SM_86 = (
     FwdTileSm80(192,  64,  32, 4, 1, q_steps=12, max_cost=COST_ALL_SCORE_FEATURES),
     FwdTileSm80(192,  64,  32, 4, 1, measured=_FOR_MODS),
     FwdTileSm80(256, 128,  32, 8, 1),
+    *_WIDE_99_KB,
 )
 # With two steps of Q in registers, all features together would spill on sm_120.
 _SM_120 = (_SM_86[0], replace(_SM_86[1], q_steps=1), *_SM_86[2:])
@@ -226,6 +269,7 @@ _SM_90 = (
     FwdTileSm80(256,  64,  64, 4, 1, q_steps=4, max_cost=COST_ALIBI, measured=_H200 + "271/314/339; 208/280/327"),
     FwdTileSm80(256,  64,  64, 4, 1, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
     FwdTileSm80(256,  64,  32, 4, 1, measured=_FOR_MODS),
+    *_WIDE_64,
 )
 # fmt: on
 SM80_FWD = {

@@ -162,8 +162,8 @@ class FwdTileSm90Wide(Tile):
     def __post_init__(self) -> None:
         if self.tile_m != 2 * WARPGROUP_ROWS or self.tile_n != 128:
             raise ValueError(f"{self.tile_m=} and {self.tile_n=} must be 128: 64 rows per CTA, 64 keys per warpgroup")
-        if self.head_dim % self.k_columns or not 256 < self.head_dim <= 512:
-            raise ValueError(f"{self.head_dim=} must be a multiple of {self.k_columns} above 256, up to 512")
+        if self.head_dim % self.k_columns or not 256 < self.head_dim <= 576:
+            raise ValueError(f"{self.head_dim=} must be a multiple of {self.k_columns} above 256, up to 576")
         if self.width_v % 128 or not 128 <= self.width_v <= 512:
             raise ValueError(f"head_dim_v={self.width_v} must be a multiple of 128 up to 512")
 
@@ -180,6 +180,11 @@ class FwdTileSm90Wide(Tile):
     def k_pieces(self) -> int:
         """Pieces of K of a block."""
         return self.head_dim // self.k_columns
+
+    @property
+    def p_buffers(self) -> int:
+        """Buffers of P. With one, a warpgroup waits for the other's P V before it stores P of the next block."""
+        return 1 if self.head_dim > 512 else 2
 
     @property
     def v_chunks(self) -> int:
@@ -217,7 +222,8 @@ class FwdTileSm90Wide(Tile):
 
     @property
     def smem_bytes(self) -> int:
-        tiles = self.operand_smem("Q").bytes + PIECE_STAGES * self.stage_bytes + 4 * self.smem_p_half.bytes
+        tiles = self.operand_smem("Q").bytes + PIECE_STAGES * self.stage_bytes
+        tiles += 2 * self.p_buffers * self.smem_p_half.bytes
         statistics, barriers = 2 * 2 * 4 * WARPGROUP_ROWS, 2 * (2 + PIECE_STAGES)
         # Two slots of up to 32 bytes in which the producer publishes tiles, and one for an index of the scheduler.
         return tiles + statistics + 8 * barriers + 64 + 16
@@ -376,4 +382,5 @@ SM90_FWD_WIDE = (
     FwdTileSm90Wide(448, 128, 128, head_dim_v=512),
     FwdTileSm90Wide(512, 128, 128, head_dim_v=256),
     FwdTileSm90Wide(512, 128, 128),
+    FwdTileSm90Wide(576, 128, 128, head_dim_v=512),
 )
