@@ -14,10 +14,16 @@ from cute_flash.spec.bias import BiasLayout
 from cute_flash.spec.features import MODS, feature_cost
 
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 576, 8
+# The widest values, and the widest keys of all kernels but the Hopper forward: mma.sync, gradients and decoding.
+MAX_WIDTH = 512
 GPU_DTYPES = ("float16", "bfloat16", "float32")
 # fp32 kernels hold two 16-bit pieces of each element in shared memory.
 MAX_HEAD_DIM_FP32 = 128
 CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
+TOO_WIDE = (
+    "use torch's SDPA with SDPBackend.EFFICIENT_ATTENTION or SDPBackend.MATH, or move the tensors to the CPU, whose "
+    "reference path takes any head dim"
+)
 # The largest softcap: the kernels' tanh gives a score an error of 2^-23 · softcap.
 MAX_SOFTCAP = 1 << 14
 # The largest dropout: kernels compare random numbers with the threshold as fp16 bit patterns, and patterns above
@@ -242,7 +248,7 @@ class Problem:
                 widest = f"head_dim={self.static.widest} of float32 on cuda"
                 raise UnsupportedError(f"{widest}: at most {MAX_HEAD_DIM_FP32}; use bfloat16 or float16")
             check_head_dim(self.head_dim)
-            check_head_dim(self.width_v)
+            check_head_dim(self.width_v, MAX_WIDTH, "head_dim of v")
 
     def check_gradients(self, device: str = "cuda") -> None:
         """Raise `UnsupportedError` if `device` computes no gradients of the problem, whatever its sizes.
@@ -251,6 +257,8 @@ class Problem:
         """
         if self.mods is not None and self.mods.graphs.score is not None:
             self.mods.graphs.gradient(self.mods.captures_needing_grad)
+        if device == "cuda":
+            check_head_dim(self.head_dim, MAX_WIDTH, "the gradient of head_dim")
         if device == "cuda" and self.static.is_fp32 and "score_mod" in self.features:
             # The fp16 pieces of dS are scaled by an upper bound of |dS|, which a score_mod may exceed.
             raise UnsupportedError(
@@ -320,15 +328,12 @@ def check_dropout(dropout: float) -> None:
         raise UnsupportedError(f"dropout={dropout} on cuda: at most {MAX_DROPOUT}")
 
 
-def check_head_dim(head_dim: int) -> None:
-    if MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_STEP == 0:
+def check_head_dim(head_dim: int, most: int = MAX_HEAD_DIM, name: str = "head_dim") -> None:
+    if MIN_HEAD_DIM <= head_dim <= most and head_dim % HEAD_DIM_STEP == 0:
         return
-    taken = f"head_dim={head_dim}: kernels take multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
-    if head_dim > MAX_HEAD_DIM:
-        raise UnsupportedError(
-            f"{taken}; use torch's SDPA with SDPBackend.EFFICIENT_ATTENTION or SDPBackend.MATH, or move the tensors to "
-            "the CPU, whose reference path takes any head dim"
-        )
+    taken = f"{name}={head_dim}: kernels take multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {most}"
+    if head_dim > most:
+        raise UnsupportedError(f"{taken}; {TOO_WIDE}")
     nearest = max(math.ceil(head_dim / HEAD_DIM_STEP) * HEAD_DIM_STEP, MIN_HEAD_DIM)
     raise UnsupportedError(
         f"{taken}; the nearest is {nearest} (pad q, k, v with zeros to it, and pass scale= explicitly)"

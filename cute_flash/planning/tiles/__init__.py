@@ -26,7 +26,7 @@ from cute_flash.planning.tiles.fwd_sm90 import (
 )
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.features import backward_features, feature_cost
-from cute_flash.spec.problem import Problem, Static
+from cute_flash.spec.problem import MAX_WIDTH, TOO_WIDE, Problem, Static
 
 AnyFwdTile = FwdTileSm80 | FwdTileSm90 | FwdTileSm90Wide
 AnyBwdTile = BwdTileSm80 | BwdTileSm90 | BwdTileSm90Wide
@@ -46,7 +46,8 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile:
     widths = f"head_dim={problem.head_dim}"
     if problem.static.head_dim_v is not None:
         widths += f" with values of {problem.head_dim_v}"
-    raise UnsupportedError(f"{widths}: no tile of {family} for {arch.name}")
+    remedy = f"; {TOO_WIDE}" if problem.static.widest > MAX_WIDTH else ""
+    raise UnsupportedError(f"{widths}: no tile of {family} for {arch.name}{remedy}")
 
 
 def find_fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile | None:
