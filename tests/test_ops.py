@@ -603,7 +603,7 @@ def test_fake_varlen_results() -> None:
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "message"),
     [
-        (584, torch.float16, "head_dim=584"),
+        (520, torch.float16, "head_dim=520"),
         (64, torch.float64, "dtype float64 on cuda: use one of float16, bfloat16, float32"),
         (136, torch.float32, "head_dim=136 of float32 on cuda: at most 128"),
     ],

@@ -24,7 +24,7 @@ from cute_flash.decode import attn_decode
 from cute_flash.errors import UnsupportedError
 from cute_flash.integrations.vllm_plugin import NAME
 from cute_flash.spec.arch import ARCHS
-from cute_flash.spec.problem import HEAD_DIM_STEP, MAX_WIDTH, MIN_HEAD_DIM
+from cute_flash.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 
 FP8 = ("fp8", "fp8_e4m3")
 # First chunks of prompts use `attn_varlen` if they have at least this many tokens on average.
@@ -52,7 +52,7 @@ class Backend(base.AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % HEAD_DIM_STEP == 0 and MIN_HEAD_DIM <= head_size <= MAX_WIDTH
+        return head_size % HEAD_DIM_STEP == 0 and MIN_HEAD_DIM <= head_size <= MAX_HEAD_DIM
 
     @classmethod
     def supports_sink(cls) -> bool:

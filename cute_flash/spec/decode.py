@@ -24,15 +24,7 @@ from cute_flash.spec.band import Band
 from cute_flash.spec.describe import check_device, check_float, check_int32, check_per_head
 from cute_flash.spec.ds_mla import DS_MLA, check_ds_mla, head_dim_of, is_ds_mla
 from cute_flash.spec.latent import check_latent, has_query_tables
-from cute_flash.spec.problem import (
-    CPU_DTYPES,
-    MAX_WIDTH,
-    check_chunk,
-    check_head_dim,
-    check_heads,
-    check_softcap,
-    check_window,
-)
+from cute_flash.spec.problem import CPU_DTYPES, check_chunk, check_head_dim, check_heads, check_softcap, check_window
 from cute_flash.spec.shapes import lse_dtype
 from cute_flash.spec.values import check_range
 
@@ -173,8 +165,8 @@ def describe_decode(
     heads, heads_kv, head_dim, head_dim_v = q.shape[-2], k_cache.shape[2], q.shape[-1], width_of_values(v_cache, args)
     check_heads(heads, heads_kv)
     if device == "cuda" and v_cache is not None:
-        check_head_dim(head_dim, MAX_WIDTH)
-        check_head_dim(head_dim_v, MAX_WIDTH, "head_dim of v")
+        check_head_dim(head_dim)
+        check_head_dim(head_dim_v)
     batch, tokens = _check_queries(q, args)
     page_size, capacity = _check_cache(k_cache, q, args, batch)
     new_tokens = _check_new(q, k_cache, v_cache, args, batch)

@@ -13,9 +13,10 @@ from cute_flash.spec.band import NARROW, Band
 from cute_flash.spec.bias import BiasLayout
 from cute_flash.spec.features import MODS, feature_cost
 
-MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 576, 8
-# The widest values, and the widest keys of all kernels but the Hopper forward: mma.sync, gradients and decoding.
-MAX_WIDTH = 512
+MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 512, 8
+# Of queries and keys in a forward on Hopper, whose values have at most MAX_HEAD_DIM columns: the width of latent
+# attention (MLA) with rotary columns.
+MAX_HEAD_DIM_QK = 576
 GPU_DTYPES = ("float16", "bfloat16", "float32")
 # fp32 kernels hold two 16-bit pieces of each element in shared memory.
 MAX_HEAD_DIM_FP32 = 128
@@ -247,8 +248,8 @@ class Problem:
             if self.static.is_fp32 and MAX_HEAD_DIM_FP32 < self.static.widest <= MAX_HEAD_DIM:
                 widest = f"head_dim={self.static.widest} of float32 on cuda"
                 raise UnsupportedError(f"{widest}: at most {MAX_HEAD_DIM_FP32}; use bfloat16 or float16")
-            check_head_dim(self.head_dim)
-            check_head_dim(self.width_v, MAX_WIDTH, "head_dim of v")
+            check_head_dim(self.width_v)
+            check_head_dim(self.head_dim, MAX_HEAD_DIM if self.head_dim_v is None else MAX_HEAD_DIM_QK)
 
     def check_gradients(self, device: str = "cuda") -> None:
         """Raise `UnsupportedError` if `device` computes no gradients of the problem, whatever its sizes.
@@ -257,8 +258,8 @@ class Problem:
         """
         if self.mods is not None and self.mods.graphs.score is not None:
             self.mods.graphs.gradient(self.mods.captures_needing_grad)
-        if device == "cuda":
-            check_head_dim(self.head_dim, MAX_WIDTH, "the gradient of head_dim")
+        if device == "cuda" and self.head_dim > MAX_HEAD_DIM:
+            raise UnsupportedError(f"the gradient of head_dim={self.head_dim}: at most {MAX_HEAD_DIM}; {TOO_WIDE}")
         if device == "cuda" and self.static.is_fp32 and "score_mod" in self.features:
             # The fp16 pieces of dS are scaled by an upper bound of |dS|, which a score_mod may exceed.
             raise UnsupportedError(
@@ -328,10 +329,10 @@ def check_dropout(dropout: float) -> None:
         raise UnsupportedError(f"dropout={dropout} on cuda: at most {MAX_DROPOUT}")
 
 
-def check_head_dim(head_dim: int, most: int = MAX_HEAD_DIM, name: str = "head_dim") -> None:
+def check_head_dim(head_dim: int, most: int = MAX_HEAD_DIM) -> None:
     if MIN_HEAD_DIM <= head_dim <= most and head_dim % HEAD_DIM_STEP == 0:
         return
-    taken = f"{name}={head_dim}: kernels take multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {most}"
+    taken = f"head_dim={head_dim}: kernels take multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {most}"
     if head_dim > most:
         raise UnsupportedError(f"{taken}; {TOO_WIDE}")
     nearest = max(math.ceil(head_dim / HEAD_DIM_STEP) * HEAD_DIM_STEP, MIN_HEAD_DIM)

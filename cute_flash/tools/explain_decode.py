@@ -23,7 +23,7 @@ from cute_flash.spec.decode import GPU_DTYPES
 from cute_flash.spec.dtypes import DTYPE_BYTES, ROW_ALIGN_BYTES
 from cute_flash.spec.family import requested_family
 from cute_flash.spec.latent import MAX_LATENT_DIM, MAX_VALUE_DIM
-from cute_flash.spec.problem import HEAD_DIM_STEP, MAX_WIDTH, Problem, check_head_dim, check_heads
+from cute_flash.spec.problem import HEAD_DIM_STEP, Problem, check_head_dim, check_heads
 from cute_flash.tools.roofline import STATISTIC_BYTES, Bound
 from cute_flash.tools.text import aligned
 
@@ -63,8 +63,8 @@ class DecodeShape:
         if self.is_latent:
             self._check_latent()
         else:
-            check_head_dim(self.head_dim, MAX_WIDTH)
-            check_head_dim(self.width_v, MAX_WIDTH, "head_dim of v")
+            check_head_dim(self.head_dim)
+            check_head_dim(self.width_v)
         if self.dtype not in GPU_DTYPES:
             raise UnsupportedError(f"attn_decode in {self.dtype} on cuda: use one of {', '.join(GPU_DTYPES)}")
         widths = (self.head_dim,) if self.is_latent else (self.head_dim, self.width_v)

@@ -118,6 +118,7 @@ def keys(arch: ArchSpec, families: Iterable[str]) -> Iterator[LaunchKey]:
 def _repeated_call(repeated: tuple[str, str, tuple[int, int], bool], deterministic: bool) -> Call:
     """A call of `test_repeated_calls_have_equal_bits`."""
     family, feature, (d, dv), causal = repeated
-    features, band = {feature: 1} if feature else {}, CAUSAL if causal else FULL
+    features = {feature: {"dropout": 0.2, "softcap": 20.0}.get(feature, 1)} if feature else {}
+    band = CAUSAL if causal else FULL
     case = dense(2, HEADS, 1, LENGTH, LENGTH, d, BF16, band, features, dv)
     return Call(case, family, deterministic=deterministic)

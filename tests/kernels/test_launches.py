@@ -55,6 +55,8 @@ LAUNCHED = {
         "bwd/sm80/sm_80/d64/bf16/window/softcap+alibi+dropout/main",
         "bwd/sm80/sm_80/d128/bf16/window/varlen+deterministic/main",
         "bwd/sm80/sm_80/d128/bf16/window/score_mod-alibi+mask_mod-window+bias-bf16-bhqk-pairs/main",
+        "bwd/sm80/sm_80/d384/bf16/window/plain/main",
+        "bwd/sm80/sm_86/d512/bf16/window/varlen+softcap+alibi+dropout+deterministic/main",
     ),
     "bwd-sm90": (
         "bwd/sm90/sm_90/d128/bf16/window/plain/main",

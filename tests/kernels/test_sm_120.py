@@ -27,6 +27,8 @@ SAMPLE = (
     "fwd/sm80/sm_80/d128/bf16/window/varlen+softcap+alibi+sinks+dropout+max_logit/main",
     "fwd/sm80/sm_80/d256/bf16/full/softcap+alibi+sinks+dropout+max_logit/main",
     "fwd/sm80/sm_86/d96/bf16/window/plain/main",
+    "fwd/sm80/sm_86/d512/bf16/window/plain/main",
+    "fwd/sm80/sm_86/d512/bf16/window/varlen+softcap+alibi+sinks+dropout+max_logit/main",
     "fwd/sm80/sm_86/d192/bf16/full/score_mod-capped+mask_mod-prefix+bias-fp16-bhqk-pairs/main",
     "fwd/sm80/sm_80/d128/fp32/window/softcap+alibi+sinks+dropout+max_logit/main",
     "bwd/sm80/sm_80/d64/bf16/window/softcap+alibi+dropout/main",

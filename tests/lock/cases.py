@@ -165,6 +165,8 @@ def pre_and_postprocess(case: Case) -> Iterator[Case]:
 HEAD_DIMS = (64, 96, 128, 192, 256)
 # Above 256, warps of the mma.sync forward share rows, with a speculative or an exact row max.
 WIDE_HEAD_DIMS = (320, 384, 448, 512)
+# Widths of Q and K, and of V, of the rows of the Hopper forward above head dim 256.
+HOPPER_WIDE_DIMS = ((320, None), (384, None), (448, None), (512, 256), (512, None), (576, 512))
 # Head dims of the Hopper backward's rows.
 HOPPER_BWD_DIMS = (64, 128, 256)
 # Head dims above 256 of the rows of the mma.sync backward, in which warps split S and dP.
@@ -175,6 +177,8 @@ def plain() -> Iterator[Case]:
     """Every row of the tile tables with every mask, in bf16."""
     for place, head_dim, mask in product(PLACES, HEAD_DIMS, MASKS):
         yield fwd(place, head_dim, mask=mask)
+    for (head_dim, head_dim_v), mask in product(HOPPER_WIDE_DIMS, MASKS):
+        yield fwd(HOPPER, head_dim, head_dim_v=head_dim_v, mask=mask)
     for place, head_dim, mask in product((AMPERE, AMPERE_86, AMPERE_ON_90), WIDE_HEAD_DIMS, MASKS):
         yield fwd(place, head_dim, mask=mask)
     for (head_dim, head_dim_v), mask in product(((64, 128), (128, 64), (192, 128), (256, 128)), MASKS):
@@ -299,6 +303,21 @@ def fwd_features() -> Iterator[Case]:
     yield fwd(AMPERE_86, 64, "varlen")
 
 
+def fwd_wide_sm90() -> Iterator[Case]:
+    """Features of the Hopper forward above head dim 256."""
+    for name in (*ALL_SCORE, "out_dtype", "batch_invariant", "varlen"):
+        yield fwd(HOPPER, 512, name)
+    yield fwd(HOPPER, 512, "varlen", *ALL_SCORE, mask="window")
+    yield fwd(HOPPER, 576, *ALL_SCORE, head_dim_v=512, mask="window")
+    yield fwd(HOPPER, 512, mask="chunk", dtype="fp16")
+    yield fwd(HOPPER, 264, "varlen", mask="full")
+    yield fwd(HOPPER, 384, "dropout", "dropout_origin", mask="full")
+    yield fwd(HOPPER, 512, mask="window", score_mod="alibi", mask_mod="window", bias=Bias())
+    yield fwd(HOPPER, 512, mask="full", bias=Bias(dims="bk"))
+    yield fwd(HOPPER, 512, mask="full", mask_mod="document_causal", block_map=True)
+    yield fwd(HOPPER, 320, "max_logit", score_mod="relative")
+
+
 def fwd_wide() -> Iterator[Case]:
     """Features of the mma.sync forward above head dim 256. `plain` has every row with a speculative row max."""
     for place in (AMPERE, AMPERE_86, AMPERE_ON_90):
@@ -374,9 +393,9 @@ def bwd_wide() -> Iterator[Case]:
         yield bwd(place, 512, score_mod="relative", has_table_gradients=True, deterministic=True)
         yield bwd(place, 512, mask="full", mask_mod="document", block_map=True)
         yield bwd(place, 512, mask_mod="document", block_map=True, deterministic=True)
-    yield bwd(AMPERE, 320, mask="chunk", dtype="fp16", deterministic=True)
+    yield bwd(AMPERE, 320, mask="chunk", dtype="fp16")
     yield bwd(AMPERE, 384, "varlen", mask="chunk")
-    yield bwd(AMPERE_ON_90, 384, mask="chunk", deterministic=True)
+    yield bwd(AMPERE_ON_90, 384, head_dim_v=320, mask="chunk")
     yield from pre_and_postprocess(bwd(AMPERE, 512, "varlen", head_dim_v=264, mask="full"))
 
 
@@ -577,6 +596,7 @@ def cases() -> list[AnyCase]:
         *first.values(),
         *fwd_features(),
         *bwd_features(),
+        *fwd_wide_sm90(),
         *fwd_wide(),
         *bwd_wide(),
         *shards(),
@@ -737,6 +757,7 @@ def reachable() -> Iterator[Case]:
     for place, head_dim, mask in product(PLACES[1:], range(264, 513, 8), MASKS):
         yield fwd(place, head_dim, mask=mask)
         yield fwd(place, 128, head_dim_v=head_dim, mask=mask)
+        yield fwd(HOPPER, head_dim, mask=mask)
         one = bwd(place, head_dim, mask=mask)
         yield from (one, replace(one, deterministic=True), replace(one, head_dim=64, head_dim_v=head_dim))
     for place, (head_dim, head_dim_v), mask in product(PLACES, widths, MASKS):

@@ -40,14 +40,18 @@ def layout(x: Tensor | None) -> Any:
 
 
 def run_forward(tensors: list[Tensor], args: AttentionArgs | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The launcher's results, equal to those of the CPU path."""
+    """The launcher's results, equal to those of the CPU path up to one rounding.
+
+    On some CPUs, torch's matrix products round differently for copies with other strides.
+    """
     args = plain() if args is None else args
     held = _held(*tensors, args)
     before = [x.clone() for x in held]
     found, expected = launcher.forward(*tensors, args), cpu.forward(*tensors, args)
     for mine, theirs in zip(found, expected, strict=True):
         assert layout(mine) == layout(theirs)
-        assert mine is None or torch.equal(mine, theirs)
+        if mine is not None and theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=torch.finfo(mine.dtype).eps, atol=1e-6, equal_nan=True)
     assert all(map(torch.equal, held, before)), "inputs were written"
     return found
 

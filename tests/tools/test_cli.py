@@ -316,7 +316,7 @@ def test_explain_refuses_what_is_no_shape(shape: str, capsys: pytest.CaptureFixt
         ("explain 2,16,4096,128 --kv-heads 3", "must be a multiple"),
         ("explain 2,16,4096,128 --gpu V100", "use one of sm_80"),
         ("explain 2,16,4096,256 --dtype fp32 --gpu A100", "head_dim=256 of float32 on cuda: at most 128"),
-        ("inspect --head-dim 520", "of v=520: kernels take multiples of 8 from 8 to 512; use torch's SDPA"),
+        ("inspect --head-dim 520", "to 512; use torch's SDPA"),
         ("explain 1,2,64,64 --cp 2 --short", "--short and --legend with --cp"),
         ("precompile --arch sm_70", "sm_80"),
         ("precompile --arch sm_80 --head-dims 64,130", "the nearest is 136"),

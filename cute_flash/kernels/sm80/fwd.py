@@ -23,7 +23,7 @@ share 32 rows: each computes S for half of the keys and O for half of the column
 | sQ            | tile_m x tile_d           | the tile; O is stored through it at the end  |
 | sK, sV        | stages x tile_n x tile_d  | one block each                               |
 | sP            | tile_m x tile_n           | one block; only if warps share rows          |
-| sRows         | 8 x tile_m                | one exchange; only if warps share rows       |
+| sRows         | 4 x row_warps x tile_m    | one exchange; only if warps share rows       |
 
 If values and keys differ in width, the tile has the larger width, and the narrower operand is zero-filled.
 """

@@ -26,7 +26,7 @@ from cute_flash.planning.tiles.fwd_sm90 import (
 )
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.features import backward_features, feature_cost
-from cute_flash.spec.problem import MAX_WIDTH, TOO_WIDE, Problem, Static
+from cute_flash.spec.problem import MAX_HEAD_DIM, TOO_WIDE, Problem, Static
 
 AnyFwdTile = FwdTileSm80 | FwdTileSm90 | FwdTileSm90Wide
 AnyBwdTile = BwdTileSm80 | BwdTileSm90 | BwdTileSm90Wide
@@ -46,8 +46,12 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile:
     widths = f"head_dim={problem.head_dim}"
     if problem.static.head_dim_v is not None:
         widths += f" with values of {problem.head_dim_v}"
-    remedy = f"; {TOO_WIDE}" if problem.static.widest > MAX_WIDTH else ""
-    raise UnsupportedError(f"{widths}: no tile of {family} for {arch.name}{remedy}")
+    hint = (
+        f" (above {MAX_HEAD_DIM} only on Hopper, without gradients); {TOO_WIDE}"
+        if problem.head_dim > MAX_HEAD_DIM
+        else ""
+    )
+    raise UnsupportedError(f"{widths}: no tile of {family} for {arch.name}{hint}")
 
 
 def find_fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile | None:
@@ -121,13 +125,13 @@ def _bwd_table(family: str, arch: ArchSpec, static: Static, cost: int, determini
 
 
 def _hopper_width(static: Static) -> int:
-    """The width of the narrowest tile of the Hopper backward that holds the head dim."""
-    return min(row.head_dim for row in SM90_BWD if row.head_dim >= static.widest)
+    """The width of the narrowest tile of the Hopper backward that holds the head dim; 0: none."""
+    return min((row.head_dim for row in SM90_BWD if row.head_dim >= static.widest), default=0)
 
 
 def max_mod_ops(static: Static) -> int:
     """The most operations per score of user mods for which the Hopper backward has enough registers."""
-    return next(row.max_mod_ops for row in SM90_BWD if row.head_dim == _hopper_width(static))
+    return next((row.max_mod_ops for row in SM90_BWD if row.head_dim == _hopper_width(static)), 0)
 
 
 def _has_cheap_mod(static: Static) -> bool:

@@ -157,8 +157,11 @@ _BWD_163 = (
                 measured=_H200 + "224/250; 192/244"),
     BwdTileSm80(head_dim=256, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=1, splits_kv=True, warps_q=2,
                 measured=_H200 + "229/254; 194/247"),
-    BwdTileSm80(head_dim=320, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=1, splits_kv=True, warps_q=2),
-    replace(_WIDE_384, tile_n=48, warps_s=1, stages=1),
+    BwdTileSm80(head_dim=320, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=1, splits_kv=True, warps_q=2,
+                allows_deterministic=False),
+    _WIDE_320,
+    replace(_WIDE_384, tile_n=48, warps_s=1, stages=1, allows_deterministic=False),
+    _WIDE_384,
     replace(_WIDE_512, stages=1),
 )
 _BWD_227 = (
@@ -175,7 +178,9 @@ _BWD_227 = (
                 allows_deterministic=False, measured=_H200 + "269/305; 213/289"),
     _BWD_163[6],
     replace(_BWD_163[7], stages=2),
-    replace(_BWD_163[8], stages=2),
+    _WIDE_320,
+    replace(_BWD_163[9], stages=2),
+    _WIDE_384,
     _WIDE_512,
 )
 _BWD_99 = (
