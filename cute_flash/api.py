@@ -96,12 +96,12 @@ def attn(
     ``i + Sk - Sq - left <= j <= i + Sk - Sq + right``. A query that sees no key has output 0 and gradient 0. Its LSE is
     -inf or, with `sinks`, the sink of its head.
 
-    On CUDA, q, k and v are fp16, bf16 or fp32; D and Dv are multiples of 8 up to 512, or up to 128 for fp32. fp32 calls
-    have fp32 accuracy (docs/numerics.md), use mma.sync on every GPU, and have no backward pass with a score_mod. On the
-    CPU, q, k and v are fp16, bf16, fp32 or fp64 with any D and Dv, and a slower reference path computes the result.
-    Under autocast, q, k and v are cast to the autocast dtype. Kernels read tensors in place if the last dimension is
-    contiguous and rows start at multiples of 16 bytes; other tensors are copied first. Jagged NestedTensors are passed
-    on to `attn_nested`.
+    On CUDA, q, k and v are fp16, bf16 or fp32; D and Dv are multiples of 8 up to 512, or up to 128 for fp32. The
+    forward on Hopper takes D up to 576. fp32 calls have fp32 accuracy (docs/numerics.md), use mma.sync on every GPU,
+    and have no backward pass with a score_mod. On the CPU, q, k and v are fp16, bf16, fp32 or fp64 with any D and Dv,
+    and a slower reference path computes the result. Under autocast, q, k and v are cast to the autocast dtype. Kernels
+    read tensors in place if the last dimension is contiguous and rows start at multiples of 16 bytes; other tensors are
+    copied first. Jagged NestedTensors are passed on to `attn_nested`.
 
     Gradients flow through out and lse. On CUDA, dq is accumulated by atomic additions in no fixed order, so its bits
     may differ between calls unless `deterministic` is set. On sm_90, gradients of fp16 and bf16 calls use wgmma, except

@@ -20,7 +20,7 @@ from cute_flash.spec.ds_mla import DS_MLA, ROW_BYTES
 from cute_flash.spec.dtypes import DTYPE_BYTES
 from cute_flash.spec.family import AMPERE
 from cute_flash.spec.features import Buffer
-from cute_flash.spec.problem import Problem
+from cute_flash.spec.problem import MAX_HEAD_DIM, Problem
 
 # Rows of a page that are loaded after one lookup in the page table.
 CHUNK = 16
@@ -320,6 +320,8 @@ def splits_keys(problem: Problem, arch: ArchSpec) -> bool:
     limited, which bounds the longest sequence.
     """
     if problem.out_fp32 or problem.batch_invariant or problem.static.is_fp32 or problem.mods:
+        return False
+    if problem.static.widest > MAX_HEAD_DIM:
         return False
     if set(problem.features) - SCORE_FEATURES:
         return False

@@ -21,6 +21,10 @@ GPU_DTYPES = ("float16", "bfloat16", "float32")
 # fp32 kernels hold two 16-bit pieces of each element in shared memory.
 MAX_HEAD_DIM_FP32 = 128
 CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
+TOO_WIDE = (
+    "use torch's SDPA with SDPBackend.EFFICIENT_ATTENTION or SDPBackend.MATH, or move the tensors to the CPU, whose "
+    "reference path takes any head dim"
+)
 # The largest softcap: the kernels' tanh gives a score an error of 2^-23 · softcap.
 MAX_SOFTCAP = 1 << 14
 # The largest dropout: kernels compare random numbers with the threshold as fp16 bit patterns, and patterns above
@@ -254,6 +258,8 @@ class Problem:
         """
         if self.mods is not None and self.mods.graphs.score is not None:
             self.mods.graphs.gradient(self.mods.captures_needing_grad)
+        if device == "cuda" and self.head_dim > MAX_HEAD_DIM:
+            raise UnsupportedError(f"the gradient of head_dim={self.head_dim}: at most {MAX_HEAD_DIM}; {TOO_WIDE}")
         if device == "cuda" and self.static.is_fp32 and "score_mod" in self.features:
             # The fp16 pieces of dS are scaled by an upper bound of |dS|, which a score_mod may exceed.
             raise UnsupportedError(
@@ -328,10 +334,7 @@ def check_head_dim(head_dim: int, most: int = MAX_HEAD_DIM) -> None:
         return
     taken = f"head_dim={head_dim}: kernels take multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {most}"
     if head_dim > most:
-        raise UnsupportedError(
-            f"{taken}; use torch's SDPA with SDPBackend.EFFICIENT_ATTENTION or SDPBackend.MATH, or move the tensors to "
-            "the CPU, whose reference path takes any head dim"
-        )
+        raise UnsupportedError(f"{taken}; {TOO_WIDE}")
     nearest = max(math.ceil(head_dim / HEAD_DIM_STEP) * HEAD_DIM_STEP, MIN_HEAD_DIM)
     raise UnsupportedError(
         f"{taken}; the nearest is {nearest} (pad q, k, v with zeros to it, and pass scale= explicitly)"

@@ -351,6 +351,10 @@ CALLS = (
         "decode, sinks, window, fp16", DECODE, (1,) * 2, (300, 77), dtype=FP16, heads=(8, 1),
         options={"window": (100, 0)}, features=("sinks", "pages"),
     ),
+    Call(
+        "decode, d512, pages, append", DECODE, (1,) * 3, (300, 77, 0), head_dim=512, heads=(8, 2), options=CAUSAL,
+        features=PAGED_APPEND,
+    ),
     # Decoding with one latent cache.
     Call("decode, MLA, 16 heads", LATENT, (1,) * 3, (300, 77, 1), heads=(16, 1), **MLA, options=ONE_CACHE),
     Call(

@@ -15,14 +15,28 @@ import torch
 from torch import Tensor
 
 import cute_flash
+from cute_flash import reference
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.launch import LaunchKey
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.family import FAMILIES
 from tests.cases import CAUSAL, FULL
 from tests.covering import covering
-from tests.feature_gradients import AnyCombination
-from tests.gpu.calls import ALL, BF16, DTYPES, RAGGED, USED, WINDOW, Call, by_families, dense, few_properties, varlen
+from tests.feature_gradients import AnyCombination, assert_outputs
+from tests.gpu.calls import (
+    ALL,
+    BF16,
+    DTYPES,
+    FP16,
+    RAGGED,
+    USED,
+    WINDOW,
+    Call,
+    by_families,
+    dense,
+    few_properties,
+    varlen,
+)
 from tests.gpu.test_attention import check
 from tests.gpu.test_races import HEADS, options_of
 from tests.gpu.test_random import check_kind, keys_of
@@ -72,6 +86,27 @@ def test_gradients(call: Call, known_rng: None) -> None:
     check(call, second_yardstick=True, repetitions=10)
 
 
+# Only the Hopper forward has such keys, with values of up to 512 columns.
+WIDEST_KEYS = [
+    Call(dense(2, 2, group, rows, keys, d, dtype, band, features, dv), "sm90")
+    for (d, dv), dtype, band, features, (group, rows, keys) in (
+        ((576, 512), BF16, CAUSAL, {}, (2, 300, 1200)),
+        ((576, 512), FP16, FULL, ALL, (1, 197, 333)),
+        ((520, 264), BF16, WINDOW, {}, (8, 3, 700)),
+        ((576, 64), BF16, CAUSAL, {"softcap": 5.0}, (4, 1100, 1000)),
+    )
+]
+
+
+@pytest.mark.parametrize("call", WIDEST_KEYS, ids=lambda call: call.id, indirect=True)
+def test_forward_of_wider_keys(call: Call, known_rng: None) -> None:
+    x = call.tensors()
+    exact, rough = (call.case.dense(by, x) for by in (reference.dense, reference.dense_low_precision))
+    assert_outputs(call.attend(x), exact, rough)
+    with pytest.raises(UnsupportedError, match="the gradient of head_dim="):
+        call.attend({name: tensor.requires_grad_() for name, tensor in x.items()})
+
+
 REPEATED = covering(
     list(
         itertools.product(
@@ -109,6 +144,8 @@ def keys(arch: ArchSpec, families: Iterable[str]) -> Iterator[LaunchKey]:
     runnable = list(families)
     for kind in itertools.chain.from_iterable(map(wide_kinds, runnable)):
         yield from keys_of(kind, arch)
+    for call in WIDEST_KEYS if "sm90" in runnable else ():
+        yield from call.keys(arch, has_gradients=False)
     for call in (*CALLS, *itertools.starmap(_repeated_call, itertools.product(REPEATED, (False, True)))):
         if call.family in runnable:
             with suppress(UnsupportedError):

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.planning.plan import plan_backward, plan_forward
+from cute_flash.planning.plan import plan_attention, plan_backward, plan_forward
 from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
 from cute_flash.spec.family import FAMILIES, use_kernels
-from cute_flash.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, Problem
+from cute_flash.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_HEAD_DIM_QK, Problem
 from tests.fakes.cuda import claiming_cuda, launching_operators
 from tests.fakes.recording import RecordingGpu
 from tests.random_calls import attend, drawn, inputs_of, known_rng, results, wide_kinds
@@ -37,6 +37,19 @@ def test_every_head_dim_has_kernels(family: str, name: str, features: tuple[str,
             plans += [plan_backward(problem, ARCHS[name], is_ordered, family=family) for is_ordered in (False, True)]
             assert [plan.family for plan in plans] == [family] * 3
             assert all(plan.tile.head_dim >= max(head_dim, head_dim_v or 0) for plan in plans[1:])
+
+
+@pytest.mark.parametrize("head_dim", range(MAX_HEAD_DIM + HEAD_DIM_STEP, MAX_HEAD_DIM_QK + 1, HEAD_DIM_STEP))
+def test_wider_keys_have_a_forward_on_hopper_alone(head_dim: int) -> None:
+    for queries in (1, 300):
+        problem = Problem(1, 4, 2, queries, 3000, head_dim, "bfloat16", Band(None, 0), MAX_HEAD_DIM)
+        assert plan_attention(problem, ARCHS["sm_90"]).main.kernel == "fwd_sm90_wide"
+        with pytest.raises(UnsupportedError, match=r"no tile of sm80 for sm_80 .*; use torch's SDPA"):
+            plan_attention(problem, ARCHS["sm_80"])
+        with pytest.raises(
+            UnsupportedError, match=f"the gradient of head_dim={head_dim}: at most 512; use torch's SDPA"
+        ):
+            plan_backward(problem, ARCHS["sm_90"])
 
 
 @runnable

@@ -28,15 +28,17 @@ class Call(NamedTuple):
     requires_grad: bool = False
     options: dict[str, Any] = {}  # noqa: RUF012
     context: Callable[[], AbstractContextManager] = nullcontext
+    head_dim_v: int | None = None
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (torch.ones(shape, dtype=self.dtype) for shape in (self.q, self.k, self.k))
+        of_v = (*self.k[:3], self.head_dim_v or self.k[3])
+        q, k, v = (torch.ones(shape, dtype=self.dtype) for shape in (self.q, self.k, of_v))
         return q.requires_grad_(self.requires_grad), k, v
 
 
 def wide(head_dim: int, **fields: Any) -> Call:
     shape = (1, 2, 16, head_dim)
-    return Call(f"{fields.get('dtype', 'bf16')} head dim {head_dim}", shape, shape, **fields)
+    return Call(" ".join(["head dim", str(head_dim), *map(str, fields.values())]), shape, shape, **fields)
 
 
 def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -56,6 +58,9 @@ CALLS = [
     wide(512, requires_grad=True),
     wide(520),
     wide(520, dtype=FP32),
+    wide(584, head_dim_v=512),
+    wide(576, head_dim_v=512),
+    wide(576, head_dim_v=512, requires_grad=True),
     wide(128, dtype=FP32, requires_grad=True),
     wide(256, dtype=FP32),
     wide(64, dtype=torch.float64),

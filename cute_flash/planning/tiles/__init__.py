@@ -26,7 +26,7 @@ from cute_flash.planning.tiles.fwd_sm90 import (
 )
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.features import backward_features, feature_cost
-from cute_flash.spec.problem import MAX_HEAD_DIM, Problem, Static
+from cute_flash.spec.problem import MAX_HEAD_DIM, TOO_WIDE, Problem, Static
 
 AnyFwdTile = FwdTileSm80 | FwdTileSm90 | FwdTileSm90Wide
 AnyBwdTile = BwdTileSm80 | BwdTileSm90 | BwdTileSm90Wide
@@ -46,7 +46,11 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile:
     widths = f"head_dim={problem.head_dim}"
     if problem.static.head_dim_v is not None:
         widths += f" with values of {problem.head_dim_v}"
-    hint = f" (above {MAX_HEAD_DIM} only on Hopper, without gradients)" if problem.head_dim > MAX_HEAD_DIM else ""
+    hint = (
+        f" (above {MAX_HEAD_DIM} only on Hopper, without gradients); {TOO_WIDE}"
+        if problem.head_dim > MAX_HEAD_DIM
+        else ""
+    )
     raise UnsupportedError(f"{widths}: no tile of {family} for {arch.name}{hint}")
 
 
