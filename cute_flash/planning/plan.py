@@ -419,6 +419,7 @@ def _plan_backward(
     num_m_blocks = _num_blocks(problem, problem.seqlen_q, tile.tile_m)
     num_kv_tiles = _num_tiles(problem, problem.seqlen_k, tile.tile_n, problem.seqused_k)
     num_tiles = num_kv_tiles * problem.heads_kv * batch
+    ctas_per_tile = getattr(tile, "cluster", 1)
     # CTAs of an L2 group read Q and dO, and add to the fp32 dQ, of their query heads.
     element_bytes = DTYPE_BYTES[problem.dtype]
     row_bytes = problem.head_dim * (element_bytes + 4) + problem.width_v * element_bytes
@@ -445,9 +446,9 @@ def _plan_backward(
     workspace = _shared_if_small(workspace)
     sizes = {
         "dalibi_warps": tile.dalibi_warps,
-        "heads_per_l2_group": _bwd_l2_group(problem, arch, tile, deterministic, l2_bytes, num_kv_tiles * tile.cluster),
+        "heads_per_l2_group": _bwd_l2_group(problem, arch, tile, deterministic, l2_bytes, num_kv_tiles * ctas_per_tile),
         "num_tiles": num_tiles,
-        "num_ctas": min(num_tiles, arch.num_sms) if is_persistent else num_tiles * tile.cluster,
+        "num_ctas": min(num_tiles, arch.num_sms) if is_persistent else num_tiles * ctas_per_tile,
     }
     if problem.varlen:
         workspace.append(_tile_list("kv_tile_list", num_kv_tiles))

@@ -38,13 +38,13 @@ def test_an_operand_has_one_type_in_all_kernels() -> None:
 
 
 # Modules in which a kernel reads its operands: those of its class and base classes, and of score features.
-ATTENTION = (
-    "fwd_sm80", "fwd_sm80_fp32", "fwd_sm90", "fwd_sm90_wide", "bwd_sm80", "bwd_sm80_fp32", "bwd_sm90", "bwd_sm90_wide",
-)  # fmt: skip
+HOPPER_BWD = ("bwd_sm90", "bwd_sm90_wide", "bwd_sm90_cluster")
+ATTENTION = ("fwd_sm80", "fwd_sm80_fp32", "fwd_sm90", "fwd_sm90_wide", "bwd_sm80", "bwd_sm80_fp32", *HOPPER_BWD)
 READERS = {
     **dict.fromkeys(ATTENTION, ("common.kernel", "common.params")),
     **{name: ("common.kernel", "common.params", "sm80.kernel") for name in ATTENTION if "sm80" in name},
-    **{name: ("common.kernel", "common.params", "sm90.bwd_storage") for name in ATTENTION if "bwd_sm90" in name},
+    **{name: ("common.kernel", "common.params", "sm90.bwd_storage", "sm90.bwd_wide") for name in HOPPER_BWD},
+    "bwd_sm90": ("common.kernel", "common.params", "sm90.bwd_storage"),
     "bwd_preprocess": ("common.kernel",),
     "bwd_preprocess_fp32": ("common.kernel",),
     "bwd_postprocess_sm80": ("common.kernel", "common.postprocess"),
@@ -58,8 +58,8 @@ READERS = {
     "varlen_scheduler_fwd": (),
     "varlen_scheduler_bwd": (),
 }
-# A CTA of the wide backward has one tile.
-UNUSED = {"bwd_sm90_wide": {"tile_counter"}}
+# A CTA of the wide backward, or a cluster, has one tile.
+UNUSED = {name: {"tile_counter"} for name in HOPPER_BWD[1:]}
 
 
 def operands_read(module: str, *objects: str) -> set[str]:

@@ -39,6 +39,7 @@ class BwdTileSm90(Tile):
     # K/V tiles that claim the same m_block at the same time wait for one of them. `BwdTileSm90Wide` must not begin
     # apart: its claims are free of deadlocks only if all K/V tiles visit the m_blocks in the same order.
     begins_apart: ClassVar[bool] = True
+    cluster: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128):
@@ -65,6 +66,11 @@ class BwdTileSm90(Tile):
         """
         rows = 2 * WARPGROUP_ROWS
         return (self.tile_m // 2, self.head_dim) if self.tile_m == rows else (self.tile_m, self.head_dim // 2)
+
+    @property
+    def cta_head_dim(self) -> int:
+        """Columns of one CTA."""
+        return self.head_dim
 
     @property
     def smem_bytes(self) -> int:
@@ -108,12 +114,12 @@ class BwdTileSm90Wide(Tile):
     # shared memory. The last piece may be added to global memory from registers.
     dq_pieces: int = 7
     bias_stages: int = 0  # of a bias that TMA loads; 0: threads load the bias, or there is none
-    cluster: int = 1  # 2: `kernels.sm90.bwd_cluster`
 
     needs_wgmma: ClassVar[bool] = True
     dalibi_warps: ClassVar[int] = 8  # of a CTA, with partial sums of the slopes' gradients
     num_threads: ClassVar[int] = 3 * 128
     max_mod_ops: ClassVar[int] = 24
+    cta_head_dim: ClassVar[int] = 256  # columns of one CTA
     registers: ClassVar[tuple[int, int]] = 24, 240  # per thread of the producer, and of the consumer warpgroups
     # Without a mask, zeros are 3 to 6 % faster from 2048 queries on ("claims 4" of 2026-11-17-bwd-sm90-dq-ab.txt).
     max_queries_claimed: ClassVar[int] = 1024
@@ -124,10 +130,10 @@ class BwdTileSm90Wide(Tile):
     def __post_init__(self) -> None:
         if self.tile_m != 64:
             raise ValueError(f"{self.tile_m=} must be 64")
-        if self.cluster not in (1, 2):
-            raise ValueError(f"{self.cluster=} must be 1 or 2")
-        if self.cta_head_dim != 256:
-            raise ValueError(f"{self.head_dim=} must be 256 for each CTA of a cluster")
+        if self.head_dim not in (self.cta_head_dim, 2 * self.cta_head_dim):
+            raise ValueError(f"{self.head_dim=} must be {self.cta_head_dim} for each of one or two CTAs")
+        if self.cluster > 1 and self.dq_pieces != PIECES:
+            raise ValueError(f"{self.dq_pieces=} must be {PIECES} in a cluster")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 128:
             raise ValueError(f"{self.tile_n=} must be a multiple of 16 up to 128")
         if self.q_stages != 2:
@@ -136,6 +142,11 @@ class BwdTileSm90Wide(Tile):
             raise ValueError(f"{self.do_stages=} must be 1 or 2")
         if self.dq_pieces not in (PIECES - 1, PIECES):
             raise ValueError(f"{self.dq_pieces=} must be {PIECES - 1} or {PIECES}: at most one is added from registers")
+
+    @property
+    def cluster(self) -> int:
+        """The CTAs that compute a tile together, each with a part of the columns (`kernels.sm90.bwd_cluster`)."""
+        return self.head_dim // self.cta_head_dim
 
     @property
     def accumulator_registers(self) -> int:
@@ -202,7 +213,7 @@ SM90_BWD = (
     # 80 is the largest number of keys that leaves registers for dQ, and shared memory for two stages of Q.
     BwdTileSm90Wide(256, 64, 80, measured=_GRADIENTS_256),
     # 64 is the largest number of keys that leaves shared memory for the partial sums of the other CTA.
-    BwdTileSm90Wide(512, 64, 64, dq_pieces=8, cluster=2, max_cost=COST_ALIBI + COST_DROPOUT),
+    BwdTileSm90Wide(512, 64, 64, dq_pieces=8, max_cost=COST_ALIBI + COST_DROPOUT),
 )
 # Above head dim 128 with score features, in a varlen batch, or deterministic: fewer keys leave registers for features,
 # and shared memory for all pieces of dQ. The warps that add dQ to global memory then add all of it, and a semaphore can

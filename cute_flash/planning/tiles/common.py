@@ -57,13 +57,6 @@ class Tile:
     needs_wgmma: ClassVar[bool] = False
     # Whether the K/V tiles of a backward begin at different m_blocks of a block mask (`score_mod.block_sparse`).
     begins_apart: ClassVar[bool] = False
-    # CTAs of a cluster, which compute one tile together, each with an equal part of the columns of the head dim.
-    cluster: ClassVar[int] = 1
-
-    @property
-    def cta_head_dim(self) -> int:
-        """The columns of the head dim that one CTA has."""
-        return self.head_dim // self.cluster
 
     @property
     def smem_bytes(self) -> int:
