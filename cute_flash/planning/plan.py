@@ -12,7 +12,16 @@ from cute_flash.planning import varlen
 from cute_flash.planning.bias import with_dbias
 from cute_flash.planning.decode import plan_split_kv, splits_keys
 from cute_flash.planning.launch import CompileKey, LaunchChain, LaunchKey
-from cute_flash.planning.tiles import AnyBwdTile, bwd_tile, find_fwd_tile, fwd_tile, max_mod_ops, pads_with_dropout
+from cute_flash.planning.tiles import (
+    MAX_NARROW_HEAD_DIM,
+    AnyBwdTile,
+    bwd_tile,
+    find_fwd_tile,
+    fwd_tile,
+    max_mod_ops,
+    mma_sync_is_faster,
+    pads_with_dropout,
+)
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90Wide
 from cute_flash.spec.arch import ArchSpec
@@ -375,8 +384,8 @@ def plan_backward(
 ) -> Plan:
     """Plan a backward pass; raise `UnsupportedError` if no kernel supports the problem.
 
-    Without a requested family, the first family with a tile for the problem is chosen. `tile`: replaces the row of the
-    family's tile tables, for tuning.
+    Without a requested family, the first family with a tile for the problem is chosen, unless the mma.sync kernel is
+    faster. `tile`: replaces the row of the family's tile tables, for tuning.
     """
     problem.check("cuda")
     check_family(family)
@@ -389,6 +398,8 @@ def plan_backward(
     described = problem
     for name, runs_on in FAMILIES.items():
         if not runs_on(arch) or family not in ("", name):
+            continue
+        if not family and name == "sm90" and mma_sync_is_faster(described.static):
             continue
         problem, chosen = _with_tile(described, arch, name, deterministic, tile)
         if chosen is not None:
@@ -547,6 +558,11 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, fa
         least += f", with at most {max_mod_ops(problem.static)} operations per score in score_mod and mask_mod"
     if deterministic and problem.mods is not None and problem.mods.captures_needing_grad:
         least += ", and without gradients of captured tensors"
+    if problem.static.widest > MAX_NARROW_HEAD_DIM:
+        least += (
+            f"; above head dim {MAX_NARROW_HEAD_DIM} without a bias, without captured tensors, and with at most two "
+            "of softcap, alibi and dropout, but not softcap with dropout"
+        )
     return (
         f"{what} of {'attn_varlen' if problem.varlen else 'attn'} with {names}head_dim={problem.head_dim}"
         f"{of_values} on {arch.name} by kernel family {family!r}: there is no such kernel ({least}); "

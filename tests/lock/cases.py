@@ -168,7 +168,7 @@ WIDE_HEAD_DIMS = (320, 384, 448, 512)
 # Widths of Q and K, and of V, of the rows of the Hopper forward above head dim 256.
 HOPPER_WIDE_DIMS = ((320, None), (384, None), (448, None), (512, 256), (512, None), (576, 512))
 # Head dims of the Hopper backward's rows.
-HOPPER_BWD_DIMS = (64, 128, 256)
+HOPPER_BWD_DIMS = (64, 128, 256, 512)
 # Head dims above 256 of the rows of the mma.sync backward, in which warps split S and dP.
 WIDE_BWD_DIMS = (320, 384, 512)
 
@@ -373,6 +373,22 @@ def bwd_features() -> Iterator[Case]:
     yield bwd(AMPERE_86, 192, "softcap")
     yield bwd(AMPERE_ON_90, 256, "softcap", "alibi", "dropout", mask="window")
     yield bwd(AMPERE_ON_90, 256, "varlen")
+
+
+def bwd_cluster() -> Iterator[Case]:
+    """Features of the Hopper backward above head dim 256. `plain` and `deterministic` have its row."""
+    for name in ("softcap", "alibi", "dropout", "varlen"):
+        yield bwd(HOPPER, 512, name)
+    yield bwd(HOPPER, 512, "softcap", "alibi", mask="window")
+    yield bwd(HOPPER, 512, "alibi", "dropout", mask="full", deterministic=True)
+    yield bwd(HOPPER, 512, "varlen", mask="window", deterministic=True)
+    yield bwd(HOPPER, 512, mask="chunk", dtype="fp16")
+    yield bwd(HOPPER, 512, head_dim_v=256, mask="window")
+    yield bwd(HOPPER, 384, mask="full")
+    yield bwd(HOPPER, 264, "varlen")
+    yield bwd(HOPPER, 512, mask_mod="document", block_map=True)
+    yield bwd(HOPPER, 512, mask_mod="document", block_map=True, deterministic=True)
+    yield bwd(HOPPER, 512, score_mod="capped")
 
 
 def bwd_wide() -> Iterator[Case]:
@@ -598,6 +614,7 @@ def cases() -> list[AnyCase]:
         *bwd_features(),
         *fwd_wide_sm90(),
         *fwd_wide(),
+        *bwd_cluster(),
         *bwd_wide(),
         *shards(),
         *chunks(),

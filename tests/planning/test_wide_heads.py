@@ -22,14 +22,18 @@ from tests.fakes.recording import RecordingGpu
 from tests.random_calls import attend, drawn, inputs_of, known_rng, results, wide_kinds
 
 RUNNABLE = [(family, name) for family, runs_on in FAMILIES.items() for name, arch in ARCHS.items() if runs_on(arch)]
-# The most kinds of `wide_kinds` whose gradients a family refuses.
-MAX_REFUSED = {"sm80": 0, "sm90": 3}
+# Features whose scores need registers in the Hopper backward, and the pairs that it takes.
+COSTLY, PAIRS = {"softcap", "alibi", "dropout"}, ({"softcap", "alibi"}, {"alibi", "dropout"})
+# Of the listed random calls, score_mod captures tensors.
+TENSORS = {"bias", "score_mod"}
 runnable = pytest.mark.parametrize(("family", "name"), RUNNABLE)
 
 
 @runnable
 @pytest.mark.parametrize("features", [(), ("softcap", "alibi", "sinks", "dropout")], ids=["plain", "features"])
 def test_every_head_dim_has_kernels(family: str, name: str, features: tuple[str, ...]) -> None:
+    if family == "sm90":
+        features = tuple(x for x in features if x != "dropout")
     for width in range(256 + HEAD_DIM_STEP, MAX_HEAD_DIM + 1, HEAD_DIM_STEP):
         for head_dim, head_dim_v in ((width, None), (width, 64), (64, width)):
             problem = Problem(1, 4, 2, 300, 700, head_dim, "bfloat16", Band(None, 0), head_dim_v, features)
@@ -52,9 +56,14 @@ def test_wider_keys_have_a_forward_on_hopper_alone(head_dim: int) -> None:
             plan_backward(problem, ARCHS["sm_90"])
 
 
+def may_refuse(family: str, features: tuple[str, ...]) -> bool:
+    """Whether a family may refuse the gradients of a call with these features."""
+    costly = COSTLY & {*features}
+    return family == "sm90" and (bool(TENSORS & {*features}) or (len(costly) > 1 and costly not in PAIRS))
+
+
 @runnable
-def test_few_gradients_of_random_calls_are_refused(family: str, name: str) -> None:
-    refused = []
+def test_which_gradients_of_random_calls_are_refused(family: str, name: str) -> None:
     for kind in wide_kinds(family):
         call = drawn(0, kind)
         x = inputs_of(call)
@@ -64,5 +73,12 @@ def test_few_gradients_of_random_calls_are_refused(family: str, name: str) -> No
             with known_rng(x["q"].device), suppress(UnsupportedError):
                 results(attend, call, x, 0)
                 continue
-        refused.append(kind.id)
-    assert len(refused) <= MAX_REFUSED[family], refused
+        assert may_refuse(family, kind.features), kind.id
+
+
+@pytest.mark.parametrize("head_dim", [264, 320, 328, 512])
+def test_the_default_backward_on_hopper(head_dim: int) -> None:
+    problem = Problem(1, 4, 2, 300, 700, head_dim, "bfloat16", Band(None, 0))
+    kernel = plan_backward(problem, ARCHS["sm_90"]).main.kernel
+    assert kernel == ("bwd_sm80" if head_dim <= 320 else "bwd_sm90_cluster")
+    assert plan_backward(problem, ARCHS["sm_90"], family="sm90").main.kernel == "bwd_sm90_cluster"

@@ -196,6 +196,7 @@ class BwdTileSm90Wide(Tile):
 # Versions are those of profiling/notes/bwd_sm90.md.
 _GRADIENTS = "H200, bf16, 16384 tokens, hidden 2048, kernel version 2, 2026-11-15, TFLOP/s of S=512/2048/8192: "
 _GRADIENTS_256 = "H200, bf16, 16384 tokens, hidden 2048, S=1024/8192: 387/505; causal 296/458 TFLOP/s"
+_GRADIENTS_512 = "H200, bf16, B=1, H=32, 2026-11-19, TFLOP/s of S=4096/16384 full: 311/329; causal: 308/336"
 _CHEAP_MOD = (
     "H200, bf16, B=4, S=4096, hidden 2048: ALiBi score_mod 2.52 ms, causal block mask 1.41; tile_m=64: 3.29, 1.73"
 )
@@ -213,7 +214,7 @@ SM90_BWD = (
     # 80 is the largest number of keys that leaves registers for dQ, and shared memory for two stages of Q.
     BwdTileSm90Wide(256, 64, 80, measured=_GRADIENTS_256),
     # 64 is the largest number of keys that leaves shared memory for the partial sums of the other CTA.
-    BwdTileSm90Wide(512, 64, 64, dq_pieces=8, max_cost=COST_ALIBI + COST_DROPOUT),
+    BwdTileSm90Wide(512, 64, 64, dq_pieces=8, max_cost=COST_ALIBI + COST_DROPOUT, measured=_GRADIENTS_512),
 )
 # Above head dim 128 with score features, in a varlen batch, or deterministic: fewer keys leave registers for features,
 # and shared memory for all pieces of dQ. The warps that add dQ to global memory then add all of it, and a semaphore can
