@@ -11,7 +11,8 @@ CTA. For each tile, over K/V blocks j:
     O  = O exp(scale (m - m')) + P Vj    all keys; a warpgroup computes half of the columns
     out = O / l,  LSE = scale m + log l
 
-Score features and masks are those of `kernels/sm90/fwd.py`. The MMA warpgroups compute the dropout masks.
+Score features and masks are those of `kernels/sm90/fwd.py`; a call with a block mask runs the mma.sync kernel. The MMA
+warpgroups compute the dropout masks.
 
 K and V come in pieces (`fwd_wide_storage.py`). The product of each piece is a wgmma group, and the piece is released
 when the group has completed. A warpgroup issues Q K^T of block j and then P V of block j - 1, which runs while the
@@ -48,7 +49,7 @@ from cute_flash.device.memory.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.memory.views import as_mn, as_operand_a
 from cute_flash.device.mma.wgmma import convert, make_mma
 from cute_flash.device.ptx import rederived
-from cute_flash.device.scheduling.block_sparse import AnyBlockIterator, BlockCounts
+from cute_flash.device.scheduling.block_sparse import AnyBlockIterator
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS
 from cute_flash.device.scheduling.published_tiles import NO_TILE
 from cute_flash.device.scheduling.seqlen import SeqlenInfo
@@ -191,9 +192,8 @@ class FwdSm90Wide(Kernel):
             m_block, head, seqlen_values = p.tile_coord(index)
             seqlen = p.seqlen_info(seqlen_values)
             head_kv = head // p.heads_per_kv
-            block_counts = p.block_counts(m_block, head, seqlen)
-            block_iter = p.block_iterator(m_block, head, seqlen, block_counts)
-            self.load_q(p, storage, count, m_block, head, seqlen, block_counts)
+            block_iter = p.block_iterator(m_block, head, seqlen, None)
+            self.load_q(p, storage, count, m_block, head, seqlen)
             num = block_iter.num
             if num > 0:
                 n_block = block_iter.first
@@ -218,22 +218,10 @@ class FwdSm90Wide(Kernel):
             cute.arch.mbarrier_arrive(storage.q.full_barrier(count))
 
     @cute.jit
-    def load_q(
-        self,
-        p: Params,
-        storage: SharedStorage,
-        count: Int32,
-        m_block: Int32,
-        head: Int32,
-        seqlen: SeqlenInfo,
-        counts: BlockCounts | None,
-    ):
+    def load_q(self, p: Params, storage: SharedStorage, count: Int32, m_block: Int32, head: Int32, seqlen: SeqlenInfo):
         """Publish a tile and load its Q."""
         storage.q.wait_empty(count)
-        values = (m_block, head, *seqlen.values)
-        if cutlass.const_expr(counts is not None):
-            values = (*values, *counts)
-        storage.tiles.write(count, values)
+        storage.tiles.write(count, (m_block, head, *seqlen.values))
         storage.q.expect_bytes(count, self.tile.operand_smem("Q").bytes)
         row_block = m_block * self.tile.cluster + storage.rank
         p.q.load(storage.sQ[None, None, 0], row_block, head, seqlen.q_tma_coord, storage.q.full_barrier(count))
@@ -344,7 +332,7 @@ class FwdSm90Wide(Kernel):
         head, seqlen = storage.head(count), p.seqlen_info(storage.seqlen_values(count))
         lengths = p.seqlen_q_of(seqlen), seqlen.k_len
         mask = Mask(p.band, *lengths, first_row, state.tScS, self.static.pack_gqa)
-        block_iter = p.block_iterator(m_block, head, seqlen, storage.block_counts(count))
+        block_iter = p.block_iterator(m_block, head, seqlen, None)
         score_params = p.score_params.for_head(head, seqlen.batch)
         batch_head = batch_head_index(p.score_params.dropout_origin, seqlen.batch, head, p.static_scheduler.heads)
         dropout = p.score_params.dropout()

@@ -24,7 +24,6 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.device.memory.multicast import CTAS
 from cute_flash.device.memory.smem import affine_layout, allocate_stages
-from cute_flash.device.scheduling.block_sparse import BlockCounts
 from cute_flash.device.scheduling.cluster_index import ClusterIndex
 from cute_flash.device.scheduling.pipeline import Pipeline
 from cute_flash.device.scheduling.published_tiles import PublishedTiles
@@ -121,11 +120,6 @@ class SharedStorage:
 
     def seqlen_values(self, count: Int32) -> SeqlenValues:
         return tuple(self.tiles.read(i, count) for i in range(2, self.config.seqlen_end))
-
-    def block_counts(self, count: Int32) -> BlockCounts | None:
-        """The numbers of full and partial blocks of the tile; None without a block mask."""
-        places = range(self.config.seqlen_end, self.config.num_tile_values)
-        return BlockCounts(*(self.tiles.read(i, count) for i in places)) if places else None
 
     @cute.jit
     def release_q(self, count: Int32):

@@ -123,7 +123,7 @@ def _bwd_table(family: str, arch: ArchSpec, static: Static, cost: int, determini
             candidates = (*SM90_BWD_BIAS, *candidates)
     # A wider tile than necessary would be slower than mma.sync.
     candidates = tuple(row for row in candidates if row.head_dim == _hopper_width(static))
-    return tuple(row for row in candidates if row.allows_mods(static))
+    return tuple(row for row in candidates if row.allows(static, deterministic))
 
 
 def _hopper_width(static: Static) -> int:

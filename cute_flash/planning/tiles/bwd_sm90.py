@@ -92,7 +92,7 @@ class BwdTileSm90(Tile):
         """The most operations per score of user mods for which there are enough registers."""
         return 24 if self.head_dim <= 64 else 10
 
-    def allows_mods(self, static: Static) -> bool:
+    def allows(self, static: Static, deterministic: bool) -> bool:
         """Whether there are enough registers for the user mods of a call."""
         return static.mods is None or static.mods.bwd_ops_per_score <= self.max_mod_ops
 
@@ -154,11 +154,13 @@ class BwdTileSm90Wide(Tile):
         scores, half_of_dq = self.tile_n // 4, 32
         return 2 * self.tile_n + scores + half_of_dq + (scores if self.separates_dp else 0)
 
-    def allows_mods(self, static: Static) -> bool:
-        """Whether there are enough registers for the user mods of a call.
+    def allows(self, static: Static, deterministic: bool) -> bool:
+        """Whether there are enough registers for the user mods of a call, and in a cluster for ordered gradients.
 
         A cluster computes every score twice. It also could not add the gradients of a bias and of captured tensors.
         """
+        if self.cluster > 1 and deterministic and "dropout" in static.features:
+            return False
         if static.mods is None:
             return True
         has_registers = static.mods.bwd_ops_per_score <= self.max_mod_ops

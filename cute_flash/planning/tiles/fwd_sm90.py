@@ -231,7 +231,8 @@ class FwdTileSm90Wide(Tile):
     def serves(self, static: Static) -> bool:
         """Whether the row has the width and the registers for a problem."""
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
-        has_room = self.max_cost >= static.feature_cost and self.divides_block_mask(static)
+        # The index lists of a block mask would spill.
+        has_room = self.max_cost >= static.feature_cost and not static.block_sparse
         return is_wide_enough and has_room and self.is_for(static)
 
     def __str__(self) -> str:
