@@ -64,7 +64,7 @@ def test_the_launches_need_every_kernel() -> None:
             assert values == {None, sanitize_case.WIDEST // 2}, (direction, family)
     assert {(96, 128), (96, 192)} <= {(tile.head_dim, tile.tile_m) for tile in plain}, "for few and for many keys"
     ways = {(key.tile.row_warps, key.tile.speculative_max) for key in keys if key.kernel == "fwd_sm80"}
-    assert ways == {(1, False), (1, True), (2, True)}
+    assert ways == {(1, False), (1, True), (2, True), (4, False), (4, True)}
     statics = [key.static for key in keys if key.kernel in ("decode", "fwd_split_kv")]
     assert {static.page_lookup for static in statics} == {"", "chunk", "row"}
     assert {static.overlaps_previous for static in statics} == {True, False}, "both families"
