@@ -101,8 +101,9 @@ def markdown(table: Table) -> str:
 
 def summary(*runs: Run) -> str:
     """The summary of all runs, a sentence about the tiles of the sm80 kernels, and one about head dims above 256."""
-    *runs, forward, backward = runs
-    parts = markdown(doc_speed.summary(*runs)), doc_speed.tiles_line(*runs[-2:]), doc_speed.wide_line(forward, backward)
+    *narrow, forward, backward = runs
+    lines = doc_speed.tiles_line(*narrow[-2:]), doc_speed.wide_line(forward, backward)
+    parts = markdown(doc_speed.summary(*narrow)), *lines
     return "\n\n".join(parts)
 
 
