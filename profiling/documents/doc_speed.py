@@ -44,6 +44,9 @@ ACCURACY = {
     "backward sm90": ("backward sm90", "normal", "fa3", "FlashAttention-3"),
     "backward sm80": ("backward sm80", "normal", "sdpa-flash", "FlashAttention-2"),
 }
+# Head dims above 256: names in the runs -> columns of the table.
+WIDE = {"cute_flash": "cute_flash", "cute_flash-sm80": "mma.sync", "ffpa": "FFPA"}
+WIDEST, NARROWEST = 512, 320
 
 
 def _by_shape(run: Run) -> dict[tuple[int, str, int], Cell]:
@@ -156,6 +159,68 @@ def cells(forward: Run, backward: Run) -> Table:
             texts = [f"{number(cell.tflops(run.ours[0]), ',.0f')} ({_mean(run, [cell])})" for cell in row]
             rows.append((f"{label}, D = {head_dim}, {mask}", *texts))
     return Table("", ("TFLOP/s (speed-up)", *(f"S = {length}" for length in _lengths(backward))), tuple(rows))
+
+
+def wide(forward: Run, backward: Run) -> Table:
+    """Head dims above 256: TFLOP/s of cute_flash, of its mma.sync kernels and of FFPA, and the first over the last."""
+    runs = {"forward": forward, "backward": backward}
+    at = [_by_shape(run) for run in runs.values()]
+    rows = []
+    for head_dim, mask, length in product(_head_dims(forward), MASKS, _lengths(forward)):
+        texts = []
+        for run, cells in zip(runs.values(), at, strict=True):
+            cell = cells[head_dim, mask, length]
+            texts += [number(cell.tflops(name), ".0f") for name in WIDE]
+            texts.append(f"**{number(cell.ratio(run.ours[0], run.reference))}**")
+        rows.append((f"{head_dim}, {mask}", f"{length}", *texts))
+    columns = [f"{label}, {name}" for label in runs for name in (*WIDE.values(), "over FFPA")]
+    return Table("", ("D", "S", *columns), tuple(rows))
+
+
+def _over_ffpa(run: Run, name: str, head_dim: int) -> str:
+    """The lowest and the highest speed over FFPA among the cells of a head dim."""
+    cells = [cell for cell in run.cells if cell.shape.head_dim == head_dim]
+    ratios = [ratio for cell in cells if (ratio := cell.ratio(name, run.reference)) is not None]
+    return f"{min(ratios):.2f} to {max(ratios):.2f} ×"
+
+
+def wide_line(forward: Run, backward: Run) -> str:
+    """Two sentences on head dims above 256: the speed at the widest, and which libraries stop at 256."""
+    faster, back = (_over_ffpa(run, run.ours[0], WIDEST) for run in (forward, backward))
+    return (
+        f"Head dims go up to {WIDEST}, forward and backward. At D = {WIDEST}, the forward is {faster} and the backward "
+        f"{back} as fast as FFPA {forward.machine['ffpa']} (B = 1, H = 32, S = 4096 and 16384; "
+        f"[forward]({sources.WIDE[0]}), [backward]({sources.WIDE[1]})). On Hopper, FA2, FA3, FA4 and torch's flash "
+        "backend stop at D = 256."
+    )
+
+
+def wide_conditions(forward: Run, backward: Run) -> str:
+    """Versions, power cap, spread of rounds and errors of the runs of head dims above 256."""
+    runs = {"forward": forward, "backward": backward}
+    machine, lines = forward.machine, []
+    lines.append(
+        f"- [Forward]({sources.WIDE[0]}) and [backward]({sources.WIDE[1]}) at commit `{sources.commit_of(machine)}`; "
+        f"FFPA {machine['ffpa']} through its CuTe DSL backend, torch {machine['torch']}."
+    )
+    for label, run in runs.items():
+        capped = sum("sw_power_cap" in cell.after["clock_reasons"] for cell in run.cells)
+        spreads = {name: max(cell.results[name].spread or 0.0 for cell in run.cells) for name in WIDE}
+        differ = ", ".join(f"{WIDE[name]} {spread:.0%}" for name, spread in spreads.items())
+        lines.append(
+            f"- Cells of the {label} in which the card reported its power cap: {capped} of {len(run.cells)}. The "
+            f"largest difference of rounds in a cell: {differ}."
+        )
+    worst = [max(worst_errors(run, "normal", run.reference).values()) for run in runs.values()]
+    lines.append(
+        "- Errors against fp64 (relative Frobenius norm) are at most "
+        f"{worst[0]:.2f} × those of FFPA for the output and {worst[1]:.2f} × for dq, dk and dv."
+    )
+    lines.append(
+        f"- The mma.sync backward at D = {NARROWEST} is {_over_ffpa(backward, 'cute_flash-sm80', NARROWEST)} as fast "
+        "as FFPA."
+    )
+    return "\n".join(lines)
 
 
 def with_tiles(run: Run, gpu: str) -> Run:

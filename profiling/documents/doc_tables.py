@@ -100,8 +100,16 @@ def markdown(table: Table) -> str:
 
 
 def summary(*runs: Run) -> str:
-    """The summary of all runs, and a sentence about the tiles of the sm80 kernels."""
-    return f"{markdown(doc_speed.summary(*runs))}\n\n{doc_speed.tiles_line(*runs[-2:])}"
+    """The summary of all runs, a sentence about the tiles of the sm80 kernels, and one about head dims above 256."""
+    *narrow, forward, backward = runs
+    lines = doc_speed.tiles_line(*narrow[-2:]), doc_speed.wide_line(forward, backward)
+    parts = markdown(doc_speed.summary(*narrow)), *lines
+    return "\n\n".join(parts)
+
+
+def wide(forward: Run, backward: Run) -> str:
+    """The table of head dims above 256, and the conditions of its runs."""
+    return f"{markdown(doc_speed.wide(forward, backward))}\n\n{doc_speed.wide_conditions(forward, backward)}"
 
 
 def _figure(name: str, alt: str) -> Recipe:
@@ -122,7 +130,7 @@ BLOCKS = {
     "conflicts": _figure("conflicts", "Wavefronts, conflicts and time by layout"),
     "hbm": _figure("hbm", "HBM bytes, predicted and measured"),
     "distance": Recipe(doc_speed.distance, RUNS.values()),
-    "summary": Recipe(summary, doc_speed.SUMMARY.values()),
+    "summary": Recipe(summary, (*doc_speed.SUMMARY.values(), *sources.WIDE)),
     "conditions": Recipe(doc_speed.conditions, RUNS.values()),
     "kernels": Recipe(kernels),
     "memory": Recipe(doc_speed.memory, (sources.BACKWARD_SM80, sources.BACKWARD_SM80_BHSD)),
@@ -134,6 +142,7 @@ BLOCKS = {
     "example": Recipe(doc_speed.example, (sources.FORWARD, sources.BACKWARD)),
     "accuracy": Recipe(doc_speed.accuracy, RUNS.values()),
     "accuracy_line": Recipe(doc_speed.accuracy_line, (*RUNS.values(), sources.NUMERICS_GPU)),
+    "wide": Recipe(wide, sources.WIDE),
     "gqa": Recipe(doc_speed.gqa, sources.GQA),
     "features": Recipe(doc_results.features, (sources.FEATURES,)),
     "features_by_head_dim": Recipe(doc_results.features_by_head_dim, (sources.FEATURES,)),

@@ -29,6 +29,7 @@ UNFINISHED = "unfinished"
 SM80 = "--kernels sm80 --providers cute_flash,sdpa-flash"
 # The mma.sync kernels with the tiles of Hopper, of an A100, and of GPUs with 99 KB of shared memory.
 TILES = "--providers sdpa-flash,cute_flash-sm80,cute_flash-A100,cute_flash-L40S --rounds 4"
+WIDE = "bench --suite wide --graph --layout bshd --reference ffpa --providers cute_flash,cute_flash-sm80,ffpa"
 # The head dims of all runs without features.
 _FORWARD = (
     *(f"fwd/sm90/*/d{d}/*/plain/*" for d in (64, 128, 256)),
@@ -37,6 +38,8 @@ _FORWARD = (
 )
 FWD_PLAIN = (*_FORWARD, "fwd/sm90/*/pack_gqa*")
 BWD_PLAIN = (*_FORWARD, "bwd/sm90/*/plain/*")
+# Plain calls of head dims above 256, by both families.
+_WIDE = tuple(f"sm?0/sm_90/d{d}/bf16/{mask}/plain/*" for d in (320, 384, 512) for mask in ("full", "causal"))
 # Runs without features, by wgmma. Those of `host` have features, but host times do not depend on machine code.
 PLAIN = (*BWD_PLAIN, "merge/sm_90/*")
 
@@ -71,6 +74,8 @@ STEPS = (
     Step("tiles-bwd", f"{PAPER} {TILES} --direction bwd", 65, kernels=("bwd/sm80/sm_90/*/bf16/*/plain/*",)),
     Step("fwd-sm90-gqa", "bench --suite gqa --graph --layout bshd --reference fa3", 35, kernels=FWD_PLAIN),
     Step("fwd-sm90-gqa8", "bench --suite gqa8 --graph --layout bshd --reference fa3", 35, kernels=FWD_PLAIN),
+    Step("wide-fwd", WIDE, 60, kernels=tuple(f"fwd/{names}" for names in _WIDE)),
+    Step("wide-bwd", f"{WIDE} --direction bwd", 90, kernels=tuple(f"bwd/{names}" for names in _WIDE)),
     Step("fp32", "fp32", 80, kernels=("*/sm_90/*/fp32/*",)),
     Step("decode", "decode", 45, kernels=("decode/*/sm_90/*", "merge/sm_90/*")),
     Step("decode-mla", "decode --mla", 60, kernels=("decode/*/sm_90/*latent*",)),

@@ -36,6 +36,8 @@ TILES = newest("tiles-fwd"), newest("tiles-bwd")
 GQA = newest("fwd-sm90-gqa"), newest("fwd-sm90-gqa8")
 FEATURES, MODS, FP32, DECODE = newest("features"), newest("mods"), newest("fp32"), newest("decode")
 MLA = newest("decode-mla")
+# Head dims above 256.
+WIDE = newest("wide-fwd"), newest("wide-bwd")
 TRAINING, CONTEXT_PARALLEL, HOST = newest("training"), newest("context-parallel"), newest("host")
 STANDARD, NUMERICS_GPU = newest("standard"), newest("numerics")
 # Files that `all` does not write: the start of a process, the ladder, a run without a GPU, counters, and the record of

@@ -132,3 +132,35 @@ def test_curves_are_the_speeds_of_the_run() -> None:
 def test_every_peer_of_a_run_has_a_look() -> None:
     assert {*read(sources.FORWARD).names, *read(sources.BACKWARD).names} <= set(LOOKS)
     assert len({look[1:] for look in LOOKS.values()}) == len(LOOKS)
+
+
+def test_speeds_of_head_dims_above_256() -> None:
+    """The table of performance.md and the sentence of README, from the times of the result files."""
+    runs = [json.loads((sources.DATA / path).read_text("utf-8")) for path in sources.WIDE]
+    cells = [{cell["key"].partition("-")[2]: cell for cell in run["cells"]} for run in runs]
+    page = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert [*cells[0]] == [*cells[1]] and len(cells[0]) == 12
+    reached: list[list[float]] = [[], []]
+    for name in cells[0]:
+        texts, shape = [], cells[0][name]["shape"]
+        for by_name, ratios in zip(cells, reached, strict=True):
+            ms = {peer: result["ms"] for peer, result in by_name[name]["results"].items()}
+            speeds = [by_name[name]["flops"] / ms[peer] / 1e9 for peer in ("cute_flash", "cute_flash-sm80", "ffpa")]
+            ratio = ms["ffpa"] / ms["cute_flash"]
+            texts += [*(f"{speed:.0f}" for speed in speeds), f"**{ratio:.2f}**"]
+            ratios += [ratio] if shape["head_dim"] == 512 else []
+        mask = "causal" if shape["causal"] else "full"
+        assert f"| {shape['head_dim']}, {mask} | {shape['seqlen']} | {' | '.join(texts)} |" in page
+    reach = [f"{min(ratios):.2f} to {max(ratios):.2f} ×" for ratios in reached]
+    changelog = " ".join((ROOT / "CHANGELOG.md").read_text("utf-8").split())
+    for text in (readme, changelog):
+        assert f"D = 512, the forward is {reach[0]} and the backward {reach[1]} as fast as FFPA" in text
+
+
+def test_the_runs_of_head_dims_above_256_are_comparable() -> None:
+    runs = [read(path) for path in sources.WIDE]
+    assert len({run.machine["source_digest"] for run in runs}) == 1
+    for run in runs:
+        assert run.is_complete and run.settings["graph"] and run.settings["layout"] == "bshd"
+        assert not any(result.is_wrong or result.error for cell in run.cells for result in cell.results.values())
