@@ -25,6 +25,7 @@ import cute_flash
 from cute_flash.distributed.accumulate import Output, PartialOutput
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.launch import LaunchKey
+from cute_flash.planning.tiles import MAX_NARROW_HEAD_DIM
 from cute_flash.score_mod.block_mask import BlockMask
 from profiling.measure.launches import needed_kernels as kernels_of_calls
 
@@ -306,7 +307,9 @@ class Launch(NamedTuple):
 def _all_launches(families: Iterable[str]) -> Iterator[Launch]:
     families = tuple(families)
     for family, head_dim, feature in product(families, OTHER_HEAD_DIMS, OTHER_FEATURES):
-        yield Launch(family, head_dim, DENSE, feature)
+        # A cluster does not compute the gradient of a bias.
+        if (family, feature) != ("sm90", "bias") or head_dim <= MAX_NARROW_HEAD_DIM:
+            yield Launch(family, head_dim, DENSE, feature)
     for family, head_dim, feature in product(families, LONG_HEAD_DIMS, LONG_FEATURES):
         if family == "sm90":
             yield Launch(family, head_dim, DENSE, feature)
