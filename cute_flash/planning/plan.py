@@ -560,8 +560,8 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, fa
         least += ", and without gradients of captured tensors"
     if problem.static.widest > MAX_NARROW_HEAD_DIM:
         least += (
-            f"; above head dim {MAX_NARROW_HEAD_DIM} without a bias, without captured tensors, and with at most two "
-            "of softcap, alibi and dropout, but not softcap with dropout"
+            f"; above head dim {MAX_NARROW_HEAD_DIM} without a bias, tensors captured by score_mod, and deterministic "
+            "dropout, and with few features at a time"
         )
     return (
         f"{what} of {'attn_varlen' if problem.varlen else 'attn'} with {names}head_dim={problem.head_dim}"

@@ -21,7 +21,7 @@ class MulticastTiles(TmaTiles):
         barrier: cute.Pointer,
         column: Int32 | int = 0,
     ):
-        """As in `TmaTiles`. The barrier at the address `barrier` in each CTA counts the bytes that this CTA gets."""
+        """As in `TmaTiles`. Each CTA has a barrier at this address, which counts the bytes that it gets."""
         tXsX, tXgX = self._partition(sX, head, batch, column)
         ctas = Int16((1 << CTAS) - 1)
         cute.copy(self.atom, tXgX[None, block], tXsX, tma_bar_ptr=barrier, mcast_mask=ctas)

@@ -23,8 +23,8 @@ Clocks of a block of 64 queries and 64 keys, for one CTA:
 | P, dS, partial sums     | 640    | 80 KB                                                                             |
 | partial sums, SM to SM  | 2300   | 32 KB in each direction, about 14 bytes a clock (estimate)                        |
 
-Shared memory is the bound: 5250 clocks. The latencies of a send and of dS are estimated at 1000 and 400 clocks; of
-them, those that no product hides add to it.
+Shared memory is the bound: 5250 clocks. Latencies that no product hides add to it: about 1000 clocks for a send, 400
+for dS (estimates).
 
 Claims of dQ are free of deadlocks, as in `bwd_wide`: the CTAs of a cluster run at the same time, and dQ of a block
 depends on additions to earlier blocks only. A warpgroup sends S' before it stages dQ of the block, and stages dQ1
@@ -106,8 +106,8 @@ class BwdSm90Cluster(BwdSm90Wide):
     def process_block(self, p: Params, state: MmaState, tile: KVTile, iteration: Int32, wide: WideVisit):
         """Compute the gradients of a block from its dS, P and dS of the next block, and dV of the next block.
 
-        No product runs before and after it. Both warpgroups arrive at DS_STAGED after dV, so sP is free after that
-        barrier. Both arrive at `read_by_other` after dK1 and dQ1, so sdS is free after a wait for it.
+        No product is in flight when it begins or returns. Both warpgroups arrive at DS_STAGED after dV, so sP is free
+        after that barrier. Both arrive at `read_by_other` after dK1 and dQ1, so sdS is free after a wait for it.
 
         Returns the next visit.
         """

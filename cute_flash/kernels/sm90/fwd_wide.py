@@ -352,8 +352,8 @@ class FwdSm90Wide(Kernel):
     def further_block(self, state: MmaState, tile: MmaTile, i: Int32, piece: Int32):
         """S and P of the i-th block, and P V of the block before it. `piece`: the first piece of K of the i-th block.
 
-        Before a warpgroup waits for a piece, it releases the piece before the last. Then the released stage is loaded
-        again while the product of the last piece runs.
+        Before it waits for piece n, a warpgroup has released piece n - 2, whose stage is then loaded again while the
+        product of piece n - 1 runs.
         """
         v, buffer = piece + self.tile.k_pieces, self.probs_buffer(tile, i - 1)
         # S = Q K^T;  O += P V of the previous block
@@ -472,7 +472,7 @@ class FwdSm90Wide(Kernel):
 
     @cute.jit
     def start_scores(self, state: MmaState, first: Int32):
-        """Start S = Q K^T of all pieces of K. The last piece is not released. `first`: the first piece."""
+        """Start S = Q K^T of all pieces of K. The caller releases the last piece. `first`: the first piece."""
         for i in cutlass.range_constexpr(self.tile.k_pieces):
             self.start_qk(state, first, i)
             if cutlass.const_expr(i > 0):

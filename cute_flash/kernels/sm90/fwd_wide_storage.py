@@ -61,7 +61,8 @@ class PiecePipeline:
     def release(self, index: Int32, arrivals: cutlass.Constexpr):
         """Release a piece in both CTAs. Called by every warp that has read it.
 
-        `arrivals` of all these warps of a CTA are `WARPS`.
+        The `arrivals` of a CTA's warps add up to `WARPS`: 1 for a piece of K, which all read; 2 for one of V, which
+        half of them read.
         """
         lane = cute.arch.lane_idx()
         if lane < CTAS:

@@ -37,7 +37,7 @@ MAX_MOD_OPS = 24
 # Wider heads have tiles of their own on Hopper.
 MAX_NARROW_HEAD_DIM = 256
 # Up to this head dim, more than a third of the columns of the cluster backward do not exist.
-MAX_HALF_EMPTY_HEAD_DIM = 320
+MAX_MMA_SYNC_HEAD_DIM = 320
 
 
 def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile:
@@ -48,11 +48,13 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile:
     widths = f"head_dim={problem.head_dim}"
     if problem.static.head_dim_v is not None:
         widths += f" with values of {problem.head_dim_v}"
-    hint = (
-        f" (above {MAX_HEAD_DIM} only on Hopper, without gradients); {TOO_WIDE}"
-        if problem.head_dim > MAX_HEAD_DIM
-        else ""
-    )
+    if problem.block_sparse:
+        widths += " with a block mask"
+    hint = ""
+    if problem.head_dim > MAX_HEAD_DIM:
+        hint = f" (above {MAX_HEAD_DIM} only by 'sm90', without gradients, block masks and fp32); {TOO_WIDE}"
+    elif family == "sm90" and problem.block_sparse:
+        hint = "; call use_kernels with 'sm80', or with ''"
     raise UnsupportedError(f"{widths}: no tile of {family} for {arch.name}{hint}")
 
 
@@ -137,11 +139,11 @@ def max_mod_ops(static: Static) -> int:
 
 
 def mma_sync_is_faster(static: Static) -> bool:
-    """Whether the backward of mma.sync is faster on Hopper than that of a cluster, half of whose columns are empty.
+    """Whether the backward of mma.sync is faster on Hopper than that of a cluster with many empty columns.
 
     H200, B=1, H=32, D=320, bf16, TFLOP/s of S=4096/16384: mma.sync 224/244, causal 213/238; cluster 199/213, 198/218.
     """
-    return MAX_NARROW_HEAD_DIM < static.widest <= MAX_HALF_EMPTY_HEAD_DIM
+    return MAX_NARROW_HEAD_DIM < static.widest <= MAX_MMA_SYNC_HEAD_DIM
 
 
 def _has_cheap_mod(static: Static) -> bool:

@@ -157,7 +157,7 @@ class BwdTileSm90Wide(Tile):
     def allows(self, static: Static, deterministic: bool) -> bool:
         """Whether there are enough registers for the user mods of a call, and in a cluster for ordered gradients.
 
-        A cluster computes every score twice. It also could not add the gradients of a bias and of captured tensors.
+        Both CTAs of a cluster compute every score, so gradients of a bias and of captured tensors would be added twice.
         """
         if self.cluster > 1 and deterministic and "dropout" in static.features:
             return False

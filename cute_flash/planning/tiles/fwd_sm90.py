@@ -155,7 +155,7 @@ class FwdTileSm90Wide(Tile):
     k_columns: ClassVar[int] = 64  # of a piece of K
     v_keys: ClassVar[int] = 32  # of a piece of V
     cluster: ClassVar[int] = 2  # CTAs; each loads one part of every piece for all
-    # A part of a kernel that this one shares with `FwdTileSm90` reads these.
+    # `Config` and `Params`, which both Hopper forwards use, read these.
     bias_stages: ClassVar[int] = 0
     dropout_producer: ClassVar[bool] = False
 
