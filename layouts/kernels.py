@@ -138,7 +138,8 @@ def sm80_uses(tile: Sm80Tile) -> tuple[Use, ...]:
         *uses,
         Use("K", "ldmatrix", k_access, kv, tile.num_warps, is_per_block=True),
         Use("V", "ldmatrix", v_access, kv, tile.num_warps, is_per_block=True),
-        Use("O", "st.shared", store_fragment(q, tile.num_warps), q),
+        # Warps that share rows store other columns of them.
+        Use("O", "st.shared", store_fragment(q, min(tile.num_warps, q.rows // 16)), q),
         Use("O", "ld.shared", load_rows(q, threads), q),
     )
 

@@ -9,11 +9,11 @@ from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.family import FAMILIES
-from tests.gpu import calls
+from tests.gpu import calls, test_wide_heads
 from tests.gpu.calls import Call
 from tests.lock.cases import compile_key, reachable
 
-PLAIN = [*calls.PLAIN, *calls.WIDTHS]
+PLAIN = [*calls.PLAIN, *calls.WIDTHS, *test_wide_heads.CALLS]
 # The architecture of the GPU that runs the tests. Tiles of other architectures are compiled (`tests.lock`), not run.
 ARCH = ARCHS["sm_90"]
 # Direction, family, tile, and whether the mask has a bound.

@@ -29,7 +29,7 @@ from cute_flash.device.scores.score import Score
 from cute_flash.device.softmax.softmax import LOG2_E
 from cute_flash.kernels.sm80.bwd import BwdSm80
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD_SCORE, BwdTileSm80
-from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD_WIDE_SCORE
+from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD_FEWER_KEYS
 from cute_flash.reference import dropout as philox
 from cute_flash.runtime.finalizers import sum_capture_terms
 from cute_flash.score_mod.bound import BoundMods
@@ -75,7 +75,7 @@ def wgmma(columns: int, is_transposed: bool = True) -> Shape:
 SHAPES = {f"d{tile.head_dim} sm_80": mma_sync(tile) for tile in SM80_BWD_SCORE["sm_80"]}
 SHAPES |= {f"d{tile.head_dim} sm_86": mma_sync(tile) for tile in SM80_BWD_SCORE["sm_86"] if tile.head_dim in (256, 512)}
 SHAPES["wgmma 64"] = wgmma(64)
-SHAPES |= {"wide": wgmma(SM90_BWD_WIDE_SCORE.tile_n // 2, is_transposed=False)}
+SHAPES |= {"wide": wgmma(SM90_BWD_FEWER_KEYS[2].tile_n // 2, is_transposed=False)}
 
 
 # ---- user mods and biases

@@ -76,7 +76,11 @@ def _calls() -> list[Call]:
         for (d, dv), lengths, band in itertools.product(WIDE, (RAGGED, USED), (FULL, CAUSAL))
     ]
     deterministic, fp32 = by_families(made[::5], deterministic=True), by_families(made[::11], out_fp32=True)
-    return covering([*map(_supported, (*by_families(made), *deterministic, *fp32))], few_properties)
+    # Every row of the tile tables for plain calls.
+    rows = by_families(
+        [dense(2, 2, 2, 300, 1200, d, BF16, band) for d in (320, 384, 448, 512) for band in (FULL, WINDOW)]
+    )
+    return [*rows, *covering([*map(_supported, (*by_families(made), *deterministic, *fp32))], few_properties)]
 
 
 def _supported(call: Call) -> Call:

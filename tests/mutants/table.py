@@ -170,7 +170,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "cute_flash/planning/plan.py",
         (*_DECISIONS, *_FORWARD, *_BACKWARD, *_of("runtime/test_dense.py", "runtime/test_varlen.py")),
         ("ceil_div(group * rows, tile_m) < group", "ceil_div(group * rows, tile_m) <= group"),
-        ("min(num_tiles, arch.num_sms) if is_sm90 else num_tiles", "num_tiles"),
+        ("min(num_tiles, arch.num_sms // ctas_per_tile) * ctas_per_tile", "num_tiles * ctas_per_tile"),
         ("if kv_heads % n == 0)", "if n)"),
         ("is_zeroed = deterministic and", "is_zeroed = not deterministic and"),
         ("static.is_bounded or static.varlen or static.block_sparse", "static.is_bounded or static.block_sparse"),
