@@ -103,7 +103,7 @@ class ModSpec:
 
     @property
     def adds_tensors(self) -> bool:
-        """Whether scores depend on elements of tensors: of a bias, or of those that score_mod captures."""
+        """Whether scores depend on tensors: on a bias, or on tensors that score_mod captures."""
         return bool(self.bias_dtype) or (self.graphs.score is not None and bool(self.graphs.score.captures))
 
     @property

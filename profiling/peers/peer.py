@@ -76,7 +76,7 @@ class Peer:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     is_ours: bool = False
     is_bshd: bool = False  # whether its tensors are (B, S, H, D)
-    head_dims: range | None = None  # those that it takes; None: any
+    head_dims: range | None = None  # head dims that the library takes; None: any
 
     def takes(self, head_dim: int) -> bool:
         return self.head_dims is None or head_dim in self.head_dims

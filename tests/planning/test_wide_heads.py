@@ -19,7 +19,7 @@ from cute_flash.spec.family import FAMILIES, use_kernels
 from cute_flash.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_HEAD_DIM_QK, Problem
 from tests.fakes.cuda import claiming_cuda, launching_operators
 from tests.fakes.recording import RecordingGpu
-from tests.random_calls import attend, drawn, inputs_of, known_rng, results, wide_kinds
+from tests.random_calls import Kind, attend, drawn, inputs_of, known_rng, results, wide_kinds
 
 RUNNABLE = [(family, name) for family, runs_on in FAMILIES.items() for name, arch in ARCHS.items() if runs_on(arch)]
 # Features whose scores need registers in the Hopper backward, and the pairs that it takes.
@@ -56,10 +56,12 @@ def test_wider_keys_have_a_forward_on_hopper_alone(head_dim: int) -> None:
             plan_backward(problem, ARCHS["sm_90"])
 
 
-def may_refuse(family: str, features: tuple[str, ...]) -> bool:
-    """Whether a family may refuse the gradients of a call with these features."""
-    costly = COSTLY & {*features}
-    return family == "sm90" and (bool(TENSORS & {*features}) or (len(costly) > 1 and costly not in PAIRS))
+def may_refuse(kind: Kind) -> bool:
+    """Whether a family may refuse the gradients of such calls."""
+    features = {*kind.features}
+    costly = COSTLY & features
+    is_costly = (len(costly) > 1 and costly not in PAIRS) or (kind.deterministic and "dropout" in features)
+    return kind.family == "sm90" and (bool(TENSORS & features) or is_costly)
 
 
 @runnable
@@ -73,7 +75,7 @@ def test_which_gradients_of_random_calls_are_refused(family: str, name: str) -> 
             with known_rng(x["q"].device), suppress(UnsupportedError):
                 results(attend, call, x, 0)
                 continue
-        assert may_refuse(family, kind.features), kind.id
+        assert may_refuse(kind), kind.id
 
 
 @pytest.mark.parametrize("head_dim", [264, 320, 328, 512])

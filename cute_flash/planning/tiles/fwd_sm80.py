@@ -179,7 +179,7 @@ _wide_pairs = partial(_wide, row_warps=2)
 # Above head dim 256, O of 64 rows takes up to 128 registers of 256 threads, so one CTA fills an SM. Shared memory
 # limits these kernels: Q, K and V take it all, and of warps that share rows, four read less of V than two. A block of
 # 64 keys for four warps needs more than 163 KB above head dim 384, where a pair has blocks of 32 keys. With 99 KB, one
-# CTA of four warps has 32 rows, except at head dim 320. Steps of Q in registers fill those that O and S leave.
+# CTA of four warps has 32 rows, except at head dim 320. Q takes the registers that O and S leave.
 # fmt: off
 _WIDE_64 = (
     _wide(320,  64,  64, q_steps=8, speculative_max=True, max_cost=COST_ALIBI),
