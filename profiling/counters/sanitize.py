@@ -35,6 +35,8 @@ COMPILE_SECONDS = 75
 NOT_FOUND = f"{PROGRAM}: no such program. It belongs to the CUDA toolkit (package cuda-sanitizer)"
 # The first line of a report of the sanitizer, after its prefix of nine equal signs.
 _REPORT = re.compile(r"=========\s+(Error: .*|Warning: .*|Invalid .*|Barrier error.*|Program hit .*|Race reported .*)")
+# The next line of a race: the other access.
+_OTHER_ACCESS = re.compile(r"=========\s+(and (?:Read|Write) access .*)")
 _SUMMARY = re.compile(r"=========\s+((?:ERROR|RACECHECK) SUMMARY: .*)")
 MAX_REPORTS = 3  # of a launch in the log
 
@@ -115,6 +117,8 @@ def _read(outcome: Outcome, output: str, status: int) -> None:
             current = f"after {line.removeprefix(END).strip()}"
         elif match := _REPORT.match(line):
             reports.setdefault(current, []).append(match[1])
+        elif (match := _OTHER_ACCESS.match(line)) and current in reports:
+            reports[current][-1] += f" {match[1]}"
         elif match := _SUMMARY.match(line):
             outcome.summaries.append(match[1])
     for name, found in reports.items():

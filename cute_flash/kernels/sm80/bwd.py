@@ -443,7 +443,8 @@ class BwdSm80(TileKernel):
         shared = cute.make_tensor(first, vectors)
         if self.half(thread) == 1:
             cute.autovec_copy(cute.make_tensor(acc.iterator, cute.make_layout(vectors.shape)), shared)
-            cute.arch.barrier_arrive(barrier_id=DP_STORED, number_of_threads=self.tile.num_threads)
+            # These warps have nothing to do until P and dS are stored, so they may wait too.
+            cute.arch.barrier(barrier_id=DP_STORED, number_of_threads=self.tile.num_threads)
         else:
             rP = self.probs(p, state, scores, acc, stage, apply_mask)
             cute.arch.barrier(barrier_id=DP_STORED, number_of_threads=self.tile.num_threads)
