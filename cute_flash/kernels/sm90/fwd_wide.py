@@ -399,7 +399,7 @@ class FwdSm90Wide(Kernel):
         self.release_v(state, v, chunks - 1)
 
     def probs_buffer(self, tile: MmaTile, i: Int32) -> Int32:
-        return (tile.first_block + i) % self.tile.p_buffers
+        return (tile.first_block + i) & (self.tile.p_buffers - 1)
 
     @cute.jit
     def probs(self, state: MmaState, tile: MmaTile, i: Int32) -> cute.Tensor:
