@@ -127,10 +127,16 @@ class FwdTileSm90(Tile):
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
         is_as_wide = (self.head_dim_v is None) == (static.head_dim_v is None)
         is_for_features = not self.only or (static.features == (self.only,) and not static.block_sparse)
-        # An int64 of a row or a key takes two registers. With a block mask, most blocks do not evaluate the mask_mod.
-        has_int64 = static.mods is not None and static.mods.has_int64 and not static.block_sparse
-        has_room = self.max_cost >= static.feature_cost + has_int64 and self.divides_block_mask(static)
-        return is_wide_enough and is_as_wide and is_for_features and has_room and self.is_for(static)
+        has_masks = self.dropout_producer == ("dropout" in static.features)
+        has_room = self.max_cost >= _cost(static) and self.divides_block_mask(static)
+        return is_wide_enough and is_as_wide and is_for_features and has_masks and has_room and self.is_for(static)
+
+
+def _cost(static: Static) -> int:
+    """`Static.feature_cost`, and the registers of positions in int64."""
+    # An int64 of a row or a key takes two registers. With a block mask, most blocks do not evaluate the mask_mod.
+    has_int64 = static.mods is not None and static.mods.has_int64 and not static.block_sparse
+    return static.feature_cost + has_int64
 
 
 PIECE_STAGES = 8  # of `FwdTileSm90Wide`, each with a piece of K or of V
@@ -231,9 +237,7 @@ class FwdTileSm90Wide(Tile):
     def serves(self, static: Static) -> bool:
         """Whether the row has the width and the registers for a problem."""
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
-        # The index lists of a block mask would spill.
-        has_room = self.max_cost >= static.feature_cost and not static.block_sparse
-        return is_wide_enough and has_room and self.is_for(static)
+        return is_wide_enough and self.max_cost >= _cost(static) and self.is_for(static)
 
     def __str__(self) -> str:
         width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
