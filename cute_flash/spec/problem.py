@@ -244,12 +244,14 @@ class Problem:
         if device != "cuda" and self.batch_invariant:
             raise UnsupportedError(f"batch_invariant on {device}: only on cuda")
         if device == "cuda":
+            most = MAX_HEAD_DIM if self.head_dim_v is None else MAX_HEAD_DIM_QK
+            is_in_range = self.head_dim <= most and self.width_v <= MAX_HEAD_DIM
             # Before `check_head_dim`, whose message could suggest a head dim that is too wide for fp32.
-            if self.static.is_fp32 and MAX_HEAD_DIM_FP32 < self.static.widest <= MAX_HEAD_DIM:
+            if self.static.is_fp32 and MAX_HEAD_DIM_FP32 < self.static.widest and is_in_range:
                 widest = f"head_dim={self.static.widest} of float32 on cuda"
                 raise UnsupportedError(f"{widest}: at most {MAX_HEAD_DIM_FP32}; use bfloat16 or float16")
             check_head_dim(self.width_v)
-            check_head_dim(self.head_dim, MAX_HEAD_DIM if self.head_dim_v is None else MAX_HEAD_DIM_QK)
+            check_head_dim(self.head_dim, most)
 
     def check_gradients(self, device: str = "cuda") -> None:
         """Raise `UnsupportedError` if `device` computes no gradients of the problem, whatever its sizes.
@@ -332,7 +334,9 @@ def check_dropout(dropout: float) -> None:
 def check_head_dim(head_dim: int, most: int = MAX_HEAD_DIM) -> None:
     if MIN_HEAD_DIM <= head_dim <= most and head_dim % HEAD_DIM_STEP == 0:
         return
-    taken = f"head_dim={head_dim}: kernels take multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {most}"
+    taken = f"head_dim={head_dim}: kernels take multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    if most > MAX_HEAD_DIM:
+        taken += f", and up to {most} in a forward on Hopper"
     if head_dim > most:
         raise UnsupportedError(f"{taken}; {TOO_WIDE}")
     nearest = max(math.ceil(head_dim / HEAD_DIM_STEP) * HEAD_DIM_STEP, MIN_HEAD_DIM)

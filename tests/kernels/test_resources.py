@@ -18,7 +18,7 @@ from cute_flash.planning.plan import Plan
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
-from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
+from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90, FwdTileSm90Wide
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import ceil_div
 from tests.jit.gates import kernel_resources
@@ -44,6 +44,11 @@ RISKY = (
     "fwd/sm90/sm_90/d128/bf16/window/varlen+softcap+alibi+sinks+dropout+max_logit/main",
     "fwd/sm90/sm_90/d64/bf16/full/score_mod-gated+mask_mod-by_head/main",
     "fwd/sm90/sm_90/d128/bf16/window/score_mod-alibi+mask_mod-window+bias-bf16-bhqk-pairs/main",
+    "fwd/sm90/sm_90/d288/bf16/window/plain/main",
+    "fwd/sm90/sm_90/d320/bf16/window/plain/main",
+    "fwd/sm90/sm_90/d320/bf16/causal/out_dtype/main",
+    "fwd/sm90/sm_90/d320/bf16/window/varlen+softcap+alibi+sinks+max_logit/main",
+    "fwd/sm90/sm_90/d320/bf16/window/varlen+alibi+mask_mod-hashed/main",
     "fwd/sm90/sm_90/d512/bf16/window/varlen+softcap+alibi+sinks+dropout+max_logit/main",
     "fwd/sm90/sm_90/d576v512/bf16/window/softcap+alibi+sinks+dropout+max_logit/main",
     "fwd/sm90/sm_90/d512/bf16/window/score_mod-alibi+mask_mod-window+bias-bf16-bhqk-pairs/main",
@@ -175,7 +180,7 @@ def test_a_kernel_keeps_everything_in_registers(name: str) -> None:
     kernel = key.kernel.removesuffix("_fp32")  # the symbol has the dtype after the head dim
     assert found.symbol.startswith(f"cute_flash_{kernel}_d{key.static.widths}_{key.static.dtype}_")
     assert all(f"_{tag}" in found.symbol for tag in key.static.tags)
-    if isinstance(plan.tile, FwdTileSm90):
+    if isinstance(plan.tile, FwdTileSm90 | FwdTileSm90Wide):
         check_setmaxnreg(found, plan.tile)
     elif isinstance(plan.tile, (FwdTileSm80, BwdTileSm80)):
         check_registers(found, plan)
@@ -224,8 +229,8 @@ def test_decode_by_wgmma_keeps_everything_in_registers(name: str) -> None:
     assert tile.num_threads * found.registers <= arch.registers_per_sm
     if nvdisasm() is None:
         pytest.skip("no disassembler: the instructions were not counted")
-    # Q Kᵀ of a split's first block and of the others, and P V of 32 keys in parts of 128 columns.
-    assert found.sass["HGMMA"] == 2 * tile.head_dim // 16 + tile.tile_n // 16 * tile.columns // 128
+    # One loop over the blocks of a split: Q Kᵀ, and P V in parts of 128 columns.
+    assert found.sass["HGMMA"] == tile.head_dim // 16 + tile.tile_n // 16 * tile.columns // 128
     assert found.sass["HMMA"] == found.sass["LDL"] == found.sass["STL"] == 0
     assert found.sass["LDGSTS"] > 0 and found.sass["STSM"] > 0
 
@@ -272,7 +277,7 @@ def check_registers(found: Resources, plan: Plan) -> None:
     assert per_cta <= plan.arch.registers_per_sm
 
 
-def check_setmaxnreg(found: Resources, tile: FwdTileSm90) -> None:
+def check_setmaxnreg(found: Resources, tile: FwdTileSm90 | FwdTileSm90Wide) -> None:
     """Warpgroups take no more registers than others release; otherwise they would wait forever."""
     *for_others, for_mma = found.setmaxnreg
     assert len(for_others) == 1 + tile.dropout_producer
@@ -323,6 +328,14 @@ def check_fwd_sm90(found: Resources, plan: Plan) -> None:
     assert all(found.sass[name] == 0 for name in ("HMMA", "LDGSTS"))
 
 
+def check_fwd_sm90_wide(found: Resources, plan: Plan) -> None:
+    tile = plan.tile
+    # Q Kᵀ of the first block of a tile and of further blocks; P V of the block before, and of the last.
+    assert found.sass["HGMMA"] == 2 * (tile.head_dim // 16 + tile.tile_n // 16)
+    assert all(found.sass[name] > 0 for name in ("UTMALDG", "MUFU", "USETMAXREG"))
+    check_philox(found, plan, copies=1)
+
+
 def check_bwd_sm80(found: Resources, plan: Plan) -> None:
     assert found.sass["HGMMA"] == 0 and found.sass["HMMA"] > 0 and found.sass["LDGSTS"] > 0
     # With a semaphore, one thread waits and one thread arrives, without TMA.
@@ -363,6 +376,7 @@ def check_philox(found: Resources, plan: Plan, copies: int) -> None:
 CHECKS = {
     FwdTileSm80: check_fwd_sm80,
     FwdTileSm90: check_fwd_sm90,
+    FwdTileSm90Wide: check_fwd_sm90_wide,
     BwdTileSm80: check_bwd_sm80,
     BwdTileSm90: check_bwd_sm90,
     BwdTileSm90Wide: check_bwd_sm90_wide,

@@ -166,7 +166,10 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 # Above 256, warps of the mma.sync forward share rows, with a speculative or an exact row max.
 WIDE_HEAD_DIMS = (320, 384, 448, 512)
 # Widths of Q and K, and of V, of the rows of the Hopper forward above head dim 256.
-HOPPER_WIDE_DIMS = ((320, None), (384, None), (448, None), (512, 256), (512, None), (576, 512))
+HOPPER_WIDE_DIMS = (
+    (288, None), (320, None), (320, 256), (256, 320), (320, 384), (384, None), (320, 512), (448, None), (512, 256),
+    (512, None), (576, 512),
+)  # fmt: skip
 # Head dims of the Hopper backward's rows.
 HOPPER_BWD_DIMS = (64, 128, 256, 512)
 # Head dims above 256 of the rows of the mma.sync backward, in which warps split S and dP.
@@ -314,7 +317,21 @@ def fwd_wide_sm90() -> Iterator[Case]:
     yield fwd(HOPPER, 384, "dropout", "dropout_origin", mask="full")
     yield fwd(HOPPER, 512, mask="window", score_mod="alibi", mask_mod="window", bias=Bias())
     yield fwd(HOPPER, 512, mask="full", bias=Bias(dims="bk"))
+    # Up to 320 a single CTA holds the output. Dropout and several mods would spill there.
+    formulas = tuple(name for name in ALL_SCORE if name != "dropout")
+    for name in (*ALL_SCORE, "out_dtype", "batch_invariant", "varlen"):
+        yield fwd(HOPPER, 320, name)
+    for d, dv in ((288, None), (320, None), (320, 256), (256, 320)):
+        yield fwd(HOPPER, d, "varlen", *formulas, head_dim_v=dv, mask="window")
+    yield fwd(HOPPER, 320, "varlen", *ALL_SCORE, mask="window")
+    yield fwd(HOPPER, 320, mask="chunk", dtype="fp16")
+    yield fwd(HOPPER, 320, "pack_gqa", seqlen_q=FEW_ROWS, mask="window")
     yield fwd(HOPPER, 320, "max_logit", score_mod="relative")
+    yield fwd(HOPPER, 320, "softcap", mask="window", bias=Bias())
+    yield fwd(HOPPER, 320, "varlen", "alibi", mask="window", mask_mod="hashed")
+    yield fwd(HOPPER, 320, mask="window", score_mod="alibi", mask_mod="window", bias=Bias())
+    yield fwd(HOPPER, 288, mask="full", bias=Bias())
+    yield fwd(HOPPER, 288, mask="window", mask_mod="window")
 
 
 def fwd_wide() -> Iterator[Case]:

@@ -272,8 +272,8 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (SM80, {"pieces": 2, "row_warps": 2, "tile_m": 32}, "row_warps=2 are not implemented for fp32"),
     *((SM90, {"tile_m": m}, f"tile_m={m} must be 64 times 1, 2 or 3") for m in (96, 0, -64, 256)),
     *((SM90, {"tile_n": n}, f"tile_n={n} must be a multiple of 16 up to 256") for n in (24, 0, 272)),
-    *((SM90, {"head_dim": d}, f"head_dim={d} must be a multiple of 32 up to 256") for d in (72, 0, 288)),
-    *((SM90, {"head_dim_v": d}, f"head_dim_v={d} must be a multiple of 32 up to 256") for d in (8, 72, 288)),
+    *((SM90, {"head_dim": d}, f"head_dim={d} must be a multiple of 32 up to 320") for d in (72, 0, 352)),
+    *((SM90, {"head_dim_v": d}, f"head_dim_v={d} must be a multiple of 32 up to 320") for d in (8, 72, 352)),
     # Powers of two, so that the stage index is the low bits of the iteration.
     *((SM90, {"stages": n}, f"stages={n} must be 1, 2, 4 or 8") for n in (0, 3)),
     *((SM90, {"q_stages": n}, f"q_stages={n} 1 or 2") for n in (0, 3)),
@@ -340,6 +340,7 @@ def test_a_speculative_row_max_is_for_plain_calls() -> None:
         (FwdTileSm90(32, 64, 256, 1, 2, ping_pong=False), 256, (40 << 10) + 8 * (2 * 4 + 2) + 32),
         (FwdTileSm90(64, 64, 64, 2), 256, (40 << 10) + 8 * (2 * 5 + 1 + 1) + 32),
         (FwdTileSm90(192, 128, 128, 2, 1, head_dim_v=128), 384, (208 << 10) + 8 * (2 * 5 + 2) + 32),
+        (FwdTileSm90(320, 128, 48, 2, 1), 384, (200 << 10) + 8 * (2 * 5 + 2) + 32),
         # Two bytes per score, and two more barriers per warpgroup.
         (FwdTileSm90(128, 128, 128, 2, 2, dropout_producer=True), 512, (224 << 10) + 8 * (2 * 8 + 4) + 32),
     ],

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import plan_attention, plan_backward, plan_forward
+from cute_flash.planning.tiles import AnyFwdTile
+from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD_WIDE, FwdTileSm90, FwdTileSm90Wide
 from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
@@ -54,6 +58,63 @@ def test_wider_keys_have_a_forward_on_hopper_alone(head_dim: int) -> None:
             UnsupportedError, match=f"the gradient of head_dim={head_dim}: at most 512; use torch's SDPA"
         ):
             plan_backward(problem, ARCHS["sm_90"])
+
+
+HOPPER = ARCHS["sm_90"]
+
+
+def hopper_tile(head_dim: int, head_dim_v: int | None = None, **fields: Any) -> AnyFwdTile:
+    problem = Problem(1, 4, 2, 300, 700, head_dim, "bfloat16", fields.pop("band", Band()), head_dim_v, **fields)
+    plan = plan_forward(problem, HOPPER, "sm90")
+    assert plan.main.kernel == ("fwd_sm90_wide" if isinstance(plan.tile, FwdTileSm90Wide) else "fwd_sm90")
+    return plan.tile
+
+
+@pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(5, None), Band(100, 100)], ids=str)
+def test_rows_of_the_hopper_forward(band: Band) -> None:
+    """Every row is taken, the narrowest first, and fits shared memory. Up to 320 a single CTA holds the output."""
+    taken = []
+    for d, dv in itertools.product(range(8, MAX_HEAD_DIM_QK + 1, HEAD_DIM_STEP), range(8, MAX_HEAD_DIM + 1, 24)):
+        if max(d, dv) <= 256:
+            continue
+        row = hopper_tile(d, dv, band=band)
+        assert row.head_dim >= d and row.width_v >= dv and row.fits(HOPPER)
+        assert isinstance(row, FwdTileSm90) == (max(d, dv) <= 320)
+        taken.append(row)
+    taken += [hopper_tile(d, band=band) for d in range(264, MAX_HEAD_DIM + 1, HEAD_DIM_STEP)]
+    taken += [hopper_tile(264, features=(name,), band=band) for name in ("score_mod", "dropout")]
+    assert {id(row) for row in taken} == {id(row) for row in SM90_FWD_WIDE}
+
+
+@pytest.mark.parametrize(
+    ("widths", "row"),
+    [
+        ((264, None), (288, 288)),
+        ((288, None), (288, 288)),
+        ((296, None), (320, 320)),
+        ((320, None), (320, 320)),
+        ((320, 256), (320, 256)),
+        ((320, 64), (320, 256)),
+        ((64, 264), (320, 320)),
+        ((328, None), (384, 384)),
+        ((264, 392), (320, 512)),
+        ((320, 512), (320, 512)),
+        ((328, 512), (448, 512)),
+    ],
+    ids=str,
+)
+def test_the_row_of_a_plain_call(widths: tuple[int, int | None], row: tuple[int, int]) -> None:
+    tile = hopper_tile(*widths)
+    assert (tile.head_dim, tile.width_v) == row
+
+
+@pytest.mark.parametrize("head_dim", [264, 320])
+@pytest.mark.parametrize("head_dim_v", [None, 128])
+def test_features_that_would_spill_take_the_row_of_a_cluster(head_dim: int, head_dim_v: int | None) -> None:
+    for features in ((), ("softcap", "alibi", "sinks", "return_max_logit"), ("score_mod",), ("softcap", "bias")):
+        assert isinstance(hopper_tile(head_dim, head_dim_v, features=features), FwdTileSm90)
+    for features in (("dropout",), ("score_mod", "mask_mod"), ("softcap", "alibi", "score_mod")):
+        assert isinstance(hopper_tile(head_dim, head_dim_v, features=features), FwdTileSm90Wide)
 
 
 def may_refuse(kind: Kind) -> bool:

@@ -55,7 +55,9 @@ def test_every_documented_head_dim_and_dtype_passes(dtype: str) -> None:
         ({"head_dim_v": 136}, "head_dim=136 of float32 on cuda: at most 128"),
         ({"head_dim": 100}, "head_dim=100: .* nearest is 104"),
         ({"head_dim": 512}, "head_dim=512 of float32 on cuda: at most 128"),
+        ({"head_dim": 576, "head_dim_v": 512}, "head_dim=576 of float32 on cuda: at most 128"),
         ({"head_dim": 520}, "head_dim=520: .* SDPA"),
+        ({"head_dim": 584, "head_dim_v": 512}, "head_dim=584: .* SDPA"),
     ],
 )
 def test_the_error_for_a_head_dim_of_fp32_names_one_that_fp32_supports(fields: dict[str, int], message: str) -> None:
@@ -78,6 +80,13 @@ def test_head_dim_error_names_the_nearest_choice(head_dim: int, nearest: int) ->
     for check in (partial(check_head_dim, head_dim), partial(changed(head_dim=head_dim).check, "cuda")):
         with pytest.raises(UnsupportedError, match=message):
             check()
+
+
+@pytest.mark.parametrize(("head_dim", "advice"), [(516, "the nearest is 520"), (584, "use torch's SDPA")])
+def test_the_error_for_wider_keys_says_which_kernel_takes_them(head_dim: int, advice: str) -> None:
+    message = f"head_dim={head_dim}: .* from 8 to 512, and up to 576 in a forward on Hopper; {advice}"
+    with pytest.raises(UnsupportedError, match=message):
+        changed(head_dim=head_dim, head_dim_v=512).check("cuda")
 
 
 @pytest.mark.parametrize("head_dim", [513, 520, 1024])

@@ -9,6 +9,11 @@ Nothing deadlocks, because only a CTA that runs can hold a claim, and because it
 With one adder warp per CTA (`BwdSm90`) a CTA that holds a claim waits for no other CTA. With two (`BwdSm90Wide`) one of
 them may wait, and stop the MMA warps, while the other holds a claim. It then waits for an earlier m_block. This is safe
 if a CTA has one K/V tile, and all K/V tiles visit the m_blocks of their head in the same order.
+
+In a cluster (`BwdSm90Cluster`), the CTAs also wait for partial sums of each other. They have the same K/V tile, run at
+the same time and visit the m_blocks in the same order, and each claims parts of its own columns. What a CTA sends for
+an m_block, and its dQ of that m_block, need additions to dQ of earlier m_blocks only. So a CTA that waits for the other
+one waits, in the end, for an earlier m_block too.
 """
 
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ a tile visits the K/V blocks that the mask lists, full blocks first.
 
 A warpgroup issues Q Kj^T and then P V of block j - 1. P V runs while the warpgroup computes the softmax of block j.
 With `ping_pong` the warpgroups alternate in issuing products, so that the softmax of one overlaps with the products of
-another.
+another. P V of more than 256 columns takes several instructions per k-step.
 
 | warpgroup | warps | role                                                                                  |
 |-----------|-------|---------------------------------------------------------------------------------------|
@@ -74,7 +74,7 @@ from cute_flash.kernels.sm90.fwd_scores import (
 )
 from cute_flash.kernels.sm90.fwd_storage import Config, Params, SharedStorage
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
-from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
+from cute_flash.planning.tiles.fwd_sm90 import MAX_INSTRUCTION_COLUMNS, FwdTileSm90
 from cute_flash.spec.problem import Static
 
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP, LOAD_BIAS_WARP = range(4)
@@ -496,8 +496,12 @@ class FwdSm90(Kernel):
         return rO
 
     def thread_at_end(self, state: MmaState) -> Int32:
-        """The thread index; with score features `rederived`, so that no address stays in registers over a tile."""
-        return state.thread if self.static.base_cost == 0 else rederived(state.thread)
+        """The thread index; with score features or a wide output `rederived`.
+
+        No address of the output then stays in registers over a tile.
+        """
+        has_room = self.static.base_cost == 0 and self.tile.width_v <= MAX_INSTRUCTION_COLUMNS
+        return state.thread if has_room else rederived(state.thread)
 
     @cute.jit
     def store_from_registers(self, p: Params, state: MmaState, tile: MmaTile):

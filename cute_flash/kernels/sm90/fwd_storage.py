@@ -1,4 +1,7 @@
-"""Configuration, parameters and shared memory of the Hopper forward."""
+"""Configuration, parameters and shared memory of the Hopper forward.
+
+`Config` and `Params` are also those of the forward for wide heads (`fwd_wide.py`), whose tile is a `FwdTileSm90Wide`.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -176,7 +179,9 @@ class Params:
 
     config: cutlass.Constexpr  # Config
     q: TmaTiles | VarlenTmaTiles  # (64, tile_d)
-    k: TmaTiles | VarlenTmaTiles  # (tile_n, tile_d)
+    # Tiles of a block, (tile_n, tile_d) and (tile_n, tile_dv). In the kernel for wide heads: parts of pieces, which one
+    # CTA loads to both CTAs of a cluster (`fwd_wide_storage.py`).
+    k: TmaTiles | VarlenTmaTiles
     v: TmaTiles | VarlenTmaTiles
     o: TmaTiles | VarlenTmaTiles | None  # None: the output is stored from registers
     bias: TmaTiles | None  # (64, tile_n); None: threads load it, or there is none

@@ -1,6 +1,7 @@
 """Warp-specialised forward attention with TMA and wgmma, for Hopper, for head dims above 256.
 
-The output of 64 rows fills the accumulators of two warpgroups, so a CTA has 64 query rows. Two CTAs form a cluster and
+`fwd.py` computes most calls with head dims up to 320. Above, the output of 64 rows does not fit into the registers of
+one warpgroup. It is divided between two, so a CTA has 64 query rows. Two CTAs form a cluster and
 compute a tile of 128 rows. Each loads half of K and V for both, because L2 could not deliver all of K and V to every
 CTA. For each tile, over K/V blocks j:
 
@@ -399,7 +400,7 @@ class FwdSm90Wide(Kernel):
         self.release_v(state, v, chunks - 1)
 
     def probs_buffer(self, tile: MmaTile, i: Int32) -> Int32:
-        return (tile.first_block + i) % self.tile.p_buffers
+        return (tile.first_block + i) & (self.tile.p_buffers - 1)
 
     @cute.jit
     def probs(self, state: MmaState, tile: MmaTile, i: Int32) -> cute.Tensor:

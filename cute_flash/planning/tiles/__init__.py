@@ -73,7 +73,8 @@ def _fwd_rows(family: str, arch: ArchSpec, static: Static) -> tuple[AnyFwdTile, 
     if family != "sm90":
         rows = (SM80_FWD_FP32 if static.is_fp32 else SM80_FWD)[arch.name]
     elif static.widest > MAX_NARROW_HEAD_DIM:
-        rows = SM90_FWD_WIDE
+        # Most rows have no registers for the index lists of a block mask, or 48 keys, which do not divide its blocks.
+        rows = () if static.block_sparse else SM90_FWD_WIDE
     elif "dropout" in static.features:
         rows = SM90_FWD_DROPOUT
     elif static.mods is not None and static.mods.bias_tma:

@@ -22,6 +22,8 @@ from cute_flash.planning.tiles.common import (
 from cute_flash.smem.tile import HOPPER_VARIANTS, SmemTile
 from cute_flash.spec.problem import Static
 
+MAX_INSTRUCTION_COLUMNS = 256  # of one wgmma
+
 
 @dataclass(frozen=True)
 class FwdTileSm90(Tile):
@@ -49,8 +51,8 @@ class FwdTileSm90(Tile):
         if self.tile_n % WARP_KEYS or not 0 < self.tile_n <= 256:
             raise ValueError(f"{self.tile_n=} must be a multiple of {WARP_KEYS} up to 256")
         for name, width in (("head_dim", self.head_dim), ("head_dim_v", self.width_v)):
-            if width % 32 or not 32 <= width <= 256:
-                raise ValueError(f"{name}={width} must be a multiple of 32 up to 256")
+            if width % 32 or not 32 <= width <= 320:
+                raise ValueError(f"{name}={width} must be a multiple of 32 up to 320")
         if self.stages not in (1, 2, 4, 8) or self.q_stages not in (1, 2):
             raise ValueError(f"{self.stages=} must be 1, 2, 4 or 8, and {self.q_stages=} 1 or 2")
         if self.q_stages == 2 and self.width_v > self.head_dim:
@@ -85,15 +87,20 @@ class FwdTileSm90(Tile):
         """The tile in shared memory of Q, K, V or O; for Q and O, that of one warpgroup."""
         rows = self.tile_n if operand in ("K", "V") else WARPGROUP_ROWS
         width = self.width_v if operand in ("V", "O") else self.head_dim
-        return SmemTile(rows, width, ELEMENT_BYTES, self.layout)
+        smem = SmemTile(rows, width, ELEMENT_BYTES, self.layout)
+        if operand == "V" and self.columns_pv % smem.atom_cols:
+            # An instruction of P V reads whole atoms. These have 32 columns.
+            return SmemTile(rows, width, ELEMENT_BYTES, "swizzled64")
+        return smem
 
     @property
     def columns_pv(self) -> int:
-        """Columns of one wgmma of P V.
+        """Columns of one wgmma of P V: all, if an instruction may have so many. Otherwise they are a multiple of 32.
 
-        With a dropout producer, 256 columns would need more registers than a thread has at launch, so P V takes two
-        instructions.
+        With a dropout producer, 256 columns would need more registers than a thread has at launch.
         """
+        if self.width_v > MAX_INSTRUCTION_COLUMNS:
+            return self.width_v // (3 if self.width_v % 64 else 2)
         return self.width_v // 2 if self.dropout_producer and self.width_v == 256 else self.width_v
 
     @property
@@ -127,10 +134,16 @@ class FwdTileSm90(Tile):
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
         is_as_wide = (self.head_dim_v is None) == (static.head_dim_v is None)
         is_for_features = not self.only or (static.features == (self.only,) and not static.block_sparse)
-        # An int64 of a row or a key takes two registers. With a block mask, most blocks do not evaluate the mask_mod.
-        has_int64 = static.mods is not None and static.mods.has_int64 and not static.block_sparse
-        has_room = self.max_cost >= static.feature_cost + has_int64 and self.divides_block_mask(static)
-        return is_wide_enough and is_as_wide and is_for_features and has_room and self.is_for(static)
+        has_masks = self.dropout_producer == ("dropout" in static.features)
+        has_room = self.max_cost >= _cost(static) and self.divides_block_mask(static)
+        return is_wide_enough and is_as_wide and is_for_features and has_masks and has_room and self.is_for(static)
+
+
+def _cost(static: Static) -> int:
+    """`Static.feature_cost`, and the registers of positions in int64."""
+    # An int64 of a row or a key takes two registers. With a block mask, most blocks do not evaluate the mask_mod.
+    has_int64 = static.mods is not None and static.mods.has_int64 and not static.block_sparse
+    return static.feature_cost + has_int64
 
 
 PIECE_STAGES = 8  # of `FwdTileSm90Wide`, each with a piece of K or of V
@@ -140,9 +153,9 @@ PIECE_STAGES = 8  # of `FwdTileSm90Wide`, each with a piece of K or of V
 class FwdTileSm90Wide(Tile):
     """`tile_m` query rows, 64 for each CTA of a cluster of two, against K/V blocks of `tile_n` keys.
 
-    It is for head dims whose output needs two warpgroups. Each of two consumer warpgroups of a CTA computes S for half
-    of the keys, and half of the columns of O. K and V are loaded in pieces, once for both CTAs
-    (`kernels/sm90/fwd_wide_storage.py`).
+    It is for outputs that need two warpgroups, and for features that leave one warpgroup too few registers. Each of two
+    consumer warpgroups of a CTA computes S for half of the keys, and half of the columns of O. K and V are loaded in
+    pieces, once for both CTAs (`kernels/sm90/fwd_wide_storage.py`).
     """
 
     head_dim_v: int | None = None  # width of V and of the output; None: equal to head_dim
@@ -231,9 +244,7 @@ class FwdTileSm90Wide(Tile):
     def serves(self, static: Static) -> bool:
         """Whether the row has the width and the registers for a problem."""
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
-        # The index lists of a block mask would spill.
-        has_room = self.max_cost >= static.feature_cost and not static.block_sparse
-        return is_wide_enough and has_room and self.is_for(static)
+        return is_wide_enough and self.max_cost >= _cost(static) and self.is_for(static)
 
     def __str__(self) -> str:
         width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
@@ -377,11 +388,20 @@ SM90_FWD_BIAS = (
 # fmt: on
 
 _ONE_BATCH = "H200, bf16, B=1, H=32, 2026-11-19, TFLOP/s of S=4096/16384 full; causal: "
-# Head dims above 256. The first row that is wide enough is taken.
+# All score features but dropout. Two user mods, and a user mod with softcap and ALiBi, would spill.
+_MAX_COST_WIDE = COST_ALL_SCORE_FEATURES - COST_DROPOUT
+# Head dims above 256. The first row that supports a problem is taken. Beside an output of 384 columns a warpgroup has
+# registers for 16 keys, whose products would need shared memory 1.75 times as long as the tensor cores.
 # fmt: off
 SM90_FWD_WIDE = (
+    FwdTileSm90(288, 128,  64, 2, 1, max_cost=COST_SOFTCAP, measured=_BY_WIDTH),
+    FwdTileSm90(288, 128,  48, 2, 1, max_cost=_MAX_COST_WIDE, measured=_FOR_FEATURES),
+    FwdTileSm90(320, 128,  48, 2, 1, max_cost=_MAX_COST_WIDE, measured=_BY_WIDTH),
+    FwdTileSm90(320, 128,  64, 2, 1, head_dim_v=256, max_cost=_MAX_COST_WIDE, measured=_BY_WIDTH),
+    FwdTileSm90(320, 128,  48, 2, 1, head_dim_v=320, max_cost=_MAX_COST_WIDE, measured=_BY_WIDTH),
     FwdTileSm90Wide(320, 128, 128, head_dim_v=384, measured=_ONE_BATCH + "491/517; 549/593"),
     FwdTileSm90Wide(384, 128, 128, measured=_ONE_BATCH + "556/559; 591/646"),
+    FwdTileSm90Wide(320, 128, 128, head_dim_v=512, measured=_BY_WIDTH),
     FwdTileSm90Wide(448, 128, 128, head_dim_v=512, measured=_BY_WIDTH),
     FwdTileSm90Wide(512, 128, 128, head_dim_v=256, measured=_BY_WIDTH),
     FwdTileSm90Wide(512, 128, 128, measured=_ONE_BATCH + "618/615; 653/740"),
