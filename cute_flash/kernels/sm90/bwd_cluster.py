@@ -137,11 +137,11 @@ class BwdSm90Cluster(BwdSm90Wide):
         warpgroup.wait_group(1)
         self.send(state, state.acc_S, Int32(0), SCORES)
         if cutlass.const_expr(not self.sends_twice):
-            self.add(state, state.acc_S, Int32(0), SCORES)
+            self.stage_p(p, state, tile, scores, Int32(0), visit)
         warpgroup.wait_group(0)
         self.send(state, state.acc_dP, Int32(0), GRADIENTS)
         if cutlass.const_expr(self.sends_twice):
-            self.add(state, state.acc_S, Int32(0), SCORES)
+            self.stage_p(p, state, tile, scores, Int32(0), visit)
         self.finish_block(p, state, tile, scores, Int32(0), visit)
 
     @cute.jit
@@ -174,7 +174,7 @@ class BwdSm90Cluster(BwdSm90Wide):
         cute.arch.fence_proxy("async.shared", space="cta")
         self.publish_dq(state, iteration, 0)
         if cutlass.const_expr(not self.sends_twice):
-            self.add(state, state.acc_S, iteration + 1, SCORES)
+            self.stage_p(p, state, tile, scores, iteration + 1, following.visit)
         # wait for dK and dP
         warpgroup.wait_group(0)
         state.storage.q.release(iteration)
@@ -183,21 +183,28 @@ class BwdSm90Cluster(BwdSm90Wide):
         cute.arch.fence_proxy("async.shared", space="cta")
         self.publish_dq(state, iteration, 1)
         if cutlass.const_expr(self.sends_twice):
-            self.add(state, state.acc_S, iteration + 1, SCORES)
+            self.stage_p(p, state, tile, scores, iteration + 1, following.visit)
         self.finish_block(p, state, tile, scores, iteration + 1, following.visit)
         return following
+
+    @cute.jit
+    def stage_p(
+        self, p: Params, state: MmaState, tile: KVTile, scores: AnyScores, iteration: Int32, visit: BlockVisit
+    ):
+        """Add S of the other CTA, and write P = exp(scale S - LSE) to shared memory."""
+        storage = state.storage
+        rLSE = self.load_row_statistic(state, storage.sLSE[None, storage.q.stage(iteration)])
+        self.add(state, state.acc_S, iteration, SCORES)
+        probs = self.make_p(p, state, tile, scores, rLSE, visit)
+        self.stage_transposed(state, probs, storage.sP)
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def finish_block(
         self, p: Params, state: MmaState, tile: KVTile, scores: AnyScores, iteration: Int32, visit: BlockVisit
     ):
-        """Compute P, dV and dS, after S has been added up and the partial sum of dP has been sent. Release dO."""
+        """Compute dV and dS, after P has been staged and the partial sum of dP has been sent. Release dO."""
         storage = state.storage
-        # P = exp(scale S - LSE)
-        rLSE = self.load_row_statistic(state, storage.sLSE[None, storage.q.stage(iteration)])
-        probs = self.make_p(p, state, tile, scores, rLSE, visit)
-        self.stage_transposed(state, probs, storage.sP)
-        cute.arch.fence_proxy("async.shared", space="cta")
         # dV += P^T dO
         cute.arch.barrier(barrier_id=P_STAGED, number_of_threads=MMA_THREADS)
         self.start_dv(p, state, iteration, 0)
