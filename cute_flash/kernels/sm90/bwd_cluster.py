@@ -5,30 +5,41 @@ same K/V tile and visit the same m_blocks. Each has half of the columns of Q, K,
 those of a narrower head. Only S and dP need all columns: each CTA computes a partial sum, and both add the partial sum
 of the other (`device/mma/cluster_sum.py`). Then both have the same S and dP, and compute P and dS twice.
 
-For a block, a warpgroup issues the following products. 0 and 1 are halves; ' marks the next block:
+A CTA has 160, 192, 224 or 256 columns, and each of its two warpgroups has half of them. dK and dV are not transposed,
+as they are in `bwd_wide`: the 64 keys of a tile are the rows of a wgmma, so the columns of a warpgroup are one product
+of any width. The columns of a warpgroup are whole atoms of Q, K, V and dO in shared memory, so an atom has 64 columns at
+256 columns per CTA, 32 at 192, and 16 at 160 and 224 (`BwdTileSm90Wide.atom_columns`).
 
-    S' dQ0 dK0 dK1 dQ1 dP' dV0' dV1'
+For a block, a warpgroup issues the following products; ' marks the next block. Up to 224 columns there are registers
+for a whole dQ; at 256 columns dQ is computed in two halves:
 
-S' is sent while dQ0 and dK0 run, and the partial sum of the other CTA arrives until dQ1 ends. While dP' runs, the
-warpgroup computes P' and stages dQ1. dP' is exchanged while dV0' and dV1' run. Then nothing runs until dS' is stored.
+    S' dQ dK dP' dV'    or    S' dQ0 dK dQ1 dP' dV'
 
-Clocks of a block of 64 queries and 64 keys, for one CTA:
+S' is sent as soon as it is complete, and so is dP', if there are slots for two messages. At 256 columns there is memory
+for one, so dP' is sent after S' of the other CTA has been added. P' is computed when S' of the other CTA has arrived.
+While dV' runs, dP' of the other CTA arrives. Then nothing runs until dS' is stored.
 
-| what                    | clocks | why                                                                               |
-|-------------------------|--------|-----------------------------------------------------------------------------------|
-| products, tensor cores  | 2560   | 5 x 64 x 64 x 256 / 2048                                                          |
-| products, shared memory | 3072   | S and dP read 3 KB for 16 clocks of products (24 clocks); the others 4 KB for 32  |
-| dQ, staged and added    | 1024   | 64 KB written and read, 128 bytes a clock                                         |
-| loads of Q and dO       | 512    | 64 KB                                                                             |
-| P, dS, partial sums     | 640    | 80 KB                                                                             |
-| partial sums, SM to SM  | 2300   | 32 KB in each direction, about 14 bytes a clock (estimate)                        |
+Clocks of a block of 64 queries and 64 keys, for one CTA with C columns:
 
-Shared memory is the bound: 5250 clocks. Latencies that no product hides add to it: about 1000 clocks for a send, 400
-for dS (estimates).
+| what                    |  160 |  192 |  224 |  256 | why                                                            |
+|-------------------------|------|------|------|------|----------------------------------------------------------------|
+| products, tensor cores  | 1600 | 1920 | 2240 | 2560 | 5 x 64 x 64 x C / 2048                                         |
+| S and dP, shared memory |  960 | 1152 | 1344 | 1536 | 2 x C / 16 steps x 2 warpgroups x 3 KB                         |
+| dK and dV, the same     |  576 |  640 |  704 |  768 | 2 x 4 steps x 2 warpgroups x (2 KB + C / 2 x 32 B)             |
+| dQ, the same            |  288 |  320 |  352 |  512 | 4 steps x 2 warpgroups x (2 KB + C / 2 x 32 B); 256: as halves |
+| dQ, staged and added    |  640 |  768 |  896 | 1024 | 64 x C x 4 B, written and read                                 |
+| loads of Q and dO       |  320 |  384 |  448 |  512 | 2 x 64 x C x 2 B                                               |
+| P, dS, partial sums     |  640 |  640 |  640 |  640 | 80 KB                                                          |
+| sum of shared memory    | 3424 | 3904 | 4384 | 4992 | at 128 B a clock                                               |
+| partial sums, SM to SM  | 1770 | 1770 | 1770 | 1770 | 32 KB in each direction, 18.5 bytes a clock                    |
+
+The longest chain of dependent steps at 192 columns: S' 500, both messages 2270 (500 of them latency), dS' and its
+barrier 500 (estimates): 3300. So shared memory is the bound at all widths. At 256 columns the second message waits for
+the first, and the chain has 4700 clocks.
 
 Claims of dQ are free of deadlocks, as in `bwd_wide`: the CTAs of a cluster run at the same time, and dQ of a block
-depends on additions to earlier blocks only. A warpgroup sends S' before it stages dQ of the block, and stages dQ1
-before it waits for dP' of the other CTA.
+depends on additions to earlier blocks only. A warpgroup sends S' before it stages dQ of the block. Before it stages the
+second half, it waits only for steps of the other CTA that come before the second half there too.
 """
 
 from typing import Any, ClassVar
@@ -188,9 +199,7 @@ class BwdSm90Cluster(BwdSm90Wide):
         return following
 
     @cute.jit
-    def stage_p(
-        self, p: Params, state: MmaState, tile: KVTile, scores: AnyScores, iteration: Int32, visit: BlockVisit
-    ):
+    def stage_p(self, p: Params, state: MmaState, tile: KVTile, scores: AnyScores, iteration: Int32, visit: BlockVisit):
         """Add S of the other CTA, and write P = exp(scale S - LSE) to shared memory."""
         storage = state.storage
         rLSE = self.load_row_statistic(state, storage.sLSE[None, storage.q.stage(iteration)])

@@ -17,7 +17,6 @@ from cute_flash.device.scheduling.block_sparse import BwdBlockIndex
 from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.scores.position import ScoreBlock
 from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, BwdParams, Config, KVTile, allocate_bias
-from cute_flash.planning.tiles.bwd_sm90 import HALVES
 
 # The number of adder warps with deterministic gradients. They take halves in turn, so that several can wait at a time:
 # for a semaphore, or until additions are complete.
@@ -88,7 +87,7 @@ class SharedStorage:
     sdO: cute.Tensor
     sP: cute.Tensor  # (tile_n, tile_m)
     sdS: cute.Tensor
-    sdQ: cute.Tensor  # (4, thread, piece, warpgroup) fp32
+    sdQ: cute.Tensor  # (4, thread, piece, warpgroup) fp32, half of each warpgroup's dQ
     sLSE: cute.Tensor  # (tile_m, stage)
     sDelta: cute.Tensor
     k: Pipeline
