@@ -79,6 +79,10 @@ class Sm90WideBwdTile(Sm90BwdTile, Protocol):
 
     @property
     def dq_pieces(self) -> int: ...
+    @property
+    def cluster(self) -> int: ...
+    @property
+    def cta_head_dim(self) -> int: ...
 
 
 @lru_cache(maxsize=16)
@@ -149,13 +153,20 @@ def bwd_sm90_uses(tile: Sm90BwdTile) -> tuple[Use, ...]:
 
 @lru_cache(maxsize=16)
 def bwd_sm90_wide_uses(tile: Sm90WideBwdTile) -> tuple[Use, ...]:
-    """Uses of the wgmma kernel for wide heads. P, dS, dK and dV are stored by stmatrix.trans."""
+    """Uses of the wgmma kernel for wide heads, in one CTA.
+
+    P and dS are stored by stmatrix.trans; dK and dV too, but in a cluster by stmatrix, without a transposition.
+    """
     warps = NUM_WARPGROUPS * WARPGROUP_WARPS
-    score, out = SmemTile(tile.tile_n, tile.tile_m), SmemTile(tile.tile_n, tile.head_dim)
+    score, out = SmemTile(tile.tile_n, tile.tile_m), SmemTile(tile.tile_n, tile.cta_head_dim)
     keys = tile.tile_n // NUM_WARPGROUPS
     scores = join([store_transposed(score, first, keys, 0) for first in range(0, tile.tile_n, keys)])
-    columns = range(0, tile.head_dim, WAVEFRONT_BYTES // 2)
-    gradient = join([store_transposed(out, 0, tile.tile_n, column) for column in columns])
+    if tile.cluster > 1:
+        part = SmemTile(tile.tile_n, tile.cta_head_dim // NUM_WARPGROUPS)
+        gradient = join([every_block(part, layout_of(part), ldmatrix_a)] * NUM_WARPGROUPS)
+    else:
+        columns = range(0, tile.cta_head_dim, WAVEFRONT_BYTES // 2)
+        gradient = join([store_transposed(out, 0, tile.tile_n, column) for column in columns])
     halves = join([contiguous_warp()] * (HALVES * tile.dq_pieces))
     # A thread has two rows of S, eight rows apart.
     rows = join([row_statistic(first) for first in (0, MATRIX)])

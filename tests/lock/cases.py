@@ -172,6 +172,7 @@ HOPPER_WIDE_DIMS = (
 )  # fmt: skip
 # Head dims of the Hopper backward's rows.
 HOPPER_BWD_DIMS = (64, 128, 256, 512)
+HOPPER_CLUSTER_BWD_DIMS = (320, 384, 448, 512)
 # Head dims above 256 of the rows of the mma.sync backward, in which warps split S and dP.
 WIDE_BWD_DIMS = (320, 384, 512)
 
@@ -392,16 +393,21 @@ def bwd_features() -> Iterator[Case]:
 
 
 def bwd_cluster() -> Iterator[Case]:
-    """Features of the Hopper backward above head dim 256. `plain` and `deterministic` have its row."""
-    for name in ("softcap", "alibi", "dropout", "varlen"):
-        yield bwd(HOPPER, 512, name)
-    yield bwd(HOPPER, 512, "softcap", "alibi", mask="window")
-    yield bwd(HOPPER, 512, "alibi", "dropout", mask="full")
-    yield bwd(HOPPER, 512, "alibi", mask="full", deterministic=True)
-    yield bwd(HOPPER, 512, "varlen", mask="window", deterministic=True)
+    """Features of the Hopper backward above head dim 256. `plain` and `deterministic` have its row of 512 columns."""
+    for head_dim in HOPPER_CLUSTER_BWD_DIMS:
+        for name in ("softcap", "alibi", "dropout", "varlen"):
+            yield bwd(HOPPER, head_dim, name)
+        yield bwd(HOPPER, head_dim, "softcap", "alibi", mask="window")
+        yield bwd(HOPPER, head_dim, "alibi", "dropout", mask="full")
+        yield bwd(HOPPER, head_dim, "alibi", mask="full", deterministic=True)
+        yield bwd(HOPPER, head_dim, "varlen", mask="window", deterministic=True)
+    for head_dim in HOPPER_CLUSTER_BWD_DIMS[:-1]:
+        for mask in ("full", "causal"):
+            yield bwd(HOPPER, head_dim, mask=mask)
+        yield replace(bwd(HOPPER, head_dim, mask="full"), role="postprocess")
     yield bwd(HOPPER, 512, mask="chunk", dtype="fp16")
     yield bwd(HOPPER, 512, head_dim_v=256, mask="window")
-    yield bwd(HOPPER, 384, mask="full")
+    yield bwd(HOPPER, 384, head_dim_v=128, mask="full")
     yield bwd(HOPPER, 264, "varlen")
     yield bwd(HOPPER, 512, mask_mod="document", block_map=True)
     yield bwd(HOPPER, 512, mask_mod="document", block_map=True, deterministic=True)

@@ -29,16 +29,14 @@ class ClusterIndex:
         following = Int32(0)
         if rank == 0:
             following = scheduler.next_tile(index)
-            self.pipeline.wait_empty(count)
+            self.pipeline.wait_empty(count, in_cluster=True)
             with cute.arch.elect_one():
                 cute.arch.store_async_dsmem(self.slot.iterator, following, self.pipeline.full, 1)
         else:
             self.pipeline.expect_bytes(count, INDEX_BYTES)
-            self.pipeline.wait_full(count)
+            self.pipeline.wait_full(count, in_cluster=True)
             following = self.slot[0]
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                # The address depends on the index, so the arrival waits for its load.
-                barrier = self.pipeline.empty_barrier(count, following)
-                cute.arch.mbarrier_arrive(barrier, peer_cta_rank_in_cluster=0)
+                self.pipeline.release_to_peer(count, following, 0)
         return cute.arch.make_warp_uniform(following)

@@ -16,6 +16,32 @@ from cutlass.memory import SmemAllocator
 WARPGROUP_THREADS = 128
 
 
+def wait_in_cluster(barrier: cute.Pointer, phase: Int32) -> None:
+    """Wait for a phase of an mbarrier at which other CTAs of the cluster arrive, or to which they store data.
+
+    The wait acquires at cluster scope. `cute.arch.mbarrier_wait` has the scope of the CTA.
+    """
+    cute.arch.inline_ptx(
+        "{\n\t.reg .pred p;\n\tAGAIN:\n\t"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [{$r0}], {$r1};\n\t"
+        "@!p bra AGAIN;\n\t}",
+        read_only_args=[Int32(barrier.toint()), Int32(phase)],
+    )
+
+
+def arrive_at_peer(barrier: cute.Pointer, rank: Int32 | int, order: str) -> None:
+    """Arrive at the mbarrier of the CTA with this rank in the cluster.
+
+    `order`: "release" or "relaxed", at cluster scope. A release waits until all earlier stores of the thread have been
+    performed for the GPU, because ptxas emits MEMBAR.ALL.GPU for it.
+    """
+    cute.arch.inline_ptx(
+        "{\n\t.reg .b32 remote;\n\tmapa.shared::cluster.u32 remote, {$r0}, {$r1};\n\t"
+        f"mbarrier.arrive.{order}.cluster.shared::cluster.b64 _, [remote];\n\t}}",
+        read_only_args=[Int32(barrier.toint()), Int32(rank)],
+    )
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """The mbarriers of a pipeline; its data is allocated elsewhere."""
@@ -52,13 +78,19 @@ class Pipeline:
         return self.full + self.stage(iteration)
 
     @cute.jit
-    def wait_full(self, iteration: Int32):
-        cute.arch.mbarrier_wait(self.full_barrier(iteration), self.phase(iteration))
+    def wait_full(self, iteration: Int32, in_cluster: cutlass.Constexpr = False):
+        """Wait until the stage may be read. `in_cluster`: another CTA of the cluster writes it."""
+        wait = wait_in_cluster if cutlass.const_expr(in_cluster) else cute.arch.mbarrier_wait
+        wait(self.full_barrier(iteration), self.phase(iteration))
 
     @cute.jit
-    def wait_empty(self, iteration: Int32):
-        """Wait until the stage may be written. The first use of a stage does not wait."""
-        cute.arch.mbarrier_wait(self.empty + self.stage(iteration), self.phase(iteration) ^ 1)
+    def wait_empty(self, iteration: Int32, in_cluster: cutlass.Constexpr = False):
+        """Wait until the stage may be written. The first use of a stage does not wait.
+
+        `in_cluster`: another CTA of the cluster reads it.
+        """
+        wait = wait_in_cluster if cutlass.const_expr(in_cluster) else cute.arch.mbarrier_wait
+        wait(self.empty + self.stage(iteration), self.phase(iteration) ^ 1)
 
     @cute.jit
     def wait_released(self, iteration: Int32):
@@ -88,6 +120,15 @@ class Pipeline:
         """
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty_barrier(iteration, loaded))
+
+    def release_to_peer(
+        self, iteration: Int32, loaded: Int32, rank: Int32 | int, order: cutlass.Constexpr = "release"
+    ) -> None:
+        """Arrive at the `empty` barrier of another CTA of the cluster, after plain loads. Called by one thread.
+
+        `loaded`: as in `release_per_thread`. `order`: as in `arrive_at_peer`; "relaxed" relies on `loaded`.
+        """
+        arrive_at_peer(self.empty_barrier(iteration, loaded), rank, order)
 
     def empty_barrier(self, iteration: Int32, loaded: Int32 | None) -> cute.Pointer:
         """The `empty` barrier of an iteration, for an arrival.

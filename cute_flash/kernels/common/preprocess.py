@@ -15,7 +15,7 @@ from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.common.kernel import MBlockKernel
 from cute_flash.planning.tiles import AnyBwdTile
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
-from cute_flash.planning.tiles.bwd_sm90 import PIECES, BwdTileSm90Wide
+from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
 from cute_flash.spec.problem import Static
 
 VECTOR = 8  # contiguous elements that a thread loads: 16 bytes, or 32 if fp32
@@ -109,7 +109,7 @@ class BwdPreprocess(MBlockKernel):
         zeros.fill(0.0)
         pieces = self.tile_m * self.tile_d // (4 * THREADS)
         for i in cutlass.range_constexpr(pieces):
-            if cutlass.const_expr(i % PIECES >= self.tile.dq_pieces):
+            if cutlass.const_expr(i % self.tile.half_pieces >= self.tile.dq_pieces):
                 target = (gdQ.iterator + 4 * (i * THREADS + thread)).align(16)
                 cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
 

@@ -64,12 +64,12 @@ class Config:
     @property
     def q(self) -> SmemTile:
         """An m_block of Q or dO."""
-        return SmemTile(self.tile.tile_m, self.tile.cta_head_dim)
+        return SmemTile(self.tile.tile_m, self.tile.cta_head_dim, variant=self.tile.smem_variant)
 
     @property
     def k(self) -> SmemTile:
         """K or V of a tile."""
-        return SmemTile(self.tile.tile_n, self.tile.cta_head_dim)
+        return SmemTile(self.tile.tile_n, self.tile.cta_head_dim, variant=self.tile.smem_variant)
 
     @property
     def ds(self) -> SmemTile:

@@ -77,9 +77,9 @@ from cute_flash.kernels.sm90.bwd_producer import (
     store_dbias,
 )
 from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, BlockVisit, Config, KVTile
-from cute_flash.kernels.sm90.bwd_wide_storage import DETERMINISTIC_ADDERS, HALVES, Params, SharedStorage
+from cute_flash.kernels.sm90.bwd_wide_storage import DETERMINISTIC_ADDERS, Params, SharedStorage
 from cute_flash.kernels.sm90.dq import DQPart, StagedPiece, add_four, bulk_add_or_store
-from cute_flash.planning.tiles.bwd_sm90 import PIECES, BwdTileSm90Wide
+from cute_flash.planning.tiles.bwd_sm90 import HALVES, BwdTileSm90Wide
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.band import FAR, ceil_div
 from cute_flash.spec.problem import Static
@@ -89,12 +89,8 @@ FIRST_READ, DS_STAGED, FIRST_OUTPUT, P_STAGED = 1, 3, 4, 6
 # The least number of k-steps of S and dP; with fewer, ptxas would serialise the products.
 MIN_STEPS = 8
 
-
-class Halves(NamedTuple):
-    """Descriptors or accumulators of the halves of a warpgroup's columns, 64 columns each."""
-
-    first: cute.Tensor
-    second: cute.Tensor
+# Descriptors or accumulators of the products that compute a warpgroup's columns of a gradient.
+Products = tuple[cute.Tensor, ...]
 
 
 class WideVisit(NamedTuple):
@@ -115,14 +111,14 @@ class MmaState:
     rdO: cute.Tensor
     rK: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), of the warpgroup's keys
     rV: cute.Tensor
-    rdOt: Halves  # descriptors (MMA, MMA_M, MMA_K, stage)
-    rQt: Halves
+    rdOt: Products  # descriptors (MMA, MMA_M, MMA_K, stage), of the warpgroup's columns
+    rQt: Products
     rP: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K)
     rdS: cute.Tensor
     rdSt: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K)
-    rKt: Halves  # descriptors (MMA, MMA_N, MMA_K)
-    acc_dK: Halves
-    acc_dV: Halves
+    rKt: Products  # descriptors (MMA, MMA_N, MMA_K), of the warpgroup's columns
+    acc_dK: Products
+    acc_dV: Products
     acc_S: cute.Tensor
     acc_dP: cute.Tensor
     acc_dQ: cute.Tensor  # a half at a time; see `_temporaries`
@@ -140,13 +136,14 @@ class BwdSm90Wide(Kernel):
     def __init__(self, static: Static, tile: BwdTileSm90Wide):
         super().__init__(static, tile)
         # Additions from registers (`add_rest`) have no fixed order.
-        assert not static.deterministic or tile.dq_pieces == PIECES
+        assert not static.deterministic or tile.dq_pieces == tile.half_pieces
         self.config = Config(static, tile)
         # One warp has one role.
         assert not (static.deterministic and self.config.stores_dbias)
         self.keys = tile.tile_n // NUM_WARPGROUPS  # of a warpgroup
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
         self.steps = self.k_steps()
+        self.dq_columns = tile.dq_part[1] // tile.dq_products  # of a product
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
@@ -164,11 +161,15 @@ class BwdSm90Wide(Kernel):
             band=band,
             scheduler=None,
             mma_s=make_mma(self.dtype, self.keys, False, K, K),
-            mma_dkv=make_mma(self.dtype, tile.tile_n, False, MN, K),
-            mma_dq=make_mma(self.dtype, WARPGROUP_ROWS, False, MN, MN),
+            mma_dkv=self.make_mma_dkv(),
+            mma_dq=make_mma(self.dtype, self.dq_columns, False, MN, MN),
         )
         grid = Grid(args.num_ctas)
         self.launch(self.symbol(self.name), params, grid, tile.num_threads, stream, **self.launch_options)
+
+    def make_mma_dkv(self) -> cute.TiledMma:
+        """The product of 64 columns of dK and dV, transposed."""
+        return make_mma(self.dtype, self.tile.tile_n, False, OperandMajorMode.MN, OperandMajorMode.K)
 
     def k_steps(self) -> tuple[range | None, range | None]:
         """The k-steps of S and dP, whose widths may differ; None: all."""
@@ -319,9 +320,10 @@ class BwdSm90Wide(Kernel):
             storage.dq.wait_full(NUM_WARPGROUPS * staged + wg)
             with cute.arch.elect_one():
                 part = self.dq_part(p, wg)
-                target = first + (HALVES * part + half) * (self.tile.tile_m * WARPGROUP_ROWS)
+                columns = self.tile.dq_part[1] // HALVES
+                target = first + (HALVES * part + half) * (self.tile.tile_m * columns)
                 # Columns past the head dim are 0. A half that has only such columns is not added.
-                if half < ceil_div(self.static.head_dim, WARPGROUP_ROWS) - HALVES * part:
+                if half < ceil_div(self.static.head_dim, columns) - HALVES * part:
                     source = storage.sdQ[None, None, None, wg].iterator
                     num_bytes = 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces
                     bulk_add_or_store(target, source, num_bytes, rank)
@@ -365,28 +367,41 @@ class BwdSm90Wide(Kernel):
         """The factor of dV. It includes the scale of dropout, by which P is not multiplied."""
         return p.score_params.dropout_scale if self.has_dropout else Float32(1.0)
 
-    def _state(self, p: Params, storage: SharedStorage, wg: Int32, thread: Int32) -> MmaState:
-        tile, columns = self.tile, WARPGROUP_ROWS
-        s, dkv, dq = p.mma_s.get_slice(0), p.mma_dkv.get_slice(0), p.mma_dq.get_slice(0)
+    def columns(self, sX: cute.Tensor, columns: int, first: Int32, number: int) -> Products:
+        """`number` parts of `columns` columns of sX (rows, tile_d, ...), transposed, from part `first` on."""
+        rest = (None,) * (cute.rank(sX) - 2)
+        parts = [(first + i, 0, *rest) for i in range(number)]
+        return tuple(cute.local_tile(transposed(sX), (columns, sX.shape[0]), part) for part in parts)
 
-        def part(sX: cute.Tensor, rows: int, half: int) -> cute.Tensor:
-            """sX transposed, (columns, rows, ...), for one half of this warpgroup's columns."""
-            rest = (None,) * (cute.rank(sX) - 2)
-            return cute.local_tile(transposed(sX), (columns, rows), (HALVES * wg + half, 0, *rest))
+    def _operands_dkv(self, p: Params, storage: SharedStorage, wg: Int32) -> dict[str, Products | cute.Tensor]:
+        """The fields of `MmaState` for dK and dV: two products of 64 columns each, which are rows."""
+        dkv = p.mma_dkv.get_slice(0)
+
+        def columns_a(sX: cute.Tensor) -> Products:
+            parts = self.columns(sX, WARPGROUP_ROWS, HALVES * wg, HALVES)
+            return tuple(dkv.make_fragment_A(dkv.partition_A(sY)) for sY in parts)
+
+        def accumulators() -> Products:
+            shape = dkv.partition_shape_C((WARPGROUP_ROWS, self.tile.tile_n))
+            return tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(HALVES))
+
+        return dict(
+            rdOt=columns_a(storage.sdO),
+            rQt=columns_a(storage.sQ),
+            rP=dkv.make_fragment_B(dkv.partition_B(storage.sP)),
+            rdS=dkv.make_fragment_B(dkv.partition_B(storage.sdS)),
+            acc_dK=accumulators(),
+            acc_dV=accumulators(),
+        )
+
+    def _state(self, p: Params, storage: SharedStorage, wg: Int32, thread: Int32) -> MmaState:
+        tile, s, dq = self.tile, p.mma_s.get_slice(0), p.mma_dq.get_slice(0)
 
         def keys(sX: cute.Tensor) -> cute.Tensor:
             """The rows of this warpgroup's keys in sX (tile_n, tile_d)."""
             return cute.local_tile(sX, (self.keys, tile.cta_head_dim), (wg, 0))
 
-        def columns_a(sX: cute.Tensor) -> Halves:
-            """Both halves of this warpgroup's columns of sX, transposed, as operands A."""
-            parts = (part(sX, tile.tile_m, half) for half in range(HALVES))
-            return Halves(*(dkv.make_fragment_A(dkv.partition_A(sY)) for sY in parts))
-
-        def accumulators() -> Halves:
-            shape = dkv.partition_shape_C((columns, tile.tile_n))
-            return Halves(*(cute.make_rmem_tensor(shape, Float32) for _ in range(HALVES)))
-
+        sKt = self.columns(storage.sK, self.dq_columns, tile.dq_products * wg, tile.dq_products)
         acc_S, acc_dP, acc_dQ = self._temporaries(p)
         return MmaState(
             wg=wg,
@@ -396,14 +411,9 @@ class BwdSm90Wide(Kernel):
             rdO=s.make_fragment_A(s.partition_A(storage.sdO)),
             rK=s.make_fragment_B(s.partition_B(keys(storage.sK))),
             rV=s.make_fragment_B(s.partition_B(keys(storage.sV))),
-            rdOt=columns_a(storage.sdO),
-            rQt=columns_a(storage.sQ),
-            rP=dkv.make_fragment_B(dkv.partition_B(storage.sP)),
-            rdS=dkv.make_fragment_B(dkv.partition_B(storage.sdS)),
             rdSt=dq.make_fragment_A(dq.partition_A(transposed(storage.sdS))),
-            rKt=Halves(*(dq.make_fragment_B(dq.partition_B(part(storage.sK, tile.tile_n, i))) for i in range(HALVES))),
-            acc_dK=accumulators(),
-            acc_dV=accumulators(),
+            rKt=tuple(dq.make_fragment_B(dq.partition_B(sY)) for sY in sKt),
+            **self._operands_dkv(p, storage, wg),
             acc_S=acc_S,
             acc_dP=acc_dP,
             acc_dQ=acc_dQ,
@@ -420,8 +430,8 @@ class BwdSm90Wide(Kernel):
         """
         s, dq = p.mma_s.get_slice(0), p.mma_dq.get_slice(0)
         scores = cute.make_layout(s.partition_shape_C((self.tile.tile_m, self.keys)))
-        half = cute.make_layout(dq.partition_shape_C((self.tile.tile_m, WARPGROUP_ROWS)))
-        acc_S, acc_dQ = cute.make_rmem_tensor(scores, Float32), cute.make_rmem_tensor(half, Float32)
+        product = cute.make_layout(dq.partition_shape_C((self.tile.tile_m, self.dq_columns)))
+        acc_S, acc_dQ = cute.make_rmem_tensor(scores, Float32), cute.make_rmem_tensor(product, Float32)
         if self.tile.separates_dp:
             return acc_S, cute.make_rmem_tensor(scores, Float32), acc_dQ
         return acc_S, cute.make_tensor(acc_dQ.iterator, scores), acc_dQ
@@ -430,9 +440,8 @@ class BwdSm90Wide(Kernel):
     def mma(self, p: Params, storage: SharedStorage, wg: Int32, thread: Int32):
         """The role of an MMA warpgroup: compute its part of the K/V tile's dK and dV, and of dQ."""
         state, tile = self._state(p, storage, wg, thread), p.tile()
-        for half in cutlass.range_constexpr(HALVES):
-            state.acc_dK[half].fill(0.0)
-            state.acc_dV[half].fill(0.0)
+        for acc in (*state.acc_dK, *state.acc_dV):
+            acc.fill(0.0)
         if cutlass.const_expr(state.dalibi is not None):
             state.dalibi.fill(0.0)
         total = p.num_m_blocks(tile)
@@ -627,9 +636,10 @@ class BwdSm90Wide(Kernel):
         else:
             state.storage.dq.wait_empty(staged)
         sdQ, pieces = state.storage.sdQ[None, state.thread, None, state.wg], self.tile.dq_pieces
-        cute.autovec_copy(cute.make_tensor(state.acc_dQ.iterator, cute.make_layout((4, pieces))), sdQ)
+        first = 4 * pieces * half if self.tile.dq_products == 1 else 0
+        cute.autovec_copy(cute.make_tensor(state.acc_dQ.iterator + first, cute.make_layout((4, pieces))), sdQ)
         rest = None
-        if cutlass.const_expr(pieces < PIECES):
+        if cutlass.const_expr(pieces < self.tile.half_pieces):
             rest = cute.make_rmem_tensor(4, Float32)
             for j in cutlass.range_constexpr(4):
                 rest[j] = cute.arch.inline_ptx(
@@ -824,7 +834,7 @@ class BwdSm90Wide(Kernel):
                 tma.store(sY, tile.n_block, tile.head_kv, tile.seqlen.k_tma_coord)
 
     @cute.jit
-    def stage_output(self, state: MmaState, accs: Halves, sX: cute.Tensor, factor: Float32):
+    def stage_output(self, state: MmaState, accs: Products, sX: cute.Tensor, factor: Float32):
         """Write a warpgroup's columns of dK or dV, times `factor`, to sX (tile_n, tile_d)."""
         for half in cutlass.range_constexpr(HALVES):
             acc = accs[half]

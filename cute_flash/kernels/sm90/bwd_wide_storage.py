@@ -18,7 +18,6 @@ from cute_flash.device.scheduling.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.scores.position import ScoreBlock
 from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, BwdParams, Config, KVTile, allocate_bias
 
-HALVES = 2  # of a warpgroup's dQ of an m_block, which are computed one after the other
 # The number of adder warps with deterministic gradients. They take halves in turn, so that several can wait at a time:
 # for a semaphore, or until additions are complete.
 DETERMINISTIC_ADDERS = 3
@@ -88,7 +87,7 @@ class SharedStorage:
     sdO: cute.Tensor
     sP: cute.Tensor  # (tile_n, tile_m)
     sdS: cute.Tensor
-    sdQ: cute.Tensor  # (4, thread, piece, warpgroup) fp32
+    sdQ: cute.Tensor  # (4, thread, piece, warpgroup) fp32, half of each warpgroup's dQ
     sLSE: cute.Tensor  # (tile_m, stage)
     sDelta: cute.Tensor
     k: Pipeline
@@ -119,7 +118,8 @@ class SharedStorage:
         k, v, q, do, dq = [Pipeline.allocate(smem, number) for number in stages]
         cluster_sum = None
         if tile.cluster > 1:
-            cluster_sum = ClusterSum.allocate(smem, tile.tile_m * tile.tile_n // MMA_THREADS, NUM_WARPGROUPS)
+            elements = tile.tile_m * tile.tile_n // MMA_THREADS
+            cluster_sum = ClusterSum.allocate(smem, elements, NUM_WARPGROUPS, tile.sum_slots)
         return SharedStorage(sK, sV, sQ, sdO, sP, sdS, sdQ, sLSE, sDelta, k, v, q, do, dq, bias, cluster_sum)
 
     def store_dbias(self, tma: TmaTiles, iteration: Int32, block: ScoreBlock) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,7 +21,11 @@ from cute_flash.spec.problem import Static
 # to it (`device.gradients.dq_claims`). For more queries the preprocess kernel stores zeros, and all K/V tiles add. With
 # deterministic gradients see `first_tile_stores`.
 ALL_QUERIES = (1 << 31) - 1
-PIECES = 8  # of half of a warpgroup's dQ; a piece is four registers of each thread (`BwdTileSm90Wide`)
+PIECES = 8  # of half of a warpgroup's dQ with 256 columns; a piece is four registers of each thread (`BwdTileSm90Wide`)
+MAX_CTA_HEAD_DIM = 256  # columns of one CTA; a cluster of two CTAs has up to twice as many
+HALVES = 2  # of a warpgroup's dQ of an m_block, which pass through shared memory one after the other
+# Layouts of `SmemTile` by the columns of an atom.
+_VARIANTS = {64: "swizzled", 32: "swizzled64", 16: "swizzled32"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class BwdTileSm90(Tile):
     # apart: its claims are free of deadlocks only if all K/V tiles visit the m_blocks in the same order.
     begins_apart: ClassVar[bool] = True
     cluster: ClassVar[int] = 1
+    smem_variant: ClassVar[str] = "swizzled"  # of Q, K, V and dO
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128):
@@ -105,21 +111,23 @@ class BwdTileSm90(Tile):
 class BwdTileSm90Wide(Tile):
     """`tile_n` keys, half of them for each of two consumer warpgroups, against blocks of `tile_m` queries.
 
-    Each warpgroup accumulates half of the CTA's columns of dK, dV and dQ.
+    A CTA has 256 columns, or a cluster of two CTAs has half of the columns in each. Each warpgroup accumulates half of
+    the CTA's columns of dK, dV and dQ.
     """
 
     q_stages: int = 2
     do_stages: int = 1
-    # A warpgroup computes its dQ in two halves. A half is PIECES pieces of 2 KB. This many pieces of a half go through
-    # shared memory. The last piece may be added to global memory from registers.
+    # A half of a warpgroup's dQ is `half_pieces` pieces of 2 KB. This many pieces of a half go through shared memory.
+    # With 256 columns in one CTA, the last piece may be added to global memory from registers.
     dq_pieces: int = 7
+    dq_products: int = HALVES  # 1: a warpgroup computes both halves of dQ by one product; 2: one after the other
+    sum_slots: int = 1  # messages with partial sums that a CTA of a cluster has room for (`device.mma.cluster_sum`)
     bias_stages: int = 0  # of a bias that TMA loads; 0: threads load the bias, or there is none
 
     needs_wgmma: ClassVar[bool] = True
     dalibi_warps: ClassVar[int] = 8  # of a CTA, with partial sums of the slopes' gradients
     num_threads: ClassVar[int] = 3 * 128
     max_mod_ops: ClassVar[int] = 24
-    cta_head_dim: ClassVar[int] = 256  # columns of one CTA
     registers: ClassVar[tuple[int, int]] = 24, 240  # per thread of the producer, and of the consumer warpgroups
     # Without a mask, zeros are 3 to 6 % faster from 2048 queries on ("claims 4" of 2026-11-17-bwd-sm90-dq-ab.txt).
     max_queries_claimed: ClassVar[int] = 1024
@@ -130,29 +138,60 @@ class BwdTileSm90Wide(Tile):
     def __post_init__(self) -> None:
         if self.tile_m != 64:
             raise ValueError(f"{self.tile_m=} must be 64")
-        if self.head_dim not in (self.cta_head_dim, 2 * self.cta_head_dim):
-            raise ValueError(f"{self.head_dim=} must be {self.cta_head_dim} for each of one or two CTAs")
-        if self.cluster > 1 and self.dq_pieces != PIECES:
-            raise ValueError(f"{self.dq_pieces=} must be {PIECES} in a cluster")
+        if self.head_dim % 64 or not MAX_CTA_HEAD_DIM <= self.head_dim <= 2 * MAX_CTA_HEAD_DIM:
+            raise ValueError(f"{self.head_dim=} must be {MAX_CTA_HEAD_DIM}, or up to twice as much in steps of 64")
+        if self.cluster == 1 and (self.dq_products, self.sum_slots) != (HALVES, 1):
+            raise ValueError(f"{self.dq_products=} and {self.sum_slots=} must be {HALVES} and 1 without a cluster")
+        if self.cluster > 1 and self.tile_n != WARPGROUP_ROWS:
+            raise ValueError(f"{self.tile_n=} must be {WARPGROUP_ROWS} in a cluster: the rows of a wgmma are keys")
+        if self.cluster > 1 and self.dq_pieces != self.half_pieces:
+            raise ValueError(f"{self.dq_pieces=} must be {self.half_pieces} in a cluster")
+        if self.dq_products not in (1, HALVES):
+            raise ValueError(f"{self.dq_products=} must be 1 or {HALVES}")
+        if self.dq_products == HALVES and self.dq_part[1] % (HALVES * self.atom_columns):
+            raise ValueError(f"{self.dq_products=} must be 1: a half is not a whole number of atoms")
+        if self.sum_slots not in (1, 2):
+            raise ValueError(f"{self.sum_slots=} must be 1 or 2")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 128:
             raise ValueError(f"{self.tile_n=} must be a multiple of 16 up to 128")
         if self.q_stages != 2:
             raise ValueError(f"{self.q_stages=} must be 2: S of a block is started before the previous Q is released")
         if self.do_stages not in (1, 2):
             raise ValueError(f"{self.do_stages=} must be 1 or 2")
-        if self.dq_pieces not in (PIECES - 1, PIECES):
+        if self.cluster == 1 and self.dq_pieces not in (PIECES - 1, PIECES):
             raise ValueError(f"{self.dq_pieces=} must be {PIECES - 1} or {PIECES}: at most one is added from registers")
 
     @property
     def cluster(self) -> int:
         """The CTAs that compute a tile together, each with a part of the columns (`kernels.sm90.bwd_cluster`)."""
-        return self.head_dim // self.cta_head_dim
+        return 1 if self.head_dim <= MAX_CTA_HEAD_DIM else 2
+
+    @property
+    def cta_head_dim(self) -> int:
+        """Columns of one CTA."""
+        return self.head_dim // self.cluster
+
+    @property
+    def atom_columns(self) -> int:
+        """Columns of an atom of Q, K, V and dO in shared memory. The columns of a warpgroup are whole atoms."""
+        return math.gcd(self.dq_part[1], 64)
+
+    @property
+    def smem_variant(self) -> str:
+        """The layout of Q, K, V and dO."""
+        return _VARIANTS[self.atom_columns]
+
+    @property
+    def half_pieces(self) -> int:
+        """The pieces of half of a warpgroup's dQ: four registers of each thread, 8 columns of 64 rows."""
+        return self.dq_part[1] // HALVES // 8
 
     @property
     def accumulator_registers(self) -> int:
-        """Registers of a thread for dK, dV, S, half of dQ, and dP unless it has the registers of dQ."""
-        scores, half_of_dq = self.tile_n // 4, 32
-        return 2 * self.tile_n + scores + half_of_dq + (scores if self.separates_dp else 0)
+        """Registers of a thread for dK, dV, S, a product of dQ, and dP unless it has the registers of dQ."""
+        scores, columns = self.tile_n // 4, self.dq_part[1]
+        gradients = 2 * self.tile_n * columns // 128 + columns // 2 // self.dq_products
+        return gradients + scores + (scores if self.separates_dp else 0)
 
     def allows(self, static: Static, deterministic: bool) -> bool:
         """Whether there are enough registers for the user mods of a call, and in a cluster for ordered gradients.
@@ -190,8 +229,9 @@ class BwdTileSm90Wide(Tile):
         halves = rows * self.cta_head_dim + (2 + self.bias_stages) * self.tile_m * self.tile_n
         staged, barriers = 2 * 2048 * self.dq_pieces, 4 + 2 * stages + 4 + 8 * self.bias_stages
         if self.cluster > 1:
-            # Partial sums of the other CTA, with two barriers for each warp.
-            staged, barriers = staged + 4 * self.tile_m * self.tile_n, barriers + 2 * 8
+            # Partial sums of the other CTA, with two barriers for each warp and slot.
+            staged += 4 * self.tile_m * self.tile_n * self.sum_slots
+            barriers += 2 * 8 * self.sum_slots
         return ELEMENT_BYTES * halves + staged + 4 * stages * self.tile_m + 8 * barriers
 
 
@@ -215,13 +255,21 @@ SM90_BWD = (
     BwdTileSm90(128,  64, 128, measured=_GRADIENTS + "329/502/572; causal 219/410/547"),
     # 80 is the largest number of keys that leaves registers for dQ, and shared memory for two stages of Q.
     BwdTileSm90Wide(256, 64, 80, measured=_GRADIENTS_256),
-    # 64 is the largest number of keys that leaves shared memory for the partial sums of the other CTA.
+    # 64 is the largest number of keys that leaves shared memory for the partial sums of the other CTA. Narrower heads
+    # leave registers for a whole dQ, and shared memory for two messages, and for two stages of dO up to 384.
+    BwdTileSm90Wide(
+        320, 64, 64, do_stages=2, dq_pieces=5, dq_products=1, sum_slots=2, max_cost=COST_ALIBI + COST_DROPOUT
+    ),
+    BwdTileSm90Wide(
+        384, 64, 64, do_stages=2, dq_pieces=6, dq_products=1, sum_slots=2, max_cost=COST_ALIBI + COST_DROPOUT
+    ),
+    BwdTileSm90Wide(448, 64, 64, dq_pieces=7, dq_products=1, sum_slots=2, max_cost=COST_ALIBI + COST_DROPOUT),
     BwdTileSm90Wide(512, 64, 64, dq_pieces=8, max_cost=COST_ALIBI + COST_DROPOUT, measured=_GRADIENTS_512),
 )
 # Above head dim 128 with score features, in a varlen batch, or deterministic: fewer keys leave registers for features,
 # and shared memory for all pieces of dQ. The warps that add dQ to global memory then add all of it, and a semaphore can
 # fix their order.
-SM90_BWD_FEWER_KEYS = (*SM90_BWD[:2], BwdTileSm90Wide(256, 64, 64, dq_pieces=8), SM90_BWD[3])
+SM90_BWD_FEWER_KEYS = (*SM90_BWD[:2], BwdTileSm90Wide(256, 64, 64, dq_pieces=8), *SM90_BWD[3:])
 # With score features.
 SM90_BWD_SCORE = (
     BwdTileSm90( 64, 128, 128, early_lse=True, max_cost=COST_SOFTCAP),
