@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from cute_flash.planning.launch import LaunchKey
 from cute_flash.planning.plan import Plan, plan_backward, plan_forward
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
-from cute_flash.planning.tiles.bwd_sm90 import PIECES, BwdTileSm90, BwdTileSm90Wide
+from cute_flash.planning.tiles.bwd_sm90 import HALVES, PIECES, BwdTileSm90, BwdTileSm90Wide
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ArchSpec
@@ -177,6 +177,8 @@ FAMILIES = {
             "q_stages": Axis((2,), "q"),
             "do_stages": Axis((1, 2), "o"),
             "dq_pieces": Axis((PIECES - 1, PIECES), "p"),
+            "dq_products": Axis((HALVES,), "h"),
+            "sum_slots": Axis((1,), "m"),
             "head_dim": Axis(letter="d"),
         },
         has_registers=lambda tile: tile.accumulator_registers <= tile.registers[1] - SM90_OTHER_REGISTERS,

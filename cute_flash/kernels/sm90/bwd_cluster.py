@@ -7,8 +7,8 @@ of the other (`device/mma/cluster_sum.py`). Then both have the same S and dP, an
 
 A CTA has 160, 192, 224 or 256 columns, and each of its two warpgroups has half of them. dK and dV are not transposed,
 as they are in `bwd_wide`: the 64 keys of a tile are the rows of a wgmma, so the columns of a warpgroup are one product
-of any width. The columns of a warpgroup are whole atoms of Q, K, V and dO in shared memory, so an atom has 64 columns if
-a CTA has 256, 32 at 192, and 16 at 160 and 224 (`BwdTileSm90Wide.atom_columns`).
+of any width. The columns of a warpgroup are whole atoms of Q, K, V and dO in shared memory. So an atom has 64 columns
+if a CTA has 256, 32 at 192, and 16 at 160 and 224 (`BwdTileSm90Wide.atom_columns`).
 
 For a block, a warpgroup issues the following products; ' marks the next block. Up to 224 columns there are registers
 for a whole dQ; at 256 columns dQ is computed in two halves:
