@@ -19,7 +19,6 @@ from cute_flash.planning.tiles import (
     find_fwd_tile,
     fwd_tile,
     max_mod_ops,
-    mma_sync_is_faster,
     pads_with_dropout,
 )
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
@@ -384,8 +383,8 @@ def plan_backward(
 ) -> Plan:
     """Plan a backward pass; raise `UnsupportedError` if no kernel supports the problem.
 
-    Without a requested family, the first family with a tile for the problem is chosen, unless the mma.sync kernel is
-    faster. `tile`: replaces the row of the family's tile tables, for tuning.
+    Without a requested family, the first family with a tile for the problem is chosen. `tile`: replaces the row of the
+    family's tile tables, for tuning.
     """
     problem.check("cuda")
     check_family(family)
@@ -398,8 +397,6 @@ def plan_backward(
     described = problem
     for name, runs_on in FAMILIES.items():
         if not runs_on(arch) or family not in ("", name):
-            continue
-        if not family and name == "sm90" and mma_sync_is_faster(described.static):
             continue
         problem, chosen = _with_tile(described, arch, name, deterministic, tile)
         if chosen is not None:

@@ -14,7 +14,7 @@ import torch
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import plan_attention, plan_backward, plan_forward
-from cute_flash.planning.tiles import MAX_MMA_SYNC_HEAD_DIM, AnyFwdTile
+from cute_flash.planning.tiles import AnyFwdTile
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD_WIDE, FwdTileSm90, FwdTileSm90Wide
 from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
@@ -142,9 +142,7 @@ def test_which_gradients_of_random_calls_are_refused(family: str, name: str) -> 
 @pytest.mark.parametrize("head_dim", [264, 320, 328, 384, 392, 448, 512])
 def test_the_default_backward_on_hopper(head_dim: int) -> None:
     problem = Problem(1, 4, 2, 300, 700, head_dim, "bfloat16", Band(None, 0))
-    kernel = plan_backward(problem, ARCHS["sm_90"]).main.kernel
-    assert kernel == ("bwd_sm80" if head_dim <= MAX_MMA_SYNC_HEAD_DIM else "bwd_sm90_cluster")
-    main = plan_backward(problem, ARCHS["sm_90"], family="sm90").main
+    main = plan_backward(problem, ARCHS["sm_90"]).main
     assert main.kernel == "bwd_sm90_cluster"
     # The narrowest row, so that few columns are zeros.
     assert main.tile.head_dim == max(320, -(-head_dim // 64) * 64)

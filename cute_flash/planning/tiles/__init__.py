@@ -36,8 +36,6 @@ AnyBwdTile = BwdTileSm80 | BwdTileSm90 | BwdTileSm90Wide
 MAX_MOD_OPS = 24
 # Wider heads have tiles of their own on Hopper.
 MAX_NARROW_HEAD_DIM = 256
-# Up to this head dim, more than a third of the columns of the cluster backward do not exist.
-MAX_MMA_SYNC_HEAD_DIM = 320
 
 
 def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile:
@@ -137,14 +135,6 @@ def _hopper_width(static: Static) -> int:
 def max_mod_ops(static: Static) -> int:
     """The most operations per score of user mods for which the Hopper backward has enough registers."""
     return next((row.max_mod_ops for row in SM90_BWD if row.head_dim == _hopper_width(static)), 0)
-
-
-def mma_sync_is_faster(static: Static) -> bool:
-    """Whether the backward of mma.sync is faster on Hopper than that of a cluster with many empty columns.
-
-    H200, B=1, H=32, D=320, bf16, TFLOP/s of S=4096/16384: mma.sync 224/244, causal 213/238; cluster 199/213, 198/218.
-    """
-    return MAX_NARROW_HEAD_DIM < static.widest <= MAX_MMA_SYNC_HEAD_DIM
 
 
 def _has_cheap_mod(static: Static) -> bool:

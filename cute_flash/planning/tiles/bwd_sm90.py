@@ -261,7 +261,7 @@ SM90_BWD = (
         320, 64, 64, do_stages=2, dq_pieces=5, dq_products=1, sum_slots=2, max_cost=COST_ALIBI + COST_DROPOUT
     ),
     BwdTileSm90Wide(
-        384, 64, 64, do_stages=2, dq_pieces=6, dq_products=1, sum_slots=2, max_cost=COST_ALIBI + COST_DROPOUT
+        384, 64, 64, dq_pieces=6, dq_products=1, sum_slots=2, max_cost=COST_ALIBI + COST_DROPOUT
     ),
     BwdTileSm90Wide(448, 64, 64, dq_pieces=7, dq_products=1, sum_slots=2, max_cost=COST_ALIBI + COST_DROPOUT),
     BwdTileSm90Wide(512, 64, 64, dq_pieces=8, max_cost=COST_ALIBI + COST_DROPOUT, measured=_GRADIENTS_512),
