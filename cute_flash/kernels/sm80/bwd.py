@@ -61,8 +61,7 @@ from cute_flash.spec.band import FAR, BlockRange
 from cute_flash.spec.problem import Static
 
 FLOATS = 4  # in one 16-byte copy
-# Named barriers with `splits_s`: dP is in shared memory; the first half of the warps has loaded it.
-DP_STORED, DP_LOADED = 1, 2
+DP_LOADED = 1  # named barrier with `splits_s`: the first half of the warps has loaded dP
 
 
 class BwdSm80(TileKernel):
@@ -443,12 +442,11 @@ class BwdSm80(TileKernel):
         shared = cute.make_tensor(first, vectors)
         if self.half(thread) == 1:
             cute.autovec_copy(cute.make_tensor(acc.iterator, cute.make_layout(vectors.shape)), shared)
-            # These warps have nothing to do until P and dS are stored, so they may wait too.
-            cute.arch.barrier(barrier_id=DP_STORED, number_of_threads=self.tile.num_threads)
-        else:
+        cute.arch.sync_threads()
+        if self.half(thread) == 0:
             rP = self.probs(p, state, scores, acc, stage, apply_mask)
-            cute.arch.barrier(barrier_id=DP_STORED, number_of_threads=self.tile.num_threads)
             cute.autovec_copy(shared, cute.make_tensor(acc_dP.iterator, cute.make_layout(vectors.shape)))
+            # P and dS are stored where dP was.
             cute.arch.barrier(barrier_id=DP_LOADED, number_of_threads=half_threads)
             state.store_p.store(rP)
             sums = self.differentiate(p, state, scores, acc, acc_dP, stage)
