@@ -86,9 +86,6 @@ RISKY = (
     "bwd/sm90/sm_90/d384/bf16/window/softcap+alibi/main",
     "bwd/sm90/sm_90/d384/bf16/full/alibi+dropout/main",
     "bwd/sm90/sm_90/d384/bf16/window/varlen+deterministic/main",
-    "bwd/sm90/sm_90/d448/bf16/window/softcap+alibi/main",
-    "bwd/sm90/sm_90/d448/bf16/full/alibi+dropout/main",
-    "bwd/sm90/sm_90/d448/bf16/window/varlen+deterministic/main",
     # Compiled with dropout, without which it spills more.
     "bwd/sm90/sm_90/d128/bf16/causal/varlen+softcap+alibi/main",
     "bwd/sm90/sm_90/d128/bf16/window/softcap+alibi+dropout/main",

@@ -172,7 +172,7 @@ HOPPER_WIDE_DIMS = (
 )  # fmt: skip
 # Head dims of the Hopper backward's rows.
 HOPPER_BWD_DIMS = (64, 128, 256, 512)
-HOPPER_CLUSTER_BWD_DIMS = (320, 384, 448, 512)
+HOPPER_CLUSTER_BWD_DIMS = (320, 384, 512)
 # Head dims above 256 of the rows of the mma.sync backward, in which warps split S and dP.
 WIDE_BWD_DIMS = (320, 384, 512)
 

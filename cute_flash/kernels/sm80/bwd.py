@@ -61,7 +61,6 @@ from cute_flash.spec.band import FAR, BlockRange
 from cute_flash.spec.problem import Static
 
 FLOATS = 4  # in one 16-byte copy
-DP_LOADED = 1  # named barrier with `splits_s`: the first half of the warps has loaded dP
 
 
 class BwdSm80(TileKernel):
@@ -444,10 +443,11 @@ class BwdSm80(TileKernel):
             cute.autovec_copy(cute.make_tensor(acc.iterator, cute.make_layout(vectors.shape)), shared)
         cute.arch.sync_threads()
         if self.half(thread) == 0:
-            rP = self.probs(p, state, scores, acc, stage, apply_mask)
             cute.autovec_copy(shared, cute.make_tensor(acc_dP.iterator, cute.make_layout(vectors.shape)))
-            # P and dS are stored where dP was.
-            cute.arch.barrier(barrier_id=DP_LOADED, number_of_threads=half_threads)
+        # P and dS are stored where dP was.
+        cute.arch.sync_threads()
+        if self.half(thread) == 0:
+            rP = self.probs(p, state, scores, acc, stage, apply_mask)
             state.store_p.store(rP)
             sums = self.differentiate(p, state, scores, acc, acc_dP, stage)
             state.store_ds.store(self.ds_pieces(acc, None).high)

@@ -5,12 +5,12 @@ same K/V tile and visit the same m_blocks. Each has half of the columns of Q, K,
 those of a narrower head. Only S and dP need all columns: each CTA computes a partial sum, and both add the partial sum
 of the other (`device/mma/cluster_sum.py`). Then both have the same S and dP, and compute P and dS twice.
 
-A CTA has 160, 192, 224 or 256 columns, and each of its two warpgroups has half of them. dK and dV are not transposed,
-as they are in `bwd_wide`: the 64 keys of a tile are the rows of a wgmma, so the columns of a warpgroup are one product
-of any width. The columns of a warpgroup are whole atoms of Q, K, V and dO in shared memory. So an atom has 64 columns
-if a CTA has 256, 32 at 192, and 16 at 160 and 224 (`BwdTileSm90Wide.atom_columns`).
+A CTA has 160, 192 or 256 columns, and each of its two warpgroups has half of them. dK and dV are not transposed, as
+they are in `bwd_wide`: the 64 keys of a tile are the rows of a wgmma, so the columns of a warpgroup are one product of
+any width. The columns of a warpgroup are whole atoms of Q, K, V and dO in shared memory. So an atom has 64 columns if a
+CTA has 256, 32 at 192, and 16 at 160 (`BwdTileSm90Wide.atom_columns`).
 
-For a block, a warpgroup issues the following products; ' marks the next block. Up to 224 columns there are registers
+For a block, a warpgroup issues the following products; ' marks the next block. Up to 192 columns there are registers
 for a whole dQ; at 256 columns dQ is computed in two halves:
 
     S' dQ dK dP' dV'    or    S' dQ0 dK dQ1 dP' dV'
@@ -21,21 +21,23 @@ While dV' runs, dP' of the other CTA arrives. Then nothing runs until dS' is sto
 
 Clocks of a block of 64 queries and 64 keys, for one CTA with C columns:
 
-| what                    |  160 |  192 |  224 |  256 | why                                                            |
-|-------------------------|------|------|------|------|----------------------------------------------------------------|
-| products, tensor cores  | 1600 | 1920 | 2240 | 2560 | 5 x 64 x 64 x C / 2048                                         |
-| S and dP, shared memory |  960 | 1152 | 1344 | 1536 | 2 x C / 16 steps x 2 warpgroups x 3 KB                         |
-| dK and dV, the same     |  576 |  640 |  704 |  768 | 2 x 4 steps x 2 warpgroups x (2 KB + C / 2 x 32 B)             |
-| dQ, the same            |  288 |  320 |  352 |  512 | 4 steps x 2 warpgroups x (2 KB + C / 2 x 32 B); 256: as halves |
-| dQ, staged and added    |  640 |  768 |  896 | 1024 | 64 x C x 4 B, written and read                                 |
-| loads of Q and dO       |  320 |  384 |  448 |  512 | 2 x 64 x C x 2 B                                               |
-| P, dS, partial sums     |  640 |  640 |  640 |  640 | 80 KB                                                          |
-| sum of shared memory    | 3424 | 3904 | 4384 | 4992 | at 128 B a clock                                               |
-| partial sums, SM to SM  | 1770 | 1770 | 1770 | 1770 | 32 KB in each direction, 18.5 bytes a clock                    |
+| what                    |  160 |  192 |  256 | why                                                            |
+|-------------------------|------|------|------|----------------------------------------------------------------|
+| products, tensor cores  | 1600 | 1920 | 2560 | 5 x 64 x 64 x C / 2048                                         |
+| S and dP, shared memory |  960 | 1152 | 1536 | 2 x C / 16 steps x 2 warpgroups x 3 KB                         |
+| dK and dV, the same     |  576 |  640 |  768 | 2 x 4 steps x 2 warpgroups x (2 KB + C / 2 x 32 B)             |
+| dQ, the same            |  288 |  320 |  512 | 4 steps x 2 warpgroups x (2 KB + C / 2 x 32 B); 256: as halves |
+| dQ, staged and added    |  640 |  768 | 1024 | 64 x C x 4 B, written and read                                 |
+| loads of Q and dO       |  320 |  384 |  512 | 2 x 64 x C x 2 B                                               |
+| P, dS, partial sums     |  640 |  640 |  640 | 80 KB                                                          |
+| sum of shared memory    | 3424 | 3904 | 4992 | at 128 B a clock                                               |
+| partial sums, SM to SM  | 1770 | 1770 | 1770 | 32 KB in each direction, 18.5 bytes a clock                    |
+| measured                | 5700 | 6000 | 6900 | S = 16384 without a mask, at an assumed 1.755 GHz              |
 
 The longest chain of dependent steps at 192 columns: S' 500, both messages 2270 (500 of them latency), dS' and its
 barrier 500 (estimates): 3300. So shared memory is the bound at all widths. At 256 columns the second message waits for
-the first, and the chain has 4700 clocks.
+the first, and the chain has 4700 clocks. Narrow atoms cost time too: with atoms of 16 columns, 192 columns take 6600
+clocks, and 256 columns take 8400 (7700 with 32).
 
 Claims of dQ are free of deadlocks, as in `bwd_wide`: the CTAs of a cluster run at the same time, and dQ of a block
 depends on additions to earlier blocks only. A warpgroup sends S' before it stages dQ of the block. Before it stages the

@@ -238,7 +238,9 @@ class BwdTileSm90Wide(Tile):
 # Versions are those of profiling/notes/bwd_sm90.md.
 _GRADIENTS = "H200, bf16, 16384 tokens, hidden 2048, kernel version 2, 2026-11-15, TFLOP/s of S=512/2048/8192: "
 _GRADIENTS_256 = "H200, bf16, 16384 tokens, hidden 2048, S=1024/8192: 387/505; causal 296/458 TFLOP/s"
-_GRADIENTS_512 = "H200, bf16, B=1, H=32, 2026-11-19, TFLOP/s of S=4096/16384 full: 311/329; causal: 308/336"
+_GRADIENTS_320 = "H200, bf16, B=1, H=32, 2026-11-20, TFLOP/s of S=4096/16384 full: 254/266; causal: 242/265"
+_GRADIENTS_384 = "the same: 285/303; causal: 277/304"
+_GRADIENTS_512 = "the same: 346/356; causal: 328/356"
 _CHEAP_MOD = (
     "H200, bf16, B=4, S=4096, hidden 2048: ALiBi score_mod 2.52 ms, causal block mask 1.41; tile_m=64: 3.29, 1.73"
 )
@@ -256,14 +258,15 @@ SM90_BWD = (
     # 80 is the largest number of keys that leaves registers for dQ, and shared memory for two stages of Q.
     BwdTileSm90Wide(256, 64, 80, measured=_GRADIENTS_256),
     # 64 is the largest number of keys that leaves shared memory for the partial sums of the other CTA. Narrower heads
-    # leave registers for a whole dQ, and shared memory for two messages, and for two stages of dO up to 384.
+    # leave registers for a whole dQ, and shared memory for two messages. 224 columns per CTA are slower than 256.
     BwdTileSm90Wide(
-        320, 64, 64, do_stages=2, dq_pieces=5, dq_products=1, sum_slots=2, max_cost=COST_ALIBI + COST_DROPOUT
+        320, 64, 64, do_stages=2, dq_pieces=5, dq_products=1, sum_slots=2, max_cost=COST_ALIBI + COST_DROPOUT,
+        measured=_GRADIENTS_320,
     ),
     BwdTileSm90Wide(
-        384, 64, 64, dq_pieces=6, dq_products=1, sum_slots=2, max_cost=COST_ALIBI + COST_DROPOUT
+        384, 64, 64, dq_pieces=6, dq_products=1, sum_slots=2, max_cost=COST_ALIBI + COST_DROPOUT,
+        measured=_GRADIENTS_384,
     ),
-    BwdTileSm90Wide(448, 64, 64, dq_pieces=7, dq_products=1, sum_slots=2, max_cost=COST_ALIBI + COST_DROPOUT),
     BwdTileSm90Wide(512, 64, 64, dq_pieces=8, max_cost=COST_ALIBI + COST_DROPOUT, measured=_GRADIENTS_512),
 )
 # Above head dim 128 with score features, in a varlen batch, or deterministic: fewer keys leave registers for features,
