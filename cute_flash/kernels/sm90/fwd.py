@@ -125,7 +125,7 @@ class FwdSm90(Kernel):
             mma_alibi=make_mma(self.dtype, tile.tile_n, True, K, K) if config.has_alibi_step else None,
             score_params=score_params,
         )
-        options = {"min_blocks_per_mp": 1, "use_pdl": static.varlen}
+        options = {"min_blocks_per_mp": 1, "use_pdl": static.varlen or tile.overlaps_previous}
         self.launch(self.symbol("fwd_sm90"), params, Grid(args.num_ctas), tile.num_threads, stream, **options)
 
     @cute.kernel
@@ -143,6 +143,11 @@ class FwdSm90(Kernel):
         if cutlass.const_expr(self.static.varlen):
             # Wait for the scheduler kernel, which writes the tile list.
             cute.arch.griddepcontrol_wait()
+        elif cutlass.const_expr(self.tile.overlaps_previous):
+            if warp_index == LOAD_QK_WARP:
+                p.prefetch_descriptors()
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.tile.registers[0])
@@ -174,7 +179,7 @@ class FwdSm90(Kernel):
         state.order.start()
         count, iteration = Int32(0), Int32(0)  # tiles and K/V blocks so far
         has_begun = cutlass.Boolean(False)  # the tile's first block was computed together with the previous tile's last
-        storage.q.wait_full(count)
+        storage.q_of(warpgroup_index).wait_full(count)
         m_block = storage.m_block(count)
         while m_block != NO_TILE:
             tile = self._tile(p, state, m_block, count, iteration)
@@ -184,13 +189,15 @@ class FwdSm90(Kernel):
                 if tile.has_blocks():
                     self.first_block(state, tile)
             self.further_blocks(state, tile)
+            if cutlass.const_expr(self.config.skips_blocks):
+                self.skip_blocks(state, tile)
 
             # With one stage of Q the next Q has just been requested: finish this tile before waiting for it.
             if cutlass.const_expr(self.tile.q_stages == 1):
                 self.last_block(p, state, tile)
-            iteration += tile.block_iter.num
+            iteration += tile.num_blocks
             count += 1
-            storage.q.wait_full(count)
+            storage.q_of(warpgroup_index).wait_full(count)
             m_block = storage.m_block(count)
             if cutlass.const_expr(self.tile.q_stages > 1 and not self.config.overlaps_tiles):
                 self.last_block(p, state, tile)
@@ -211,12 +218,16 @@ class FwdSm90(Kernel):
         lengths = p.seqlen_q_of(seqlen), seqlen.k_len
         mask = Mask(p.band, *lengths, first_row, state.tScS, self.static.pack_gqa)
         block_iter = p.block_iterator(m_block, head, seqlen, state.storage.block_counts(count))
+        num_with_skipped = None
+        if self.config.skips_blocks:
+            num_with_skipped = block_iter.num
+            block_iter = p.warpgroup_blocks(m_block, state.warpgroup, seqlen)
         score_params = p.score_params.for_head(head, seqlen.batch)
         alibi_word = None
         if state.alibi_step is not None:
             score = score_params.score
             alibi_word = row_word(score.alibi.slope_log2, score.scale_log2, state.thread, self.dtype)
-        return MmaTile(count, iteration, head, seqlen, mask, block_iter, score_params, alibi_word)
+        return MmaTile(count, iteration, head, seqlen, mask, block_iter, score_params, alibi_word, num_with_skipped)
 
     def _seqlen_at_end(self, p: Params, state: MmaState, tile: MmaTile) -> SeqlenInfo:
         """The sequence of a tile. In a varlen batch it is read again at the end of the tile, which saves registers."""
@@ -377,6 +388,22 @@ class FwdSm90(Kernel):
             softmax.scale_rows(as_mn(state.acc_O), softmax.alpha)
 
     @cute.jit
+    def skip_blocks(self, state: MmaState, tile: MmaTile):
+        """Release the blocks of a tile in which this warpgroup's rows see no key, and pass on its turns.
+
+        V of the last own block may still be in use. `FwdTileSm90` checks that there are enough stages for the others.
+        """
+        storage = state.storage
+        first, end = tile.iteration + tile.block_iter.num, tile.iteration + tile.num_blocks
+        for iteration in cutlass.range(first, end, unroll=1):
+            storage.k.wait_full(iteration)
+            state.order.wait()
+            state.order.arrive()
+            storage.release_k(iteration)
+            storage.v.wait_full(iteration)
+            storage.v.release(iteration)
+
+    @cute.jit
     def start_qk_and_pv(self, state: MmaState, tile: MmaTile, iteration: Int32, masked: cutlass.Constexpr):
         """Start S = Q K^T of a block and O += P V of the previous one; return (accumulator of S, `KvBlock`)."""
         storage, i, block, word = state.storage, iteration - tile.iteration, None, None
@@ -485,7 +512,8 @@ class FwdSm90(Kernel):
     def release_q(self, state: MmaState, tile: MmaTile):
         """Release Q after its last use. With two stages, the store warp releases it, after the output is stored."""
         if cutlass.const_expr(self.tile.q_stages == 1):
-            state.storage.release_q(tile.count)
+            cute.arch.sync_warp()
+            state.storage.q_of(state.warpgroup).release(tile.count)
 
     @cute.jit
     def output(self, state: MmaState) -> cute.Tensor:

@@ -66,12 +66,18 @@ class MmaTile:
     head: Int32
     seqlen: SeqlenInfo
     mask: Mask
-    block_iter: AnyBlockIterator
+    block_iter: AnyBlockIterator  # the blocks that the warpgroup visits
     score_params: HeadScoreParams
     alibi_word: Int32 | None  # the operand of `alibi_step` before the diagonal
+    num_with_skipped: Int32 | None = None  # the blocks of all warpgroups, which begin with those of `block_iter`
 
     def has_blocks(self):
         return self.block_iter.num > 0
+
+    @property
+    def num_blocks(self) -> Int32:
+        """The blocks that the producer loads."""
+        return self.block_iter.num if self.num_with_skipped is None else self.num_with_skipped
 
 
 class KvBlock(NamedTuple):

@@ -3,12 +3,13 @@
 `Config` and `Params` are also those of the forward for wide heads (`fwd_wide.py`), whose tile is a `FwdTileSm90Wide`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.memory.smem import affine_layout, allocate_stages
@@ -25,7 +26,7 @@ from cute_flash.device.scheduling.tile_scheduler import (
     VarlenTileList,
 )
 from cute_flash.device.scores.alibi_step import allocate_columns
-from cute_flash.device.scores.band import Band
+from cute_flash.device.scores.band import Band, select
 from cute_flash.device.scores.bias import BiasPipeline
 from cute_flash.device.scores.dropout_mask import WARPS, DropoutMaskPipeline
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
@@ -103,6 +104,26 @@ class Config:
         return static.has_left and static.has_right and not static.block_sparse, (
             self.static.is_bounded or static.block_sparse
         )
+
+    @property
+    def skips_blocks(self) -> bool:
+        """Whether a warpgroup skips the last blocks of a tile if its own rows see none of their keys.
+
+        The blocks that it visits are then the first ones of the tile. With a left bound they would not be, and other
+        orders of blocks and score features were not tried.
+        """
+        static = self.static
+        has_own_order = self.has_alibi or static.has_left or static.block_sparse or static.pack_gqa
+        return self.tile.skips_blocks and not (has_own_order or static.has_mods or self.tile.dropout_producer)
+
+    @property
+    def splits_q(self) -> bool:
+        """Whether each warpgroup has its own barriers of Q.
+
+        In a varlen batch a warpgroup reads the published tile after it has released Q, so the producer would have to
+        wait for all warpgroups before it publishes the next but one.
+        """
+        return self.tile.splits_q and not self.static.varlen
 
     @property
     def is_dynamic(self) -> bool:
@@ -201,6 +222,12 @@ class Params:
     mma_alibi: cute.TiledMma | None  # None: no k-step of ALiBi
     score_params: ScoreParams
 
+    def prefetch_descriptors(self):
+        """Load the TMA descriptors of Q, K, V and the output into the cache of descriptors."""
+        for tiles in (self.q, self.k, self.v, self.o):
+            if tiles is not None:
+                cpasync.prefetch_descriptor(tiles.atom)
+
     def seqlen_info(self, values: SeqlenValues) -> SeqlenInfo:
         """The sequence of a published tile."""
         return SeqlenInfo.of_values(values, self.num_rows, self.seqlen_k)
@@ -258,6 +285,17 @@ class Params:
         lengths = self.seqlen_q_of(seqlen), seqlen.k_len
         return OutwardBlockIterator.of(blocks, self.band.diagonal_block(m_block, tile.tile_m, tile.tile_n, *lengths))
 
+    def warpgroup_blocks(self, m_block: Int32, warpgroup: Int32, seqlen: SeqlenInfo) -> BlockIterator:
+        """The blocks of a tile in which the rows of one warpgroup see keys (`Config.skips_blocks`).
+
+        They come first among the blocks of the tile, and have the same order. There are none if no row exists.
+        """
+        tile, lengths = self.config.tile, (self.seqlen_q_of(seqlen), seqlen.k_len)
+        block_64 = m_block * tile.num_warpgroups + warpgroup
+        blocks = self.band.blocks(block_64, WARPGROUP_ROWS, tile.tile_n, *lengths)
+        found = BlockIterator.of(blocks, self.config.static.has_right)
+        return replace(found, num=select(block_64 * WARPGROUP_ROWS < lengths[0], found.num, 0))
+
     def _blocks(self, m_block: Int32, seqlen: SeqlenInfo) -> BlockRange:
         tile, lengths = self.config.tile, (self.seqlen_q_of(seqlen), seqlen.k_len)
         if self.config.static.pack_gqa:
@@ -281,6 +319,7 @@ class SharedStorage:
     v: Pipeline
     o_full: cute.Pointer  # (warpgroup, q stage): the warpgroup's output is in the stage
     tiles: PublishedTiles  # m_block, head, sequence...; valid after q.full
+    q_parts: Pipeline | None = None  # with `splits_q`, Q of each warpgroup; `q` then is for the published tile alone
     n_blocks: cute.Tensor | None = None  # with a block mask, the n_block of each stage of K; valid after k.full
     sColumns: cute.Tensor | None = None  # (tile_n, 32): operand B of the k-step of ALiBi in its first 16 columns
 
@@ -302,10 +341,11 @@ class SharedStorage:
         q, k, v = [Pipeline.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
         tiles = PublishedTiles.allocate(smem, config.num_tile_values)
+        q_parts = Pipeline.allocate(smem, tile.num_warpgroups) if config.splits_q else None
         n_blocks = None
         if config.static.block_sparse:
             n_blocks = smem.allocate_tensor(Int32, cute.make_layout(tile.stages), 16)
-        return SharedStorage(config, sQ, sK, sV, dropout_masks, bias, q, k, v, o_full, tiles, n_blocks, sColumns)
+        return SharedStorage(config, sQ, sK, sV, dropout_masks, bias, q, k, v, o_full, tiles, q_parts, n_blocks, sColumns)
 
     @cute.jit
     def init_barriers(self):
@@ -315,7 +355,11 @@ class SharedStorage:
         # Warps that release Q: the V warp, the store warp (or all MMA warps with one stage of Q), the dropout producer,
         # and the bias warp.
         others = (WARPS if tile.dropout_producer else 0) + (1 if tile.bias_stages else 0)
-        self.q.init(1, (2 if tile.q_stages > 1 else 1 + mma_warps) + others)
+        if cutlass.const_expr(self.q_parts is not None):
+            self.q.init(1, 1 + others)
+            self.q_parts.init(1, 4)
+        else:
+            self.q.init(1, (2 if tile.q_stages > 1 else 1 + mma_warps) + others)
         self.k.init(1, mma_warps if self.n_blocks is None else 32 * mma_warps)
         self.v.init(1, mma_warps)
         for i in cutlass.range_constexpr(tile.num_warpgroups * tile.q_stages):
@@ -367,6 +411,10 @@ class SharedStorage:
         """Called by a warp when it is done with a stage of Q and with its published tile."""
         cute.arch.sync_warp()
         self.q.release(count)
+
+    def q_of(self, warpgroup: Int32 | int) -> Pipeline:
+        """The pipeline of a warpgroup's rows of Q."""
+        return self.q if self.q_parts is None else self.q_parts.part(warpgroup, 1)
 
     @cute.jit
     def release_k(self, iteration: Int32):

@@ -39,6 +39,10 @@ class FwdTileSm90(Tile):
     dropout_stages: int = 1  # of dropout masks
     bias_stages: int = 0  # of a bias that TMA loads; 0: threads load the bias, or there is none
     layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
+    skips_blocks: bool = False  # a warpgroup skips blocks in which its own rows see no key
+    prefetches_q: bool = False  # L2 fetches the next Q before its stage in shared memory is free
+    splits_q: bool = False  # with one stage of Q, each warpgroup waits only for its own rows, and releases them alone
+    overlaps_previous: bool = False  # the kernel starts before the previous one ends (programmatic dependent launch)
     # A feature: the row is only for calls with this feature and no other, without a block mask.
     only: str = field(default="", compare=False)
 
@@ -55,12 +59,17 @@ class FwdTileSm90(Tile):
                 raise ValueError(f"{name}={width} must be a multiple of 32 up to 320")
         if self.stages not in (1, 2, 4, 8) or self.q_stages not in (1, 2):
             raise ValueError(f"{self.stages=} must be 1, 2, 4 or 8, and {self.q_stages=} 1 or 2")
+        if self.q_stages == 2 and self.splits_q:
+            raise ValueError(f"{self.splits_q=}: only with one stage of Q")
         if self.q_stages == 2 and self.width_v > self.head_dim:
             raise ValueError(f"{self.q_stages=}: an output of width {self.width_v} does not fit Q's stage")
         if self.dropout_producer and (self.num_warpgroups != 2 or self.tile_n % (2 * WARP_KEYS)):
             raise ValueError(f"{self.dropout_producer=}: for 2 warpgroups, and {self.tile_n=} a multiple of 32")
         if self.bias_stages not in (0, 1, 2, 4):
             raise ValueError(f"{self.bias_stages=} must be 0, 1, 2 or 4")
+        # The stage of V of a warpgroup's last block is released after those of the blocks that it skips.
+        if self.skips_blocks and self.tile_m - WARPGROUP_ROWS > (self.stages - 1) * self.tile_n:
+            raise ValueError(f"{self.skips_blocks=}: {self.stages=} of {self.tile_n} keys are too few")
         check_layout(self.layout, HOPPER_VARIANTS, "TMA and wgmma use atoms of 8 rows, swizzled or not")
 
     @property
@@ -113,6 +122,7 @@ class FwdTileSm90(Tile):
         columns = self.q_stages * self.tile_m * self.head_dim
         columns += self.stages * self.tile_n * (self.head_dim + self.width_v)
         barriers = 2 * (self.q_stages + 2 * self.stages) + self.q_stages * self.num_warpgroups
+        barriers += 2 * self.num_warpgroups * self.splits_q
         # Stages of one element for each score: dropout masks and the bias.
         score_stages = self.dropout_stages * self.dropout_producer + self.bias_stages
         barriers += 2 * self.num_warpgroups * score_stages
@@ -125,6 +135,8 @@ class FwdTileSm90(Tile):
         stages = f"{self.stages} K/V stage{'s' if self.stages > 1 else ''}, {self.q_stages} of Q"
         stages += f", {self.bias_stages} of a bias" if self.bias_stages else ""
         ways = ", speculative max" * self.speculative_max + ", ping-pong" * self.ping_pong
+        ways += ", skips blocks" * self.skips_blocks + ", prefetches Q" * self.prefetches_q + ", splits Q" * self.splits_q
+        ways += ", overlaps the previous kernel" * self.overlaps_previous
         study = "" if self.layout == HOPPER_VARIANTS[0] else f", {self.layout}"
         groups = f"1 + {self.num_warpgroups}{' + 1' if self.dropout_producer else ''} warpgroups"
         return f"{self.tile_m}x{self.tile_n}x{width}, {groups}, {stages}{ways}{study}"
