@@ -391,7 +391,7 @@ class FwdSm90(Kernel):
     def skip_blocks(self, state: MmaState, tile: MmaTile):
         """Release the blocks of a tile in which this warpgroup's rows see no key, and pass on its turns.
 
-        V of the last own block may still be in use. `FwdTileSm90` checks that there are enough stages for the others.
+        V of the last own block may still be in use; it has another stage (`Config.skips_blocks`).
         """
         storage = state.storage
         first, end = tile.iteration + tile.block_iter.num, tile.iteration + tile.num_blocks

@@ -110,11 +110,13 @@ class Config:
         """Whether a warpgroup skips the last blocks of a tile if its own rows see none of their keys.
 
         The blocks that it visits are then the first ones of the tile. With a left bound they would not be, and other
-        orders of blocks and score features were not tried.
+        orders of blocks and score features were not tried. V of the last own block is released after V of the skipped
+        ones, so they need other stages. Without a right bound a warpgroup skips all blocks or none.
         """
-        static = self.static
+        static, tile = self.static, self.tile
         has_own_order = self.has_alibi or static.has_left or static.block_sparse or static.pack_gqa
-        return self.tile.skips_blocks and not (has_own_order or static.has_mods or self.tile.dropout_producer)
+        has_stages = not static.has_right or tile.most_skipped < tile.stages
+        return tile.skips_blocks and has_stages and not (has_own_order or static.has_mods or tile.dropout_producer)
 
     @property
     def splits_q(self) -> bool:
@@ -319,7 +321,7 @@ class SharedStorage:
     v: Pipeline
     o_full: cute.Pointer  # (warpgroup, q stage): the warpgroup's output is in the stage
     tiles: PublishedTiles  # m_block, head, sequence...; valid after q.full
-    q_parts: Pipeline | None = None  # with `splits_q`, Q of each warpgroup; `q` then is for the published tile alone
+    q_parts: Pipeline | None = None  # with `splits_q`, Q of each warpgroup; `q` is then for the published tile alone
     n_blocks: cute.Tensor | None = None  # with a block mask, the n_block of each stage of K; valid after k.full
     sColumns: cute.Tensor | None = None  # (tile_n, 32): operand B of the k-step of ALiBi in its first 16 columns
 
@@ -341,11 +343,12 @@ class SharedStorage:
         q, k, v = [Pipeline.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
         tiles = PublishedTiles.allocate(smem, config.num_tile_values)
-        q_parts = Pipeline.allocate(smem, tile.num_warpgroups) if config.splits_q else None
+        q_parts = Pipeline.allocate(smem, tile.num_warpgroups) if tile.splits_q else None
         n_blocks = None
         if config.static.block_sparse:
             n_blocks = smem.allocate_tensor(Int32, cute.make_layout(tile.stages), 16)
-        return SharedStorage(config, sQ, sK, sV, dropout_masks, bias, q, k, v, o_full, tiles, q_parts, n_blocks, sColumns)
+        tensors, barriers = (sQ, sK, sV, dropout_masks, bias), (q, k, v, o_full)
+        return SharedStorage(config, *tensors, *barriers, tiles, q_parts, n_blocks, sColumns)
 
     @cute.jit
     def init_barriers(self):
@@ -355,7 +358,7 @@ class SharedStorage:
         # Warps that release Q: the V warp, the store warp (or all MMA warps with one stage of Q), the dropout producer,
         # and the bias warp.
         others = (WARPS if tile.dropout_producer else 0) + (1 if tile.bias_stages else 0)
-        if cutlass.const_expr(self.q_parts is not None):
+        if cutlass.const_expr(self.config.splits_q):
             self.q.init(1, 1 + others)
             self.q_parts.init(1, 4)
         else:
@@ -414,7 +417,7 @@ class SharedStorage:
 
     def q_of(self, warpgroup: Int32 | int) -> Pipeline:
         """The pipeline of a warpgroup's rows of Q."""
-        return self.q if self.q_parts is None else self.q_parts.part(warpgroup, 1)
+        return self.q_parts.part(warpgroup, 1) if self.config.splits_q else self.q
 
     @cute.jit
     def release_k(self, iteration: Int32):

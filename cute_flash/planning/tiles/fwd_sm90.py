@@ -67,9 +67,6 @@ class FwdTileSm90(Tile):
             raise ValueError(f"{self.dropout_producer=}: for 2 warpgroups, and {self.tile_n=} a multiple of 32")
         if self.bias_stages not in (0, 1, 2, 4):
             raise ValueError(f"{self.bias_stages=} must be 0, 1, 2 or 4")
-        # The stage of V of a warpgroup's last block is released after those of the blocks that it skips.
-        if self.skips_blocks and self.tile_m - WARPGROUP_ROWS > (self.stages - 1) * self.tile_n:
-            raise ValueError(f"{self.skips_blocks=}: {self.stages=} of {self.tile_n} keys are too few")
         check_layout(self.layout, HOPPER_VARIANTS, "TMA and wgmma use atoms of 8 rows, swizzled or not")
 
     @property
@@ -84,6 +81,11 @@ class FwdTileSm90(Tile):
     @property
     def num_threads(self) -> int:
         return 128 * (1 + self.num_warpgroups + self.dropout_producer)
+
+    @property
+    def most_skipped(self) -> int:
+        """The most blocks that a warpgroup skips after its last own block."""
+        return -(-(self.tile_m - WARPGROUP_ROWS) // self.tile_n)
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -135,8 +137,8 @@ class FwdTileSm90(Tile):
         stages = f"{self.stages} K/V stage{'s' if self.stages > 1 else ''}, {self.q_stages} of Q"
         stages += f", {self.bias_stages} of a bias" if self.bias_stages else ""
         ways = ", speculative max" * self.speculative_max + ", ping-pong" * self.ping_pong
-        ways += ", skips blocks" * self.skips_blocks + ", prefetches Q" * self.prefetches_q + ", splits Q" * self.splits_q
-        ways += ", overlaps the previous kernel" * self.overlaps_previous
+        ways += ", skips blocks" * self.skips_blocks + ", prefetches Q" * self.prefetches_q
+        ways += ", splits Q" * self.splits_q + ", overlaps the previous kernel" * self.overlaps_previous
         study = "" if self.layout == HOPPER_VARIANTS[0] else f", {self.layout}"
         groups = f"1 + {self.num_warpgroups}{' + 1' if self.dropout_producer else ''} warpgroups"
         return f"{self.tile_m}x{self.tile_n}x{width}, {groups}, {stages}{ways}{study}"
