@@ -131,7 +131,7 @@ TILES = (
     FwdTileSm90(head_dim=64, tile_m=64, tile_n=80, stages=4),
     FwdTileSm90(head_dim=96, head_dim_v=192, tile_m=192, tile_n=48, stages=1, speculative_max=True),
     FwdTileSm90(head_dim=256, tile_m=128, tile_n=64, stages=2, splits_q=True, prefetches_q=True, skips_blocks=True),
-    FwdTileSm90(head_dim=64, tile_m=192, tile_n=64, stages=4, q_stages=2, skips_blocks=True, overlaps_previous=True),
+    FwdTileSm90(head_dim=64, tile_m=192, tile_n=64, stages=4, q_stages=3, skips_blocks=True, overlaps_previous=True),
 )
 # cudaLaunchAttributeProgrammaticStreamSerialization
 DEPENDENT = (6, 1)

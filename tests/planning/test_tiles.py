@@ -276,7 +276,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     *((SM90, {"head_dim_v": d}, f"head_dim_v={d} must be a multiple of 32 up to 320") for d in (8, 72, 352)),
     # Powers of two, so that the stage index is the low bits of the iteration.
     *((SM90, {"stages": n}, f"stages={n} must be 1, 2, 4 or 8") for n in (0, 3)),
-    *((SM90, {"q_stages": n}, f"q_stages={n} 1 or 2") for n in (0, 3)),
+    *((SM90, {"q_stages": n}, f"q_stages={n} 1 to 4") for n in (0, 5)),
     (SM90, {"q_stages": 2, "head_dim_v": 128}, "an output of width 128 does not fit Q's stage"),
     *(
         (SM90, {"dropout_producer": True, "tile_m": m, "tile_n": n}, "for 2 warpgroups, and .* a multiple of 32")
@@ -341,6 +341,8 @@ def test_a_speculative_row_max_is_for_plain_calls() -> None:
         (FwdTileSm90(64, 64, 64, 2), 256, (40 << 10) + 8 * (2 * 5 + 1 + 1) + 32),
         (FwdTileSm90(192, 128, 128, 2, 1, head_dim_v=128), 384, (208 << 10) + 8 * (2 * 5 + 2) + 32),
         (FwdTileSm90(320, 128, 48, 2, 1), 384, (200 << 10) + 8 * (2 * 5 + 2) + 32),
+        # A slot for each of three tiles.
+        (FwdTileSm90(128, 128, 128, 2, 3), 384, (224 << 10) + 8 * (2 * 7 + 6) + 48),
         # Two more barriers for Q of each warpgroup.
         (FwdTileSm90(256, 128, 64, 2, splits_q=True), 384, (192 << 10) + 8 * (2 * 5 + 2 + 4) + 32),
         # Two bytes per score, and two more barriers per warpgroup.

@@ -2,8 +2,8 @@
 
 The `full` barrier of a pipeline stage completes when its data has landed (TMA counts the bytes), the `empty` barrier
 when all consumers have released the stage. Both sides count their uses of the pipeline from 0: iteration i uses stage
-i % stages in phase (i // stages) % 2. The number of stages is a power of two, because the main loop computes stage and
-phase for every block.
+i % stages in phase (i // stages) % 2. The number of stages of K and V is a power of two, because the main loop computes
+stage and phase for every block.
 """
 
 from dataclasses import dataclass
@@ -68,10 +68,18 @@ class Pipeline:
 
     def stage(self, iteration: Int32):
         """The stage of an iteration."""
+        if not self._is_power_of_two:
+            return iteration % self.stages
         return iteration & (self.stages - 1) if self.stages > 1 else 0
+
+    @property
+    def _is_power_of_two(self) -> bool:
+        return self.stages & (self.stages - 1) == 0
 
     def phase(self, iteration: Int32):
         """The phase (0 or 1) of an iteration's barriers."""
+        if not self._is_power_of_two:
+            return (iteration // self.stages) & 1
         return (iteration >> (self.stages.bit_length() - 1)) & 1
 
     def full_barrier(self, iteration: Int32) -> cute.Pointer:

@@ -31,7 +31,7 @@ from cute_flash.device.memory.multicast import CTAS
 from cute_flash.device.memory.smem import allocate_stages
 from cute_flash.device.scheduling.kv_splits import Split, TileCtas
 from cute_flash.device.scheduling.pipeline import Pipeline
-from cute_flash.device.scheduling.published_tiles import NO_TILE, SLOTS, PublishedTiles
+from cute_flash.device.scheduling.published_tiles import MIN_SLOTS, NO_TILE, PublishedTiles
 from cute_flash.kernels.decode.storage import Config
 from cute_flash.planning.latent_sm90 import LOAD_KEYS, WARPGROUP_THREADS
 from cute_flash.smem.tile import SmemTile
@@ -86,7 +86,7 @@ class SharedStorage:
             layout = cute.make_layout((tile.loads * tile.stages, LOAD_KEYS), stride=(LOAD_KEYS, 1))
             exists = smem.allocate_tensor(Int32, layout, 16)
         merge_share = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-        pipelines = [Pipeline.allocate(smem, stages) for stages in (SLOTS, 1, tile.loads * tile.stages, tile.loads)]
+        pipelines = [Pipeline.allocate(smem, stages) for stages in (MIN_SLOTS, 1, tile.loads * tile.stages, tile.loads)]
         fields = PublishedTiles.allocate(smem, len(SPLIT_FIELDS) + len(TILE_CTAS_FIELDS))
         rank = cute.arch.block_idx_in_cluster() if config.static.multicasts else None
         return SharedStorage(

@@ -342,7 +342,7 @@ class SharedStorage:
         sColumns = allocate_columns(smem, config.dtype, tile.tile_n) if config.has_alibi_step else None
         q, k, v = [Pipeline.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
-        tiles = PublishedTiles.allocate(smem, config.num_tile_values)
+        tiles = PublishedTiles.allocate(smem, config.num_tile_values, tile.q_stages)
         q_parts = Pipeline.allocate(smem, tile.num_warpgroups) if tile.splits_q else None
         n_blocks = None
         if config.static.block_sparse:

@@ -30,7 +30,7 @@ class FwdTileSm90(Tile):
     """`tile_m` query rows, 64 for each consumer warpgroup, against K/V blocks of `tile_n` keys. An SM runs one CTA."""
 
     stages: int  # of K, and of V
-    q_stages: int = 1  # 2: the next tile starts while this one ends, and O is stored through Q's stage
+    q_stages: int = 1  # more: the next tile starts while this one ends, and O is stored through Q's stage
     speculative_max: bool = False  # full blocks use the old row max, and keep S until their row sums are checked
     ping_pong: bool = True  # warpgroups alternate in issuing MMAs, so that one computes softmax during the other's MMAs
     head_dim_v: int | None = None  # width of V and of the output; None: equal to head_dim
@@ -57,11 +57,11 @@ class FwdTileSm90(Tile):
         for name, width in (("head_dim", self.head_dim), ("head_dim_v", self.width_v)):
             if width % 32 or not 32 <= width <= 320:
                 raise ValueError(f"{name}={width} must be a multiple of 32 up to 320")
-        if self.stages not in (1, 2, 4, 8) or self.q_stages not in (1, 2):
-            raise ValueError(f"{self.stages=} must be 1, 2, 4 or 8, and {self.q_stages=} 1 or 2")
-        if self.q_stages == 2 and self.splits_q:
+        if self.stages not in (1, 2, 4, 8) or not 1 <= self.q_stages <= 4:
+            raise ValueError(f"{self.stages=} must be 1, 2, 4 or 8, and {self.q_stages=} 1 to 4")
+        if self.q_stages > 1 and self.splits_q:
             raise ValueError(f"{self.splits_q=}: only with one stage of Q")
-        if self.q_stages == 2 and self.width_v > self.head_dim:
+        if self.q_stages > 1 and self.width_v > self.head_dim:
             raise ValueError(f"{self.q_stages=}: an output of width {self.width_v} does not fit Q's stage")
         if self.dropout_producer and (self.num_warpgroups != 2 or self.tile_n % (2 * WARP_KEYS)):
             raise ValueError(f"{self.dropout_producer=}: for 2 warpgroups, and {self.tile_n=} a multiple of 32")
@@ -129,8 +129,8 @@ class FwdTileSm90(Tile):
         score_stages = self.dropout_stages * self.dropout_producer + self.bias_stages
         barriers += 2 * self.num_warpgroups * score_stages
         elements = columns + score_stages * self.tile_m * self.tile_n
-        # Two slots of 16 bytes, aligned to 16, in which the producer publishes tiles.
-        return elements * ELEMENT_BYTES + -(-8 * barriers // 16) * 16 + 32
+        # Slots of 16 bytes, aligned to 16, in which the producer publishes tiles.
+        return elements * ELEMENT_BYTES + -(-8 * barriers // 16) * 16 + 16 * max(2, self.q_stages)
 
     def __str__(self) -> str:
         width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
