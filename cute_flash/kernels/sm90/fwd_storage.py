@@ -296,7 +296,9 @@ class Params:
         block_64 = m_block * tile.num_warpgroups + warpgroup
         blocks = self.band.blocks(block_64, WARPGROUP_ROWS, tile.tile_n, *lengths)
         found = BlockIterator.of(blocks, self.config.static.has_right)
-        return replace(found, num=select(block_64 * WARPGROUP_ROWS < lengths[0], found.num, 0))
+        has_rows = block_64 * WARPGROUP_ROWS < lengths[0]
+        counts = {name: getattr(found, name) for name in ("num", "full_begin", "full_end")}
+        return replace(found, **{name: select(has_rows, count, 0) for name, count in counts.items()})
 
     def _blocks(self, m_block: Int32, seqlen: SeqlenInfo) -> BlockRange:
         tile, lengths = self.config.tile, (self.seqlen_q_of(seqlen), seqlen.k_len)
