@@ -2,8 +2,7 @@
 
     64: 192x128 s4 q2 c1 t0      fwd_sm90, head dim 64: 192 rows by 128 keys, 4 stages of K and V, 2 of Q,
                                  speculative row max, no ping-pong
-    256: 128x64 s2 k1 p1 x1 o1   the same kernel: warpgroups skip blocks; L2 fetches the next Q; warpgroups have their
-                                 own barriers of Q; the kernel starts before the previous one ends
+    256: 128x64 s2 k1            the same kernel: warpgroups skip blocks in which their rows see no key
     64: 128x64 w4 s2 q4          fwd_sm80: 4 warps, 2 stages, 4 steps of Q in registers
     512: 64x64 w8 s1 p4          fwd_sm80: 4 of the 8 warps share rows
     64: 64x128 s2 p4 k2 q2       bwd_sm80: 2 stages of Q and of dO; 4 of the 8 warps along the keys of P and dS, 2 along
@@ -115,9 +114,6 @@ FAMILIES = {
             "speculative_max_masked": Axis((False, True), "l"),
             "ping_pong": Axis((False, True), "t"),
             "skips_blocks": Axis((False, True), "k"),
-            "prefetches_q": Axis((False, True), "p"),
-            "splits_q": Axis((False, True), "x"),
-            "overlaps_previous": Axis((False, True), "o"),
             "head_dim": Axis(letter="d"),
         },
         has_registers=lambda tile: tile.accumulator_registers <= tile.registers[1] - SM90_OTHER_REGISTERS,

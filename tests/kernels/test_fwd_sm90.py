@@ -163,10 +163,3 @@ def test_tiles_with_another_order_skip_no_blocks(static: Static) -> None:
     # A warpgroup may skip two blocks of 80 keys, which leaves no stage for V of its last own block.
     assert not Config(CAUSAL, SKIPPING[2]).skips_blocks
     assert Config(replace(CAUSAL, has_right=False), SKIPPING[2]).skips_blocks
-
-
-def test_splitting_q_takes_one_stage_and_a_dense_batch() -> None:
-    with pytest.raises(ValueError, match="one stage"):
-        FwdTileSm90(64, 128, 128, 4, 2, splits_q=True)
-    tile = FwdTileSm90(256, 128, 64, 2, splits_q=True)
-    assert Config(CAUSAL, tile).splits_q and not Config(replace(CAUSAL, varlen=True), tile).splits_q

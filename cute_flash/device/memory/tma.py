@@ -96,12 +96,6 @@ class TmaTiles:
         cute.copy(self.atom, tXgX[None, block], tXsX, tma_bar_ptr=barrier)
 
     @cute.jit
-    def prefetch(self, sX: cute.Tensor, block: Int32, head: Int32, batch: Int32 | VarlenRows):
-        """Let L2 fetch a tile that a later `load` with the same arguments reads. sX: any memory of such a tile."""
-        _, tXgX = self._partition(sX, head, batch, 0)
-        cute.prefetch(self.atom, tXgX[None, block])
-
-    @cute.jit
     def store(self, sX: cute.Tensor, block: Int32, head: Int32, batch: Int32 | VarlenRows, column: Int32 | int = 0):
         """Start to store sX (rows, cols) as a tile. Arguments are those of `load`."""
         tXsX, tXgX = self._partition(sX, head, batch, column)

@@ -125,7 +125,7 @@ class FwdSm90(Kernel):
             mma_alibi=make_mma(self.dtype, tile.tile_n, True, K, K) if config.has_alibi_step else None,
             score_params=score_params,
         )
-        options = {"min_blocks_per_mp": 1, "use_pdl": static.varlen or tile.overlaps_previous}
+        options = {"min_blocks_per_mp": 1, "use_pdl": static.varlen}
         self.launch(self.symbol("fwd_sm90"), params, Grid(args.num_ctas), tile.num_threads, stream, **options)
 
     @cute.kernel
@@ -143,11 +143,6 @@ class FwdSm90(Kernel):
         if cutlass.const_expr(self.static.varlen):
             # Wait for the scheduler kernel, which writes the tile list.
             cute.arch.griddepcontrol_wait()
-        elif cutlass.const_expr(self.tile.overlaps_previous):
-            if warp_index == LOAD_QK_WARP:
-                p.prefetch_descriptors()
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.tile.registers[0])
@@ -179,7 +174,7 @@ class FwdSm90(Kernel):
         state.order.start()
         count, iteration = Int32(0), Int32(0)  # tiles and K/V blocks so far
         has_begun = cutlass.Boolean(False)  # the tile's first block was computed together with the previous tile's last
-        storage.q_of(warpgroup_index).wait_full(count)
+        storage.q.wait_full(count)
         m_block = storage.m_block(count)
         while m_block != NO_TILE:
             tile = self._tile(p, state, m_block, count, iteration)
@@ -197,7 +192,7 @@ class FwdSm90(Kernel):
                 self.last_block(p, state, tile)
             iteration += tile.num_blocks
             count += 1
-            storage.q_of(warpgroup_index).wait_full(count)
+            storage.q.wait_full(count)
             m_block = storage.m_block(count)
             if cutlass.const_expr(self.tile.q_stages > 1 and not self.config.overlaps_tiles):
                 self.last_block(p, state, tile)
@@ -512,8 +507,7 @@ class FwdSm90(Kernel):
     def release_q(self, state: MmaState, tile: MmaTile):
         """Release Q after its last use. With two stages, the store warp releases it, after the output is stored."""
         if cutlass.const_expr(self.tile.q_stages == 1):
-            cute.arch.sync_warp()
-            state.storage.q_of(state.warpgroup).release(tile.count)
+            state.storage.release_q(tile.count)
 
     @cute.jit
     def output(self, state: MmaState) -> cute.Tensor:

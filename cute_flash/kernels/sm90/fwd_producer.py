@@ -62,8 +62,6 @@ def load_qk(p: Params, storage: SharedStorage):
         head_kv = head // p.heads_per_kv
         block_counts = p.block_counts(m_block, head, seqlen)
         block_iter = p.block_iterator(m_block, head, seqlen, block_counts)
-        if cutlass.const_expr(storage.config.tile.prefetches_q):
-            prefetch_q(p, storage, m_block, head, seqlen)
         if block_iter.num > 0:
             load_k(p, storage, iteration, block_iter.first, head_kv, seqlen)
         load_q(p, storage, count, m_block, head, seqlen, block_counts)
@@ -78,11 +76,6 @@ def load_qk(p: Params, storage: SharedStorage):
     storage.tiles.write_end(count)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(storage.q.full_barrier(count))
-    if cutlass.const_expr(storage.config.splits_q):
-        for w in cutlass.range_constexpr(storage.config.tile.num_warpgroups):
-            storage.q_of(w).wait_empty(count)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(storage.q_of(w).full_barrier(count))
 
 
 @cute.jit
@@ -125,27 +118,10 @@ def load_q(
     if cutlass.const_expr(block_counts is not None):
         values = (*values, *block_counts)
     storage.tiles.write(count, values)
-    bytes_of_part = tile.operand_smem("Q").bytes
-    if cutlass.const_expr(storage.config.splits_q):
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pipeline.full_barrier(count))
-    else:
-        pipeline.expect_bytes(count, num * bytes_of_part)
+    pipeline.expect_bytes(count, num * tile.operand_smem("Q").bytes)
     for w in cutlass.range_constexpr(num):
-        part = storage.q_of(w)
-        if cutlass.const_expr(storage.config.splits_q):
-            part.wait_empty(count)
-            part.expect_bytes(count, bytes_of_part)
         sQ = storage.sQ[None, None, (w, pipeline.stage(count))]
-        p.q.load(sQ, m_block * num + w, head, seqlen.q_tma_coord, part.full_barrier(count))
-
-
-@cute.jit
-def prefetch_q(p: Params, storage: SharedStorage, m_block: Int32, head: Int32, seqlen: SeqlenInfo):
-    """Let L2 fetch Q of a tile, while its stage in shared memory is still in use."""
-    num = storage.config.tile.num_warpgroups
-    for w in cutlass.range_constexpr(num):
-        p.q.prefetch(storage.sQ[None, None, (w, 0)], m_block * num + w, head, seqlen.q_tma_coord)
+        p.q.load(sQ, m_block * num + w, head, seqlen.q_tma_coord, pipeline.full_barrier(count))
 
 
 @cute.jit

@@ -9,7 +9,6 @@ from functools import partial
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.memory.smem import affine_layout, allocate_stages
@@ -119,15 +118,6 @@ class Config:
         return tile.skips_blocks and has_stages and not (has_own_order or static.has_mods or tile.dropout_producer)
 
     @property
-    def splits_q(self) -> bool:
-        """Whether each warpgroup has its own barriers of Q.
-
-        In a varlen batch a warpgroup reads the published tile after it has released Q, so the producer would have to
-        wait for all warpgroups before it publishes the next but one.
-        """
-        return self.tile.splits_q and not self.static.varlen
-
-    @property
     def is_dynamic(self) -> bool:
         """Whether a dense batch has a dynamic tile scheduler, because its tiles differ in length.
 
@@ -224,12 +214,6 @@ class Params:
     mma_alibi: cute.TiledMma | None  # None: no k-step of ALiBi
     score_params: ScoreParams
 
-    def prefetch_descriptors(self):
-        """Load the TMA descriptors of Q, K, V and the output into the cache of descriptors."""
-        for tiles in (self.q, self.k, self.v, self.o):
-            if tiles is not None:
-                cpasync.prefetch_descriptor(tiles.atom)
-
     def seqlen_info(self, values: SeqlenValues) -> SeqlenInfo:
         """The sequence of a published tile."""
         return SeqlenInfo.of_values(values, self.num_rows, self.seqlen_k)
@@ -323,7 +307,6 @@ class SharedStorage:
     v: Pipeline
     o_full: cute.Pointer  # (warpgroup, q stage): the warpgroup's output is in the stage
     tiles: PublishedTiles  # m_block, head, sequence...; valid after q.full
-    q_parts: Pipeline | None = None  # with `splits_q`, Q of each warpgroup; `q` is then for the published tile alone
     n_blocks: cute.Tensor | None = None  # with a block mask, the n_block of each stage of K; valid after k.full
     sColumns: cute.Tensor | None = None  # (tile_n, 32): operand B of the k-step of ALiBi in its first 16 columns
 
@@ -345,12 +328,11 @@ class SharedStorage:
         q, k, v = [Pipeline.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
         tiles = PublishedTiles.allocate(smem, config.num_tile_values, tile.q_stages)
-        q_parts = Pipeline.allocate(smem, tile.num_warpgroups) if tile.splits_q else None
         n_blocks = None
         if config.static.block_sparse:
             n_blocks = smem.allocate_tensor(Int32, cute.make_layout(tile.stages), 16)
         tensors, barriers = (sQ, sK, sV, dropout_masks, bias), (q, k, v, o_full)
-        return SharedStorage(config, *tensors, *barriers, tiles, q_parts, n_blocks, sColumns)
+        return SharedStorage(config, *tensors, *barriers, tiles, n_blocks, sColumns)
 
     @cute.jit
     def init_barriers(self):
@@ -360,11 +342,7 @@ class SharedStorage:
         # Warps that release Q: the V warp, the store warp (or all MMA warps with one stage of Q), the dropout producer,
         # and the bias warp.
         others = (WARPS if tile.dropout_producer else 0) + (1 if tile.bias_stages else 0)
-        if cutlass.const_expr(self.config.splits_q):
-            self.q.init(1, 1 + others)
-            self.q_parts.init(1, 4)
-        else:
-            self.q.init(1, (2 if tile.q_stages > 1 else 1 + mma_warps) + others)
+        self.q.init(1, (2 if tile.q_stages > 1 else 1 + mma_warps) + others)
         self.k.init(1, mma_warps if self.n_blocks is None else 32 * mma_warps)
         self.v.init(1, mma_warps)
         for i in cutlass.range_constexpr(tile.num_warpgroups * tile.q_stages):
@@ -416,10 +394,6 @@ class SharedStorage:
         """Called by a warp when it is done with a stage of Q and with its published tile."""
         cute.arch.sync_warp()
         self.q.release(count)
-
-    def q_of(self, warpgroup: Int32 | int) -> Pipeline:
-        """The pipeline of a warpgroup's rows of Q."""
-        return self.q_parts.part(warpgroup, 1) if self.config.splits_q else self.q
 
     @cute.jit
     def release_k(self, iteration: Int32):

@@ -25,6 +25,9 @@ from cute_flash.spec.problem import Static
 MAX_INSTRUCTION_COLUMNS = 256  # of one wgmma
 
 
+PLAIN = "plain"  # `FwdTileSm90.only`
+
+
 @dataclass(frozen=True)
 class FwdTileSm90(Tile):
     """`tile_m` query rows, 64 for each consumer warpgroup, against K/V blocks of `tile_n` keys. An SM runs one CTA."""
@@ -40,10 +43,8 @@ class FwdTileSm90(Tile):
     bias_stages: int = 0  # of a bias that TMA loads; 0: threads load the bias, or there is none
     layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
     skips_blocks: bool = False  # a warpgroup skips blocks in which its own rows see no key
-    prefetches_q: bool = False  # L2 fetches the next Q before its stage in shared memory is free
-    splits_q: bool = False  # with one stage of Q, each warpgroup waits only for its own rows, and releases them alone
-    overlaps_previous: bool = False  # the kernel starts before the previous one ends (programmatic dependent launch)
-    # A feature: the row is only for calls with this feature and no other, without a block mask.
+    # A feature: the row is only for calls with this feature and no other, without a block mask. `PLAIN`: only for dense
+    # calls without features and without a left bound.
     only: str = field(default="", compare=False)
 
     needs_wgmma: ClassVar[bool] = True
@@ -59,8 +60,6 @@ class FwdTileSm90(Tile):
                 raise ValueError(f"{name}={width} must be a multiple of 32 up to 320")
         if self.stages not in (1, 2, 4, 8) or not 1 <= self.q_stages <= 4:
             raise ValueError(f"{self.stages=} must be 1, 2, 4 or 8, and {self.q_stages=} 1 to 4")
-        if self.q_stages > 1 and self.splits_q:
-            raise ValueError(f"{self.splits_q=}: only with one stage of Q")
         if self.q_stages > 1 and self.width_v > self.head_dim:
             raise ValueError(f"{self.q_stages=}: an output of width {self.width_v} does not fit Q's stage")
         if self.dropout_producer and (self.num_warpgroups != 2 or self.tile_n % (2 * WARP_KEYS)):
@@ -124,7 +123,6 @@ class FwdTileSm90(Tile):
         columns = self.q_stages * self.tile_m * self.head_dim
         columns += self.stages * self.tile_n * (self.head_dim + self.width_v)
         barriers = 2 * (self.q_stages + 2 * self.stages) + self.q_stages * self.num_warpgroups
-        barriers += 2 * self.num_warpgroups * self.splits_q
         # Stages of one element for each score: dropout masks and the bias.
         score_stages = self.dropout_stages * self.dropout_producer + self.bias_stages
         barriers += 2 * self.num_warpgroups * score_stages
@@ -137,8 +135,7 @@ class FwdTileSm90(Tile):
         stages = f"{self.stages} K/V stage{'s' if self.stages > 1 else ''}, {self.q_stages} of Q"
         stages += f", {self.bias_stages} of a bias" if self.bias_stages else ""
         ways = ", speculative max" * self.speculative_max + ", ping-pong" * self.ping_pong
-        ways += ", skips blocks" * self.skips_blocks + ", prefetches Q" * self.prefetches_q
-        ways += ", splits Q" * self.splits_q + ", overlaps the previous kernel" * self.overlaps_previous
+        ways += ", skips blocks" * self.skips_blocks
         study = "" if self.layout == HOPPER_VARIANTS[0] else f", {self.layout}"
         groups = f"1 + {self.num_warpgroups}{' + 1' if self.dropout_producer else ''} warpgroups"
         return f"{self.tile_m}x{self.tile_n}x{width}, {groups}, {stages}{ways}{study}"
@@ -148,6 +145,9 @@ class FwdTileSm90(Tile):
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
         is_as_wide = (self.head_dim_v is None) == (static.head_dim_v is None)
         is_for_features = not self.only or (static.features == (self.only,) and not static.block_sparse)
+        if self.only == PLAIN:
+            has_others = static.features or static.block_sparse or static.has_left
+            is_for_features = not (has_others or static.varlen or static.pack_gqa)
         has_masks = self.dropout_producer == ("dropout" in static.features)
         has_room = self.max_cost >= _cost(static) and self.divides_block_mask(static)
         return is_wide_enough and is_as_wide and is_for_features and has_masks and has_room and self.is_for(static)
@@ -271,6 +271,7 @@ class FwdTileSm90Wide(Tile):
 _SWEEP = "H200, bf16, 16384 tokens, hidden 2048, kernel version 7, 2026-11-15, TFLOP/s of S=512/1024/8192: "
 _SWEEP_NOV_18 = "H200, bf16, 16384 tokens, hidden 2048, 2026-11-18, TFLOP/s of S=1024/4096/16384: "
 _SWEEP_192 = _SWEEP_NOV_18 + "567/678/735; causal 450/630/719 (128x112: 555/691/748; causal 438/654/722)"
+_SHORT_PLAIN = "H200, bf16, 16384 tokens, hidden 2048, 2026-11-20, speed of S=512/1024 over the next such row: "
 _FEATURES = "H200, bf16, B=4, S=4096, hidden 2048, 2026-11-18, ms of full; causal: "
 _SHORT = "H200, bf16, B=32, S=512, hidden 2048, 2026-11-18, ms of full; causal: "
 _BY_WIDTH = "not measured: like its neighbours, as far as registers and shared memory allow"
@@ -290,6 +291,10 @@ _with_bias = partial(FwdTileSm90, bias_stages=2, measured="not measured: for a b
 # speculative_max.
 # fmt: off
 SM90_FWD = (
+    FwdTileSm90( 64, 192, 128, 4, 3, True, speculative_max_masked=True, skips_blocks=True, only=PLAIN, is_bounded=True,
+                max_keys=1024, measured=_SHORT_PLAIN + "1.19/1.11"),
+    FwdTileSm90( 64, 192, 128, 4, 2, True, speculative_max_masked=True, skips_blocks=True, only=PLAIN, is_bounded=False,
+                max_keys=1024, measured=_SHORT_PLAIN + "1.05/1.05"),
     FwdTileSm90( 64, 128, 128, 4, 2, True, speculative_max_masked=True, max_keys=1024, is_bounded=True,
                 max_cost=COST_ALIBI, measured=_SWEEP + "causal 261/353/484"),
     FwdTileSm90( 64, 192, 128, 4, 2, True, speculative_max_masked=True, max_cost=COST_SOFTCAP,
@@ -314,6 +319,8 @@ SM90_FWD = (
     FwdTileSm90( 96, 128, 128, 2, 2, True, max_cost=COST_ALIBI, measured=_FEATURES + "ALiBi 0.97; 0.52"),
     FwdTileSm90( 96, 128,  96, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
     FwdTileSm90( 96, 128,  64, 2, 2, True, measured=_FOR_MODS),
+    FwdTileSm90(128, 128, 128, 2, 3, True, speculative_max_masked=True, only=PLAIN, is_bounded=True, max_keys=1024,
+                measured=_SHORT_PLAIN + "1.12/1.03"),
     FwdTileSm90(128, 128, 128, 2, 2, True, max_cost=COST_USER_MOD, measured=_SWEEP + "547/613/700; causal 357/491/719"),
     FwdTileSm90(128, 128,  96, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
     FwdTileSm90(128, 128,  64, 2, 2, True, measured=_FOR_MODS),
@@ -331,6 +338,8 @@ SM90_FWD = (
                 measured=_FEATURES + "0.84; 0.46; 128x64 without speculation 0.93; 0.49"),
     FwdTileSm90(256, 128,  80, 2, 1, only="score_mod", max_cost=COST_USER_MOD,
                 measured=_FEATURES + "0.88; 0.46; 128x64 0.93; 0.48"),
+    FwdTileSm90(256, 128,  64, 2, 1, skips_blocks=True, only=PLAIN, is_bounded=True, max_keys=1024,
+                measured=_SHORT_PLAIN + "1.03/1.02"),
     FwdTileSm90(256, 128,  64, 2, 1, is_bounded=True, max_cost=COST_ALL_SCORE_FEATURES,
                 measured=_SWEEP + "causal 363/492/690"),
     FwdTileSm90(256, 128,  64, 2, 1, max_keys=2048, is_bounded=False, max_cost=COST_ALL_SCORE_FEATURES,
