@@ -188,8 +188,9 @@ def plain() -> Iterator[Case]:
     for (head_dim, head_dim_v), mask in product(((64, 128), (128, 64), (192, 128), (256, 128)), MASKS):
         yield fwd(HOPPER, head_dim, head_dim_v=head_dim_v, mask=mask)
     # Rows for short sequences.
-    yield from (fwd(HOPPER, 64, mask=mask, seqlen_k=SHORT) for mask in ("causal", "left", "window"))
-    yield fwd(HOPPER, 256, mask="full", seqlen_k=SHORT)
+    yield from (fwd(HOPPER, 64, mask=mask, seqlen_k=SHORT) for mask in ("full", "causal", "left", "window"))
+    yield fwd(HOPPER, 128, mask="causal", seqlen_k=SHORT)
+    yield from (fwd(HOPPER, 256, mask=mask, seqlen_k=SHORT) for mask in ("full", "causal"))
     yield from (fwd(HOPPER, 96, mask=mask, seqlen_k=SHORT) for mask in MASKS)
     yield fwd(AMPERE_ON_90, 64, mask="full", seqlen_k=SHORT)
     yield from (bwd(AMPERE_ON_90, 128, mask=mask, seqlen_k=SHORT) for mask in MASKS)
