@@ -271,7 +271,7 @@ class FwdTileSm90Wide(Tile):
 _SWEEP = "H200, bf16, 16384 tokens, hidden 2048, kernel version 7, 2026-11-15, TFLOP/s of S=512/1024/8192: "
 _SWEEP_NOV_18 = "H200, bf16, 16384 tokens, hidden 2048, 2026-11-18, TFLOP/s of S=1024/4096/16384: "
 _SWEEP_192 = _SWEEP_NOV_18 + "567/678/735; causal 450/630/719 (128x112: 555/691/748; causal 438/654/722)"
-_SHORT_PLAIN = "H200, bf16, 16384 tokens, hidden 2048, 2026-11-20, speed of S=512/1024 over the next such row: "
+_SHORT_PLAIN = "H200, bf16, 16384 tokens, hidden 2048, 2026-11-20, TFLOP/s of S=512/1024: "
 _FEATURES = "H200, bf16, B=4, S=4096, hidden 2048, 2026-11-18, ms of full; causal: "
 _SHORT = "H200, bf16, B=32, S=512, hidden 2048, 2026-11-18, ms of full; causal: "
 _BY_WIDTH = "not measured: like its neighbours, as far as registers and shared memory allow"
@@ -293,9 +293,9 @@ _with_bias = partial(FwdTileSm90, bias_stages=2, measured="not measured: for a b
 SM90_FWD = (
     FwdTileSm90( 64, 192, 128, 4, 3, True, speculative_max_masked=True, skips_blocks=True, only=PLAIN, is_bounded=True,
                 max_keys=1024,
-                measured=_SHORT_PLAIN + "1.13/1.09 with 2 stages of Q; 1.19/1.11 with 3 and a prefetch of Q to L2"),
+                measured=_SHORT_PLAIN + "277/369 with 2 stages of Q, 292/376 with 3 and prefetches; 128x128 245/338"),
     FwdTileSm90( 64, 192, 128, 4, 2, True, speculative_max_masked=True, skips_blocks=True, only=PLAIN, is_bounded=False,
-                max_keys=1024, measured=_SHORT_PLAIN + "1.05/1.05"),
+                max_keys=1024, measured=_SHORT_PLAIN + "428/473; without skips_blocks 410/450"),
     FwdTileSm90( 64, 128, 128, 4, 2, True, speculative_max_masked=True, max_keys=1024, is_bounded=True,
                 max_cost=COST_ALIBI, measured=_SWEEP + "causal 261/353/484"),
     FwdTileSm90( 64, 192, 128, 4, 2, True, speculative_max_masked=True, max_cost=COST_SOFTCAP,
@@ -321,7 +321,7 @@ SM90_FWD = (
     FwdTileSm90( 96, 128,  96, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
     FwdTileSm90( 96, 128,  64, 2, 2, True, measured=_FOR_MODS),
     FwdTileSm90(128, 128, 128, 2, 3, True, speculative_max_masked=True, only=PLAIN, is_bounded=True, max_keys=1024,
-                measured=_SHORT_PLAIN + "1.12/1.03"),
+                measured=_SHORT_PLAIN + "362/461; 2 stages of Q, exact max in masked blocks 322/447"),
     FwdTileSm90(128, 128, 128, 2, 2, True, max_cost=COST_USER_MOD, measured=_SWEEP + "547/613/700; causal 357/491/719"),
     FwdTileSm90(128, 128,  96, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
     FwdTileSm90(128, 128,  64, 2, 2, True, measured=_FOR_MODS),
@@ -340,7 +340,7 @@ SM90_FWD = (
     FwdTileSm90(256, 128,  80, 2, 1, only="score_mod", max_cost=COST_USER_MOD,
                 measured=_FEATURES + "0.88; 0.46; 128x64 0.93; 0.48"),
     FwdTileSm90(256, 128,  64, 2, 1, skips_blocks=True, only=PLAIN, is_bounded=True, max_keys=1024,
-                measured=_SHORT_PLAIN + "1.03/1.02"),
+                measured=_SHORT_PLAIN + "358/477; without skips_blocks 349/468"),
     FwdTileSm90(256, 128,  64, 2, 1, is_bounded=True, max_cost=COST_ALL_SCORE_FEATURES,
                 measured=_SWEEP + "causal 363/492/690"),
     FwdTileSm90(256, 128,  64, 2, 1, max_keys=2048, is_bounded=False, max_cost=COST_ALL_SCORE_FEATURES,
