@@ -78,7 +78,7 @@ def _calls() -> list[Call]:
     deterministic, fp32 = by_families(made[::5], deterministic=True), by_families(made[::11], out_fp32=True)
     # Every row of the tile tables for plain calls.
     rows = by_families(
-        [dense(2, 2, 2, 300, 1200, d, BF16, band) for d in (320, 384, 448, 512) for band in (FULL, WINDOW)]
+        [dense(2, 2, 2, 300, 1200, d, BF16, band) for d in (288, 320, 384, 448, 512) for band in (FULL, WINDOW)]
     )
     return [*rows, *covering([*map(_supported, (*by_families(made), *deterministic, *fp32))], few_properties)]
 
