@@ -199,10 +199,9 @@ def wide_conditions(forward: Run, backward: Run) -> str:
     """Versions, power cap, spread of rounds and errors of the runs of head dims above 256."""
     runs = {"forward": forward, "backward": backward}
     machine, lines = forward.machine, []
-    commits = [sources.commit_of(run.machine) for run in runs.values()]
     lines.append(
-        f"- [Forward]({sources.WIDE[0]}) at commit `{commits[0]}`, [backward]({sources.WIDE[1]}) at commit "
-        f"`{commits[1]}`; FFPA {machine['ffpa']} through its CuTe DSL backend, torch {machine['torch']}."
+        f"- [Forward]({sources.WIDE[0]}) and [backward]({sources.WIDE[1]}) at commit `{sources.commit_of(machine)}`; "
+        f"FFPA {machine['ffpa']} through its CuTe DSL backend, torch {machine['torch']}."
     )
     for label, run in runs.items():
         capped = sum("sw_power_cap" in cell.after["clock_reasons"] for cell in run.cells)
