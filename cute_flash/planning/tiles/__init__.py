@@ -17,7 +17,6 @@ from cute_flash.planning.tiles.bwd_sm90 import (
 )
 from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, SM80_FWD_FP32, FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import (
-    PLAIN,
     SM90_FWD,
     SM90_FWD_BIAS,
     SM90_FWD_DROPOUT,
@@ -60,10 +59,7 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile:
 def find_fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile | None:
     """The first row that supports the problem and fits the architecture; None if there is none."""
     for row in _fwd_rows(family, arch, problem.static):
-        # Rows of plain calls were not measured with tiles of several heads, which calls with fewer queries have.
-        is_plain = isinstance(row, FwdTileSm90) and row.only == PLAIN
-        has_queries = problem.seqlen_q >= row.tile_m or not is_plain
-        if has_queries and (row.max_keys is None or problem.usual_keys <= row.max_keys):
+        if row.max_keys is None or problem.usual_keys <= row.max_keys:
             return row
     return None
 
